@@ -1,0 +1,71 @@
+"""What Driftline raises: one family, each with an exit code, a sentence and, if there is one, a way out.
+
+A numerical difference is never an exception here; it is a row in a table. These are for what could not be done.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_FINE = 0
+EXIT_DIFFERENT = 1
+EXIT_COULD_NOT = 2
+
+
+class DriftlineError(Exception):
+    """Something that could not be done, said in one sentence.
+
+    Attributes:
+        hint: The next thing to try, shown on a line of its own; empty when there is none.
+        exit_code: What the command line returns for it.
+    """
+
+    exit_code = EXIT_COULD_NOT
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class BadInput(DriftlineError):
+    """An argument, option or selection that cannot mean anything."""
+
+
+class BadRun(DriftlineError):
+    """A path that is no run, or a run that cannot be read."""
+
+
+class BadFile(DriftlineError):
+    """A single file that is malformed, too large for what it claims, or unsafe to open."""
+
+
+class AlreadyThere(DriftlineError):
+    """An output that exists; nothing is overwritten unless asked."""
+
+
+class NotInstalled(DriftlineError):
+    """An optional part that is needed and missing."""
+
+
+class NothingCaptured(DriftlineError):
+    """A dump that ended without a single tensor."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint that names the closest known words, or lists a few when none is close.
+
+    >>> did_you_mean("cosin", ["cosine", "rmse"])
+    "did you mean 'cosine'?"
+    """
+    names = sorted(set(known))
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(repr(name) for name in close) + "?"
+    if not names:
+        return ""
+    shown = ", ".join(names[:8])
+    return f"known: {shown}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,36 @@
+"""What is kept of one tensor when its values are not: ten numbers and a sketch that sees permutations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SKETCH_BUCKETS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The digest-free description of one tensor's values. Moments are over finite elements, in float64.
+
+    Attributes:
+        count: Number of elements.
+        min: Smallest finite element; nan when there is none (so for mean, max and std).
+        std: Population standard deviation (ddof 0).
+        l2: Euclidean norm of the finite elements.
+        zeros: Elements equal to zero, of either sign.
+        nan: NaN elements.
+        pos_inf: Elements that are +inf.
+        neg_inf: Elements that are -inf.
+        sketch: Signed count-sketch of the finite elements; see `sketch.py`.
+    """
+
+    count: int
+    min: float
+    max: float
+    mean: float
+    std: float
+    l2: float
+    zeros: int
+    nan: int
+    pos_inf: int
+    neg_inf: int
+    sketch: tuple[float, ...] = ()

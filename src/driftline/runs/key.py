@@ -1,0 +1,84 @@
+"""The address of one tensor inside one run, and how a person reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+Port = Literal["input", "output", "grad_input", "grad_output", "param", "param_grad", "optimizer_grad"]
+Phase = Literal["forward", "backward", "recompute"]
+Moment = Literal["before", "after"]
+
+PORTS: tuple[Port, ...] = (
+    "input",
+    "output",
+    "grad_input",
+    "grad_output",
+    "param",
+    "param_grad",  # what one backward pass contributed, before it is accumulated
+    "optimizer_grad",  # what the optimizer sees: accumulated, reduced, clipped
+)
+
+_USUAL_PHASE: dict[str, Phase] = {"grad_input": "backward", "grad_output": "backward", "param_grad": "backward"}
+
+
+def usual_phase(port: str) -> Phase:
+    """When a port is captured unless something special happens."""
+    return _USUAL_PHASE.get(port, "forward")
+
+
+def usual_moment(port: str) -> Moment:
+    """Inputs are taken before the call, everything else after it."""
+    return "before" if port in ("input", "param") else "after"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TensorKey:
+    """The address of one tensor inside one run. Execution order is the record's `order`, not the key's.
+
+    Attributes:
+        site: Place in the model: module path, graph node or op call.
+        port: Which side of the site.
+        slot: Which tensor of that port: an argument's name, a position, a path through nested containers.
+        step: Training step or generated token.
+        visit: The nth call of the site within the step.
+        rank: Rank of the process in its distributed job.
+        process: Tells processes of one rank apart (a launcher script may start several).
+        phase: forward, backward, or recompute for gradient checkpointing's second forward.
+        moment: Taken before or after the call.
+    """
+
+    site: str
+    port: Port
+    slot: str
+    step: int = 0
+    visit: int = 0
+    rank: int = 0
+    process: int = 0
+    phase: Phase = "forward"
+    moment: Moment = "after"
+
+    @classmethod
+    def of(cls, site: str, port: Port, slot: str = "0", *, step: int = 0, visit: int = 0, rank: int = 0) -> Self:
+        """A key with the usual phase and moment of its port."""
+        return cls(
+            site, port, slot, step, visit, rank, phase=usual_phase(port), moment=usual_moment(port)
+        )
+
+    def __str__(self) -> str:
+        """`rank0/step0/model.layers.0.mlp#1/output/0`; what is usual is left out.
+
+        >>> str(TensorKey.of("mlp", "input", "x", visit=2))
+        'rank0/step0/mlp#2/input/x'
+        """
+        rank = f"rank{self.rank}" + (f".p{self.process}" if self.process else "")
+        site = self.site + (f"#{self.visit}" if self.visit else "")
+        text = f"{rank}/step{self.step}/{site}/{self.port}/{self.slot}"
+        if self.phase != usual_phase(self.port):
+            text += f"@{self.phase}"
+        if self.moment != usual_moment(self.port):
+            text += f"@{self.moment}"
+        return text
+
+    def with_slot(self, slot: str) -> Self:
+        return replace(self, slot=slot)

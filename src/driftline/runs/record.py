@@ -1,0 +1,55 @@
+"""One line of a run's index: what was captured, and where its bytes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from driftline.numerics.summary import Summary
+from driftline.runs.key import TensorKey
+
+Kept = Literal["full", "sample", "summary", "digest", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Where bytes lie: `length` bytes at `offset` of a shard file, counted from the file's first byte."""
+
+    shard: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of one captured tensor.
+
+    Attributes:
+        key: Its address.
+        order: Position in the execution order of its process; the only thing to sort by.
+        dtype: A name of `numerics.dtypes.DTYPES`.
+        shape: Logical shape (for packed 4-bit formats, of elements, not bytes).
+        alias: Another name of the slot: the position of an argument that is known by name.
+        class_name: Class of the module, or name of the operator, at the site.
+        device: Where the tensor lived, as torch prints it.
+        kept: How much of it was kept.
+        digest: `algorithm:hex` of its bytes in C order.
+        blob: Where its bytes are, for `full` and `sample`.
+        sample_stride: For `sample`: every nth element of the flattened tensor was kept.
+        summary: For `summary`, and wherever it was computed anyway.
+        placement: How a sharded tensor lies over its ranks, in words; empty for a plain one.
+    """
+
+    key: TensorKey
+    order: int
+    dtype: str
+    shape: tuple[int, ...]
+    alias: str = ""
+    class_name: str = ""
+    device: str = ""
+    kept: Kept = "full"
+    digest: str = ""
+    blob: Blob | None = None
+    sample_stride: int = 1
+    summary: Summary | None = None
+    placement: str = ""

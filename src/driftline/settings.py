@@ -1,0 +1,48 @@
+"""The only reader of the environment. Every variable Driftline listens to is named here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LAUNCH = "DRIFTLINE_LAUNCH"
+"""Set by `driftline dump` for the program it starts: path of the capture plan (JSON)."""
+KERNEL = "DRIFTLINE_KERNEL"
+"""`avx512`, `avx2`, `generic` or `numpy`: use that path instead of the best one. For tests and for doubt."""
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment; rooms ask here, so that a test can see who reads what."""
+    return os.environ
+
+
+def kernel_choice() -> str:
+    return environment().get(KERNEL, "")
+
+
+def launch_plan_path() -> str:
+    return environment().get(LAUNCH, "")
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlace:
+    """Where this process stands in a distributed job, as its launcher says."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def job_place() -> JobPlace:
+    """Rank and size from torchrun's, then Open MPI's, then Slurm's variables; a lone process is rank 0 of 1."""
+    env = environment()
+    for rank, size, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ):
+        if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
+            local_text = env.get(local, "")
+            return JobPlace(int(env[rank]), int(env[size]), int(local_text) if local_text.isdigit() else 0)
+    return JobPlace(0, 1, 0)
