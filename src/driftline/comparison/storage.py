@@ -1,0 +1,158 @@
+"""A table on disk: `table.json` is the table, `rows.parquet` and `rows.csv` are for other programs.
+
+docs/table-format.md specifies the three files. pyarrow is imported only when Parquet is written.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from driftline.comparison.row import JSON, ROW_FIELDS, Number, Row
+from driftline.comparison.table import Table
+from driftline.errors import AlreadyThere, BadFile, BadInput
+from driftline.registry import require
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+TABLE_FILE = "table.json"
+PARQUET_FILE = "rows.parquet"
+CSV_FILE = "rows.csv"
+_FILES = (TABLE_FILE, PARQUET_FILE, CSV_FILE)
+_INTEGER_FIELDS = ("step", "rank", "visit", "process", "order")
+_NUMBER_FIELDS = ("limit", "severity")
+
+
+def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
+    """Write the three files of a table; the folder appears complete or not at all.
+
+    Args:
+        table: What to write.
+        folder: Made if it is not there.
+        force: Replace an older table. Other files of the folder are never touched.
+
+    Raises:
+        AlreadyThere: The folder holds something and `force` was not given.
+        BadInput: The path is a file.
+    """
+    goal = Path(folder)
+    if goal.exists() and not goal.is_dir():
+        raise BadInput(f"{goal} is a file; a table is a folder")
+    if goal.is_dir() and any(goal.iterdir()) and not force:
+        raise AlreadyThere(f"{goal} is not empty", hint="give another -o, or --force to replace")
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{goal.name}.", dir=goal.parent))
+    try:
+        with (scratch / CSV_FILE).open("w", encoding="utf-8", newline="") as stream:
+            write_csv(table, stream)
+        write_parquet(table, scratch / PARQUET_FILE)
+        # Compact: a table of 100 000 rows is read by programs; `driftline show` is for people.
+        text = json.dumps(table.as_json(), ensure_ascii=False, allow_nan=False)
+        (scratch / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+        goal.mkdir(exist_ok=True)
+        for name in reversed(_FILES):  # table.json last: a folder with one is a whole table
+            (scratch / name).replace(goal / name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return goal
+
+
+def open_table(folder: StrPath) -> Table:
+    """Read a table back from its folder, or from its `table.json` directly.
+
+    Raises:
+        BadFile: Nothing there, no table, or a table of a newer schema.
+    """
+    path = Path(folder)
+    if path.is_dir():
+        path = path / TABLE_FILE
+    if not path.is_file():
+        raise BadFile(
+            f"{folder} holds no {TABLE_FILE}", hint="`driftline compare REF CAND -o DIR` writes one"
+        )
+    try:
+        shown = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as trouble:
+        raise BadFile(f"{path} cannot be read as JSON: {trouble}") from trouble
+    return Table.from_json(shown, source=str(path))
+
+
+def is_table(path: StrPath) -> bool:
+    """Whether a path looks like a table, without reading it."""
+    return (Path(path) / TABLE_FILE).is_file()
+
+
+def metric_names(table: Table) -> list[str]:
+    """The metric columns of a flat table: the declared ones, in their order, that any row has."""
+    present = {name for row in table.rows for name in row.metrics}
+    declared = [column.name for column in table.columns if column.name in present]
+    return declared + sorted(present.difference(declared))
+
+
+def flat_columns(table: Table) -> list[str]:
+    """Names of the columns of `rows.csv` and `rows.parquet`."""
+    return [*ROW_FIELDS, *metric_names(table)]
+
+
+def write_csv(table: Table, stream: TextIO) -> None:
+    """One line per row, header first; an absent number is an empty cell, nan and inf are words."""
+    names = metric_names(table)
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow([*ROW_FIELDS, *names])
+    for row in table.rows:
+        writer.writerow(_cells(row, names))
+
+
+def write_parquet(table: Table, path: StrPath) -> None:
+    """The same columns typed: numbers are doubles, null when absent; the rest is text."""
+    pa = require("pyarrow")
+    pq = require("pyarrow.parquet")
+    rows = [row.as_json() for row in table.rows]
+    arrays: dict[str, JSON] = {}
+    for name in ROW_FIELDS:
+        values = [row[name] for row in rows]
+        if name in _INTEGER_FIELDS:
+            arrays[name] = pa.array(values, pa.int64())
+        elif name in _NUMBER_FIELDS:
+            numbers = [row.limit if name == "limit" else row.severity for row in table.rows]
+            arrays[name] = pa.array(numbers, pa.float64(), from_pandas=False)
+        else:
+            arrays[name] = pa.array([_text(value) for value in values], pa.string())
+    for name in metric_names(table):
+        numbers = [_double(row.metrics.get(name)) for row in table.rows]
+        arrays[name] = pa.array(numbers, pa.float64(), from_pandas=False)
+    pq.write_table(pa.table(arrays), str(path))
+
+
+def _cells(row: Row, names: list[str]) -> list[JSON]:
+    shown = row.as_json()
+    fixed = [_text(shown[name]) for name in ROW_FIELDS]
+    return fixed + [_number_text(row.metrics.get(name)) for name in names]
+
+
+def _text(value: JSON) -> str | None:
+    """Shapes as `2x3` (`scalar` for none), lists joined by blanks, absence as an empty cell."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        parts = [str(item) for item in cast(list[JSON], value)]
+        return ("x" if all(part.isdigit() for part in parts) else " ").join(parts)
+    return repr(value)
+
+
+def _number_text(value: Number | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return repr(value)
+
+
+def _double(value: Number | None) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,246 @@
+"""The comparison table: one row per pair, a verdict, how much was covered. The second artefact.
+
+Pure values. Nothing here measures, judges or touches a disk: `engine.py` fills the rows, `gating/`
+judges them, `storage.py` writes and reads them. docs/table-format.md is the specification.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from driftline.comparison.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
+from driftline.errors import BadFile
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+__all__ = ["SCHEMA", "Column", "Coverage", "Row", "Side", "Table"]
+
+SCHEMA = "driftline.table/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of the two runs was set against each other, in tensors."""
+
+    compared: int = 0
+    missing: int = 0
+    extra: int = 0
+    incomparable: int = 0
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Coverage:
+        counts = {"compared": 0, "missing": 0, "extra": 0, "incomparable": 0}
+        for row in rows:
+            counts["compared" if row.compared else row.status] += 1
+        return cls(**counts)
+
+    @property
+    def total(self) -> int:
+        return self.compared + self.missing + self.extra + self.incomparable
+
+    @property
+    def share(self) -> float:
+        """Compared tensors among all of both runs; 0 for nothing at all.
+
+        >>> Coverage(compared=3, missing=1).share
+        0.75
+        """
+        return self.compared / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.compared} of {self.total} tensors compared"]
+        parts += [
+            f"{count} {word}"
+            for count, word in (
+                (self.missing, "missing"),
+                (self.extra, "extra"),
+                (self.incomparable, "incomparable"),
+            )
+            if count
+        ]
+        return ", ".join(parts)
+
+    def as_json(self) -> dict[str, int]:
+        return {
+            "compared": self.compared,
+            "missing": self.missing,
+            "incomparable": self.incomparable,
+            "extra": self.extra,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Where one side of a table came from: enough to find the run again.
+
+    Attributes:
+        path: As the user gave it; empty for a run that was never on a disk.
+        about: What the manifest says of the run (id, command, versions), redacted there.
+        losses: What the run itself knows to be missing from it.
+    """
+
+    path: str = ""
+    about: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
+    losses: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, JSON]:
+        return {"path": self.path, "about": dict(self.about), "losses": list(self.losses)}
+
+    @classmethod
+    def from_json(cls, shown: Mapping[str, JSON]) -> Side:
+        return cls(
+            str(shown.get("path", "")), dict(shown.get("about", {})), tuple(shown.get("losses", ()))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Every pair of two runs, judged.
+
+    Attributes:
+        rows: In the reference's execution order, rank after rank; extra rows come last.
+        columns: What the metrics of the rows mean.
+        verdict: pass, fail, or incomparable when not one pair could be compared.
+        first: The failing row where the drift starts, in execution order; None when no row fails.
+        first_site: The site to look at: `first`'s own, or the enclosing module when an input was
+            already wrong and no captured output says so; empty when no row fails.
+        finding: The result as a sentence.
+        limits: What was allowed, as gating wrote it.
+        reference: Where the reference came from.
+        candidate: Where the candidate came from.
+    """
+
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...] = ()
+    verdict: Verdict = "unjudged"
+    first: Row | None = None
+    first_site: str = ""
+    finding: str = ""
+    limits: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
+    reference: Side = Side()
+    candidate: Side = Side()
+
+    @property
+    def coverage(self) -> Coverage:
+        return Coverage.of(self.rows)
+
+    @property
+    def failing(self) -> tuple[Row, ...]:
+        """The failing rows, in execution order."""
+        return tuple(row for row in self.rows if row.status == "fail")
+
+    def worst(self, count: int = 10) -> list[Row]:
+        """The rows a person should read first: by status, then by distance from the limit."""
+        return sorted(self.rows, key=_badness)[:count]
+
+    def column(self, name: str) -> Column | None:
+        return next((column for column in self.columns if column.name == name), None)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.finding} ({self.coverage})"
+
+    def with_rows(self, rows: Iterable[Row]) -> Table:
+        return replace(self, rows=tuple(rows))
+
+    def as_json(self) -> dict[str, JSON]:
+        """The table as JSON values; non-finite numbers are "nan", "inf" and "-inf"."""
+        return {
+            "schema": SCHEMA,
+            "verdict": self.verdict,
+            "first_site": self.first_site or None,
+            "finding": self.finding,
+            "coverage": self.coverage.as_json(),
+            "first_row": None if self.first is None else self._position(self.first),
+            "limits": _json_safe(dict(self.limits)),
+            "metrics": {
+                column.name: {
+                    "direction": column.direction,
+                    "meaning": column.meaning,
+                    "unit": column.unit,
+                }
+                for column in self.columns
+            },
+            "reference": _json_safe(self.reference.as_json()),
+            "candidate": _json_safe(self.candidate.as_json()),
+            "rows": [row.as_json() for row in self.rows],
+        }
+
+    @classmethod
+    def from_json(cls, shown: JSON, *, source: str = "table") -> Table:
+        """The inverse of `as_json`.
+
+        Raises:
+            BadFile: It is no table, or one of a schema this version does not know.
+        """
+        if not isinstance(shown, dict) or "schema" not in shown:
+            raise BadFile(
+                f"{source} is no comparison table",
+                hint="`driftline compare REF CAND -o DIR` writes one",
+            )
+        top = cast(dict[str, JSON], shown)
+        if top["schema"] != SCHEMA:
+            raise BadFile(
+                f"{source} has schema {top['schema']!r}; this version reads {SCHEMA!r}",
+                hint="a newer driftline wrote it; upgrade, or compare again",
+            )
+        try:
+            rows = tuple(Row.from_json(row) for row in top["rows"])
+            first_row = cast("int | None", top.get("first_row"))
+            return cls(
+                rows=rows,
+                columns=tuple(
+                    Column(
+                        name, about["direction"], about.get("meaning", ""), about.get("unit", "")
+                    )
+                    for name, about in top["metrics"].items()
+                ),
+                verdict=cast(Verdict, top["verdict"]),
+                first=None if first_row is None else rows[first_row],
+                first_site=top.get("first_site") or "",
+                finding=str(top.get("finding", "")),
+                limits=top.get("limits", {}),
+                reference=Side.from_json(top.get("reference", {})),
+                candidate=Side.from_json(top.get("candidate", {})),
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
+            raise BadFile(
+                f"{source} is a damaged comparison table: {type(trouble).__name__}: {trouble}"
+            ) from trouble
+
+    def write(self, folder: StrPath, *, force: bool = False) -> Path:
+        """Write `table.json`, `rows.parquet` and `rows.csv`; see `storage.write_table`."""
+        from driftline.comparison.storage import write_table
+
+        return write_table(self, folder, force=force)
+
+    def _position(self, wanted: Row) -> int | None:
+        return next(
+            (at for at, row in enumerate(self.rows) if row is wanted or row == wanted), None
+        )
+
+
+def _badness(row: Row) -> tuple[int, float]:
+    severity = math.inf if math.isnan(row.severity) else row.severity
+    return (STATUSES.index(row.status), -severity)
+
+
+def _json_safe(value: JSON) -> JSON:
+    """Non-finite floats inside limits and provenance become strings too."""
+    if isinstance(value, dict):
+        return {str(k): _json_safe(v) for k, v in cast(dict[object, JSON], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(v) for v in cast(list[JSON], value)]
+    if isinstance(value, float):
+        return number_to_json(value)
+    return value
