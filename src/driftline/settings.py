@@ -9,7 +9,11 @@ from dataclasses import dataclass
 LAUNCH = "DRIFTLINE_LAUNCH"
 """Set by `driftline dump` for the program it starts: path of the capture plan (JSON)."""
 KERNEL = "DRIFTLINE_KERNEL"
-"""`avx512`, `avx2`, `generic` or `numpy`: use that path instead of the best one. For tests and for doubt."""
+"""`avx512`, `avx2`, `generic` or `numpy`: use that path, not the best one. For tests and doubt."""
+DEBUG = "DRIFTLINE_DEBUG"
+"""Anything but empty or 0: show the traceback of an unexpected exception instead of one line."""
+NO_COLOR = "NO_COLOR"
+"""Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
 
 
 def environment() -> Mapping[str, str]:
@@ -19,6 +23,15 @@ def environment() -> Mapping[str, str]:
 
 def kernel_choice() -> str:
     return environment().get(KERNEL, "")
+
+
+def debug() -> bool:
+    return environment().get(DEBUG, "") not in ("", "0")
+
+
+def colours_refused() -> bool:
+    """By the user, or by a terminal that calls itself dumb."""
+    return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"
 
 
 def launch_plan_path() -> str:
@@ -35,7 +48,7 @@ class JobPlace:
 
 
 def job_place() -> JobPlace:
-    """Rank and size from torchrun's, then Open MPI's, then Slurm's variables; a lone process is rank 0 of 1."""
+    """Rank and size as torchrun, Open MPI or Slurm say, asked in this order; alone: rank 0 of 1."""
     env = environment()
     for rank, size, local in (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -44,5 +57,7 @@ def job_place() -> JobPlace:
     ):
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
             local_text = env.get(local, "")
-            return JobPlace(int(env[rank]), int(env[size]), int(local_text) if local_text.isdigit() else 0)
+            return JobPlace(
+                int(env[rank]), int(env[size]), int(local_text) if local_text.isdigit() else 0
+            )
     return JobPlace(0, 1, 0)

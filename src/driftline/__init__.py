@@ -1,0 +1,62 @@
+"""Driftline: where two executions of one model begin to disagree, and is it more than noise?
+
+Every public name is a door with an address, opened on first use: `import driftline` costs nothing
+and imports neither torch, nor numpy, nor pyarrow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from driftline.adapters.torch.door import capture as capture
+    from driftline.adapters.torch.door import step as step
+    from driftline.comparison.door import compare as compare
+    from driftline.comparison.door import compare_models as compare_models
+    from driftline.comparison.door import open_table as open_table
+    from driftline.dialects.ait import DumpConfig as DumpConfig
+    from driftline.dialects.ait import register_hook as register_hook
+    from driftline.dialects.ait import register_saving_hook as register_saving_hook
+    from driftline.formats.opening import open_run as open_run
+
+__version__ = "0.1.0"
+
+_DOORS = {
+    "capture": "driftline.adapters.torch.door:capture",
+    "step": "driftline.adapters.torch.door:step",
+    "open_run": "driftline.formats.opening:open_run",
+    "compare": "driftline.comparison.door:compare",
+    "compare_models": "driftline.comparison.door:compare_models",
+    "open_table": "driftline.comparison.door:open_table",
+    "DumpConfig": "driftline.dialects.ait:DumpConfig",
+    "register_hook": "driftline.dialects.ait:register_hook",
+    "register_saving_hook": "driftline.dialects.ait:register_saving_hook",
+}
+
+__all__ = [
+    "DumpConfig",
+    "__version__",
+    "capture",
+    "compare",
+    "compare_models",
+    "open_run",
+    "open_table",
+    "register_hook",
+    "register_saving_hook",
+    "step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    address = _DOORS.get(name)
+    if address is None:
+        raise AttributeError(f"module 'driftline' has no attribute {name!r}")
+    module, _, attribute = address.partition(":")
+    door = getattr(importlib.import_module(module), attribute)
+    globals()[name] = door  # the next use finds it without coming here
+    return door
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_DOORS})

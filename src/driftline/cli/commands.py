@@ -1,0 +1,79 @@
+"""The commands, by name: where each one lives, and the line the overview shows for it.
+
+A leaf that imports nothing: `driftline --help` is painted from this table alone, so that it costs
+no more than starting Python. A command's module is imported when the command is run or asked for help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of the command line.
+
+    Attributes:
+        address: `module:function`. The function's signature is the command's options, its docstring
+            the help, its return value the exit code (None is 0).
+        group: Heading in the overview.
+        summary: One line, no full stop.
+        takes_program: The words after `--` are somebody's command line. A bare word before `--` is
+            then a misspelt option, never the first word of that command.
+    """
+
+    address: str
+    group: str
+    summary: str
+    takes_program: bool = False
+
+
+COMMANDS: dict[str, Command] = {
+    "dump": Command(
+        "driftline.cli.dump:dump",
+        "Capture",
+        "run an unchanged program and keep what its model computed",
+        takes_program=True,
+    ),
+    "compare": Command(
+        "driftline.cli.compare:compare",
+        "Compare",
+        "two runs or tensor files: which layers differ, which one first",
+    ),
+    "show": Command(
+        "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
+    ),
+    "doctor": Command(
+        "driftline.cli.doctor:doctor", "Look", "versions, kernel path and devices of this machine"
+    ),
+}
+
+EXIT_CODES = (
+    "exit codes: 0 fine, 1 numbers differ beyond the thresholds, 2 could not do it "
+    "(one sentence on stderr says why)"
+)
+
+
+def overview(version: str) -> str:
+    """The text of `driftline --help`."""
+    lines = [
+        f"driftline {version}: two executions of one model disagree; where does it start, "
+        "and is it more than noise?",
+        "",
+        "usage: driftline COMMAND ...",
+    ]
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        lines += ["", f"{group}:"]
+        lines += [
+            f"  {name:<10}{command.summary}"
+            for name, command in COMMANDS.items()
+            if command.group == group
+        ]
+    lines += [
+        "",
+        "driftline COMMAND --help   the options of one command",
+        "driftline --version        which version this is",
+        "",
+        EXIT_CODES,
+    ]
+    return "\n".join(lines) + "\n"

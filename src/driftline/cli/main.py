@@ -1,0 +1,96 @@
+"""The console script: find the command, run it, turn what went wrong into a sentence and a code.
+
+Nothing heavy is imported before it is known which command runs; cyclopts itself only after that.
+Results are on stdout, messages on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from driftline.cli.commands import COMMANDS, overview
+from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput, DriftlineError, did_you_mean
+
+HELP = ("--help", "-h", "-help")
+INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
+PIPE_CLOSED = 128 + 13
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+    except DriftlineError as error:
+        complain(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("driftline: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # `driftline show run | head`: the reader has seen enough. Python would complain once more
+        # when it flushes stdout at exit, so give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as bug:
+        return _confess(bug)
+    return code
+
+
+def complain(error: DriftlineError) -> None:
+    """One sentence on stderr, and the way out on a line of its own."""
+    print(f"driftline: {error}", file=sys.stderr)
+    if error.hint:
+        print(f"  hint: {error.hint}", file=sys.stderr)
+
+
+def _dispatch(words: list[str]) -> int:
+    from driftline import __version__
+
+    if not words or words[0] in HELP or words == ["help"]:
+        sys.stdout.write(overview(__version__))
+        return EXIT_FINE if words else EXIT_COULD_NOT
+    if words[0] in ("--version", "-V"):
+        print(f"driftline {__version__}")
+        return EXIT_FINE
+    name, rest = words[0], words[1:]
+    if name == "help":
+        name, rest = rest[0], ["--help"]
+    if name not in COMMANDS:
+        raise BadInput(f"there is no command '{name}'", hint=did_you_mean(name, COMMANDS))
+
+    from driftline.cli import parsing
+
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    if any(word in HELP for word in own):
+        from driftline.cli.helppage import help_page
+
+        sys.stdout.write(help_page(name))
+        return EXIT_FINE
+    return parsing.run(name, rest)
+
+
+def _confess(bug: Exception) -> int:
+    """An exception nobody planned for is our bug: say so, and keep the traceback out of the way."""
+    import tempfile
+    import traceback
+
+    from driftline import settings
+
+    if settings.debug():
+        traceback.print_exception(bug)
+        return EXIT_COULD_NOT
+    what = f"{type(bug).__name__}: {bug}".splitlines()[0]
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="driftline-bug-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as report:
+        report.writelines(traceback.format_exception(bug))
+    print(f"driftline: this is a bug in driftline, not in your data: {what}", file=sys.stderr)
+    print(
+        f"  hint: please report it with {report.name}; {settings.DEBUG}=1 shows the traceback",
+        file=sys.stderr,
+    )
+    return EXIT_COULD_NOT
