@@ -1,0 +1,490 @@
+"""Gradients of modules and parameters, read without touching what autograd computes.
+
+Full backward hooks put identity nodes around a module: gradients then add up in another order and
+are no longer bitwise equal, and an in-place activation raises. Here nothing is put into the graph.
+After a module's call its piece of the graph is walked, from the outputs to the inputs, and hooks on
+the nodes of that piece look at what passes:
+
+- `grad_output`: what arrives at an output tensor, summed over all its consumers;
+- `grad_input`: what this module's own operations send back to an input tensor; not the input's
+  total, to which other consumers add. An input that is handed through untouched gets none;
+- `param_grad`: what one backward pass contributes to a parameter, before it is accumulated;
+- `optimizer_grad`: `.grad` as `Optimizer.step` finds it: accumulated, reduced, clipped.
+
+Gradients carry step and visit of the forward call they belong to. A second backward pass over one
+call (`retain_graph`, double backward) takes the next free visit of its site.
+
+Hooks hold names and counts, no tensors or nodes beyond the pass they belong to, so a graph lives
+exactly as long as without them. Nothing here may raise into the user's backward.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from driftline.adapters.torch.ops import OWN_WORK
+from driftline.adapters.torch.parameters import Owner, ParameterNames
+
+Named = Sequence[tuple[str, str, torch.Tensor]]
+"""Slot, alias and tensor, as `modules.py` hands them out."""
+Gradients = tuple[torch.Tensor | None, ...]
+
+_LEAF = 2**64 - 1
+"""Sequence number of every AccumulateGrad node; all other nodes count up within their thread."""
+_STEPS_REMEMBERED = 4
+
+
+class GradientTap:
+    """Reads gradients of modules, of parameters, and of what the optimizer is given.
+
+    `modules.py` calls `around_root` around a root's call, `before_forward` before and `on_forward`
+    after each module's. Between the last two only numbers are kept: an exception in between leaves
+    nothing alive.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.active = False
+        self._calls = _CallStack()
+        self._visits = _Visits()
+        self._parameters = _ParameterGradients(session)
+        self._lock = threading.Lock()
+        self._open: dict[int, list[_Inflow]] = {}
+
+    def install(self) -> None:
+        self.active = True
+        self._parameters.install()
+
+    def remove(self) -> None:
+        self.active = False
+        self._parameters.remove()
+        with self._lock:
+            self._open.clear()
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Iterator[None]:
+        """Called by `modules.py` around each call of a root module."""
+        calls = self._calls.items
+        depth = len(calls)
+        self._parameters.watch(module)
+        try:
+            yield
+        finally:
+            del calls[depth:]  # what an exception left
+            self._parameters.watch(module)  # lazy parameters exist only now
+
+    def before_forward(self, frame: Any, inputs: Named) -> None:
+        """Remember where in the graph the inputs come from; an in-place op will hide it."""
+        if not self.active or not torch.is_grad_enabled():
+            return
+        origins: list[tuple[int, int]] = []
+        try:
+            for _, _, tensor in inputs:
+                node = tensor.grad_fn if tensor.requires_grad else None
+                origins.append(
+                    (-1, 0) if node is None else (node._sequence_nr(), tensor.output_nr)
+                )
+        except Exception as error:
+            self._lost(frame.site, error)
+            return
+        self._calls.items.append((frame, torch.autograd._get_sequence_nr(), origins))
+
+    def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
+        if not self.active:
+            return
+        entry = self._calls.take(frame)
+        if entry is None:
+            return
+        try:
+            self._hook(frame, entry[1], entry[2], inputs, outputs)
+        except Exception as error:
+            self._lost(frame.site, error)
+
+    def _hook(
+        self,
+        frame: Any,
+        first: int,
+        origins: list[tuple[int, int]],
+        inputs: Named,
+        outputs: Named,
+    ) -> None:
+        ends: dict[Any, list[tuple[int, str, str]]] = {}
+        for slot, alias, tensor in outputs:
+            if not tensor.requires_grad or _is_transformed(tensor):
+                continue
+            node = tensor.grad_fn
+            # A leaf's node may outlive the graph (DDP keeps it): hooks would pile up there. What
+            # arrives at a leaf is its `param_grad`.
+            if node is not None:
+                ends.setdefault(node, []).append((tensor.output_nr, slot, alias))
+        if not ends:
+            return
+        wants = self.session.wants
+        site, class_name = frame.site, frame.class_name
+        want_output: bool = wants(site, class_name, "grad_output")
+        want_input: bool = wants(site, class_name, "grad_input")
+        if not (want_output or want_input):
+            return
+        call = _Call(self, frame)
+        if want_output:
+            for node, slots in ends.items():
+                node.register_prehook(call.output_hook(slots))
+        if want_input:
+            self._hook_inputs(call, first, origins, inputs, [*ends])
+
+    def _hook_inputs(
+        self,
+        call: _Call,
+        first: int,
+        origins: list[tuple[int, int]],
+        inputs: Named,
+        ends: list[Any],
+    ) -> None:
+        sources: dict[tuple[Any, int], _Inflow] = {}
+        for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
+            if number >= 0:
+                sources.setdefault((number, output), _Inflow(call, slot, alias))
+            elif tensor.is_leaf and tensor.requires_grad:
+                sources.setdefault((get_gradient_edge(tensor).node, 0), _Inflow(call, slot, alias))
+        if not sources:
+            return
+        for node, edges in _edges_into(sources, ends, first):
+            for _, inflow in edges:
+                inflow.expected += 1
+            node.register_hook(_input_hook(edges))
+
+    def visit(self, site: str, step: int, wish: int) -> int:
+        return self._visits.claim(site, step, wish)
+
+    def expect(self, inflow: _Inflow, task: int) -> None:
+        """An input's gradient is incomplete: look again when this backward pass is over.
+
+        Some of its paths may not run at all, when the loss does not depend on every output.
+        """
+        with self._lock:
+            waiting = self._open.get(task)
+            if waiting is not None:
+                waiting.append(inflow)
+                return
+            self._open[task] = [inflow]
+        engine = cast(Any, torch.autograd.Variable)._execution_engine
+        engine.queue_callback(lambda: self._finish(task))
+
+    def _finish(self, task: int) -> None:
+        with self._lock:
+            waiting = self._open.pop(task, [])
+        for inflow in waiting:
+            inflow.finish(task)
+
+    def emit(
+        self, call: _Call, port: str, slot: str, alias: str, gradient: torch.Tensor, task: int
+    ) -> None:
+        self.session.emit(
+            call.site,
+            port,
+            slot,
+            gradient.detach() if gradient.requires_grad else gradient,
+            alias=alias,
+            class_name=call.class_name,
+            visit=call.visit_in(task),
+            phase="backward",
+            step=call.step,
+        )
+
+    def lost(self, site: str, error: Exception) -> None:
+        self._lost(site, error)
+
+    def _lost(self, site: str, error: Exception) -> None:
+        self.session.event(
+            "gradient-lost", f"gradients of {site or 'the root'} not captured: {error}", site=site
+        )
+
+
+class _CallStack(threading.local):
+    """Calls under way in this thread: frame, first sequence number, origins of the inputs."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[Any, int, list[tuple[int, int]]]] = []
+
+    def take(self, frame: Any) -> tuple[Any, int, list[tuple[int, int]]] | None:
+        """The entry of `frame`; entries above it belong to calls that ended in an exception."""
+        items = self.items
+        for index in range(len(items) - 1, -1, -1):
+            if items[index][0] is frame:
+                entry = items[index]
+                del items[index:]
+                return entry
+        return None
+
+
+class _Visits:
+    """Hands out visit numbers that stay unique when one call is passed backward more than once."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, dict[str, set[int]]] = {}
+        self._lock = threading.Lock()
+
+    def claim(self, site: str, step: int, wish: int) -> int:
+        with self._lock:
+            if step not in self._taken:
+                self._taken[step] = {}
+                while len(self._taken) > _STEPS_REMEMBERED:
+                    del self._taken[min(self._taken)]
+            taken = self._taken.setdefault(step, {}).setdefault(site, set())
+            while wish in taken:
+                wish += 1
+            taken.add(wish)
+            return wish
+
+
+class _Call:
+    """One call of one module, as its gradients need to know it."""
+
+    __slots__ = ("_task", "_visit", "_visit_now", "class_name", "site", "step", "tap")
+
+    def __init__(self, tap: GradientTap, frame: Any) -> None:
+        # Weak: hooks may live as long as the program keeps the graph, longer than the session.
+        self.tap = weakref.ref(tap)
+        self.site: str = frame.site
+        self.class_name: str = frame.class_name
+        self.step: int = frame.step
+        self._visit: int = frame.visit
+        self._visit_now: int = frame.visit
+        self._task = -1
+
+    def visit_in(self, task: int) -> int:
+        """The visit number of this call in one backward pass."""
+        if task != self._task:
+            self._task = task
+            tap = self.tap()
+            if tap is not None:
+                self._visit_now = tap.visit(self.site, self.step, self._visit)
+        return self._visit_now
+
+    def output_hook(self, slots: list[tuple[int, str, str]]) -> Callable[[Gradients], None]:
+        def arrived(gradients: Gradients) -> None:
+            tap = self.tap()
+            if tap is None or not tap.active:
+                return
+            try:
+                task = torch._C._current_graph_task_id()
+                for number, slot, alias in slots:
+                    gradient = gradients[number]
+                    if gradient is not None:
+                        tap.emit(self, "grad_output", slot, alias, gradient, task)
+            except Exception as error:
+                tap.lost(self.site, error)
+
+        return arrived
+
+
+class _Inflow:
+    """One input of one call: adds up what comes back to it over `expected` edges of the graph."""
+
+    __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")
+
+    def __init__(self, call: _Call, slot: str, alias: str) -> None:
+        self.call = call
+        self.slot = slot
+        self.alias = alias
+        self.expected = 0
+        self._seen = 0
+        self._sum: torch.Tensor | None = None
+        self._task = -1
+
+    def arrived(self, gradient: torch.Tensor | None) -> None:
+        tap = self.call.tap()
+        if tap is None or not tap.active:
+            return
+        task = torch._C._current_graph_task_id()
+        if self.expected == 1:
+            if gradient is not None:
+                tap.emit(self.call, "grad_input", self.slot, self.alias, gradient, task)
+            return
+        if task != self._task:
+            self._task, self._seen, self._sum = task, 0, None
+        self._seen += 1
+        if gradient is not None:
+            self._add(gradient)
+        if self._seen == 1:
+            tap.expect(self, task)
+        if self._seen == self.expected:
+            self.finish(task)
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        # A copy, because the engine may go on adding into the tensor it handed us. Hidden from the
+        # operator level: these are not the program's operations.
+        hidden, OWN_WORK.active = OWN_WORK.active, True
+        try:
+            with torch.no_grad():
+                if self._sum is None:
+                    self._sum = gradient.detach().clone()
+                else:
+                    self._sum = self._sum + gradient.detach()
+        finally:
+            OWN_WORK.active = hidden
+
+    def finish(self, task: int) -> None:
+        """Hand out the sum, once; called when it is complete and again at the end of the pass."""
+        total, self._sum = self._sum, None
+        tap = self.call.tap()
+        if total is None or task != self._task or tap is None or not tap.active:
+            return
+        try:
+            tap.emit(self.call, "grad_input", self.slot, self.alias, total, task)
+        except Exception as error:
+            tap.lost(self.call.site, error)
+
+
+def _input_hook(edges: list[tuple[int, _Inflow]]) -> Callable[[Gradients, Gradients], None]:
+    def passed(gradients: Gradients, _: Gradients) -> None:
+        for index, inflow in edges:
+            try:
+                inflow.arrived(gradients[index])
+            except Exception as error:
+                tap = inflow.call.tap()
+                if tap is not None:
+                    tap.lost(inflow.call.site, error)
+
+    return passed
+
+
+def _edges_into(
+    sources: dict[tuple[Any, int], _Inflow], ends: list[Any], first: int
+) -> list[tuple[Any, list[tuple[int, _Inflow]]]]:
+    """Nodes between `ends` and `sources` that have an edge into a source, with those edges.
+
+    Sources are known by sequence number and output number, leaves by node. Nodes numbered below
+    `first` were made before the module was called: the walk stops there, so it costs what the
+    module itself put into the graph.
+    """
+    found: list[tuple[Any, list[tuple[int, _Inflow]]]] = []
+    seen = {node for node in ends if first <= node._sequence_nr() != _LEAF}
+    stack = [*seen]
+    while stack:
+        node = stack.pop()
+        hits: list[tuple[int, _Inflow]] | None = None
+        for index, (following, output) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            number = following._sequence_nr()
+            if number == _LEAF:
+                inflow = sources.get((following, output))
+            elif number >= first:
+                if following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+                continue
+            else:
+                inflow = sources.get((number, output))
+            if inflow is not None:
+                hits = hits or []
+                hits.append((index, inflow))
+        if hits:
+            found.append((node, hits))
+    return found
+
+
+def _is_transformed(tensor: torch.Tensor) -> bool:
+    """Inside `torch.func` transforms tensors are wrappers around values that do not exist yet."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+class _ParameterGradients:
+    """`param_grad` at every backward pass, `optimizer_grad` at every optimizer step."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._names = ParameterNames(session)
+        self._active = False
+        self._handles: list[Any] = []
+        self._step = -1
+        self._counts: dict[tuple[str, str, str], int] = {}
+
+    def install(self) -> None:
+        self._active = True
+        self._handles.append(register_optimizer_step_pre_hook(self._at_optimizer))
+
+    def remove(self) -> None:
+        self._active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def watch(self, root: nn.Module) -> None:
+        """Hook the parameters of `root` that are new; cheap when there are none."""
+        if not self._active or torch.is_inference_mode_enabled():
+            return
+        try:
+            for parameter, owner in self._names.learn(root):
+                if parameter.is_leaf and parameter.dtype.is_floating_point | parameter.is_complex():
+                    self._hook(parameter, owner)
+        except Exception as error:
+            self._session.event("gradient-lost", f"parameter gradients not captured: {error}")
+
+    def _hook(self, parameter: torch.Tensor, owner: Owner) -> None:
+        if not parameter.requires_grad:
+            self._names.forget(parameter)  # may be unfrozen later
+            return
+        reference = weakref.ref(self)
+
+        def arrived(gradient: torch.Tensor) -> None:
+            me = reference()
+            if me is not None and me._active:
+                me._emit("param_grad", owner, gradient)
+
+        # Without this mark, sharing the parameter between processes would print a warning.
+        arrived.__torch_unserializable__ = True  # type: ignore[attr-defined]
+        self._handles.append(parameter.register_hook(arrived))
+
+    def _at_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not self._active:
+            return
+        try:
+            for index, group in enumerate(optimizer.param_groups):
+                for position, parameter in enumerate(group["params"]):
+                    gradient = parameter.grad
+                    if gradient is not None:
+                        owner = self._names.owner(parameter) or Owner(
+                            "(optimizer)", f"{index}.{position}", type(optimizer).__name__
+                        )
+                        self._emit("optimizer_grad", owner, gradient)
+        except Exception as error:
+            self._session.event("gradient-lost", f"optimizer gradients not captured: {error}")
+
+    def _emit(self, port: str, owner: Owner, gradient: torch.Tensor) -> None:
+        session = self._session
+        try:
+            step: int = session.step
+            if step != self._step:
+                self._step = step
+                self._counts.clear()
+            place = (port, owner.site, owner.name)
+            visit = self._counts.get(place, 0)
+            self._counts[place] = visit + 1
+            if session.wants(owner.site, owner.class_name, port):
+                session.emit(
+                    owner.site,
+                    port,
+                    owner.name,
+                    gradient.detach() if gradient.requires_grad else gradient,
+                    class_name=owner.class_name,
+                    visit=visit,
+                    step=step,
+                )
+        except Exception as error:
+            session.event(
+                "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
+            )

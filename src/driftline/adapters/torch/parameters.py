@@ -1,0 +1,125 @@
+"""Parameters and buffers: whose they are, and their values when asked for.
+
+Knows which module owns a tensor and when a root is called. Does not know how a tensor is copied,
+summarised or stored (the session's `emit` does), nor anything about gradients.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Where a parameter lives: the module's site, the name there, the module's class."""
+
+    site: str
+    name: str
+    class_name: str
+
+
+class ParameterNames:
+    """From a parameter to its owner, for every root seen so far.
+
+    A tied parameter has the first owner in `named_modules()` order. Parameters are held weakly: a
+    model that the program drops is not kept.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Owner]] = {}
+
+    def learn(self, root: nn.Module) -> list[tuple[torch.Tensor, Owner]]:
+        """Parameters of `root` that were not known before, with their owners."""
+        fresh: list[tuple[torch.Tensor, Owner]] = []
+        known = self._known
+        for module in root.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or is_lazy(parameter):
+                    continue
+                # The id of a dead parameter may be given to a new one: the reference decides.
+                entry = known.get(id(parameter))
+                if entry is not None and entry[0]() is parameter:
+                    continue
+                owner = Owner(self._session.site_of(module), name, type(module).__name__)
+                known[id(parameter)] = (weakref.ref(parameter), owner)
+                fresh.append((parameter, owner))
+        return fresh
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """Let the next `learn` report it again."""
+        self._known.pop(id(parameter), None)
+
+    def owner(self, parameter: torch.Tensor) -> Owner | None:
+        entry = self._known.get(id(parameter))
+        return entry[1] if entry is not None and entry[0]() is parameter else None
+
+
+class ParameterTap:
+    """Every parameter and buffer at the first call of its root, or at the first call in each step.
+
+    Values are taken before the root runs, under the port `param`; the slot is the name inside the
+    owning module. A tied tensor is written once, at its first owner.
+    """
+
+    def __init__(self, session: Any, *, every: Literal["run", "step"] = "run") -> None:
+        self._session = session
+        self._every = every
+        self._done: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._written: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._active = False
+
+    def install(self) -> None:
+        self._active = True
+
+    def remove(self) -> None:
+        self._active = False
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Iterator[None]:
+        """Called by `modules.py` around each call of a root module."""
+        if self._active:
+            try:
+                self._write(module)
+            except Exception as error:  # the user's program goes on whatever happens here
+                self._session.event("parameters-lost", f"parameters not captured: {error}")
+        yield
+
+    def _write(self, root: nn.Module) -> None:
+        session = self._session
+        step: int = session.step
+        last = self._done.get(root)
+        if last is not None and (self._every == "run" or last == step):
+            return
+        waiting = False
+        for module in root.modules():
+            site: str = session.site_of(module)
+            class_name = type(module).__name__
+            if not session.wants(site, class_name, "param"):
+                continue
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or self._is_written(tensor, step):
+                    continue
+                if is_lazy(tensor):  # has no values until the first call is over
+                    waiting = True
+                    continue
+                self._written[id(tensor)] = (weakref.ref(tensor), step)
+                session.emit(site, "param", name, tensor.detach(), class_name=class_name, step=step)
+        if not waiting:
+            self._done[root] = step
+
+    def _is_written(self, tensor: torch.Tensor, step: int) -> bool:
+        entry = self._written.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
+            return False
+        return self._every == "run" or entry[1] == step
