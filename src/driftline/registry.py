@@ -1,7 +1,7 @@
 """What can be plugged in: parts found by an address, imported only when they are used.
 
-Knows no part by itself. A room keeps a table of `Address`es for its own parts and asks `plugins` for
-those that other packages announce as entry points; nothing is imported until `Address.load`.
+Knows no part by itself. A room keeps a table of `Address`es for its own parts and asks `plugins`
+for those that other packages announce as entry points; nothing is imported until `Address.load`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from driftline.runs.key import Moment, Phase, Port, TensorKey
 Status: TypeAlias = Literal["pass", "fail", "incomparable", "missing", "extra", "unjudged"]
 """`unjudged` is a measured row before gating; a table that left `gating/` has none."""
 Verdict: TypeAlias = Literal["pass", "fail", "incomparable", "unjudged"]
-Direction: TypeAlias = Literal["lower", "higher", "none"]
-"""Which way is better; `none` is a description that no limit can be put on."""
+Direction: TypeAlias = Literal["lower", "higher", "zero", "none"]
+"""Which way is better; `zero` is nearest to 0, `none` a description that no limit can be put on."""
 Basis: TypeAlias = Literal["values", "sample", "summary", "digest", "describe", ""]
 """What the measurements of a row were made from; empty when there are none."""
 Number: TypeAlias = float | int
@@ -53,6 +53,8 @@ class Column:
             return value <= limit
         if self.direction == "higher":
             return value >= limit
+        if self.direction == "zero":
+            return abs(value) <= limit
         return False
 
 

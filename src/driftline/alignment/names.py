@@ -1,0 +1,148 @@
+"""Pairs by equal names: site, port, slot, step, visit, rank, process, phase and moment all agree.
+
+Only a slot may differ, where one side knows an argument by its name and the other by its position.
+Knows nothing of structure, values or shapes: a tensor with the right name and the wrong shape is a
+pair, and the comparison says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.errors import BadInput, did_you_mean
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+
+WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer.")
+"""Prefixes that wrappers (data parallel, compile, heads, adapters) put in front of every name."""
+
+
+def align_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
+    """Pair the tensors of two runs.
+
+    Raises:
+        BadInput: The two share not a single name, which is a mistake rather than a result.
+    """
+    ours = sorted(reference, key=_execution)
+    theirs = sorted(candidate, key=_execution)
+    by_key = {record.key: record for record in theirs}
+    pairs: list[Pair] = []
+    alone: list[Record] = []
+    for record in ours:
+        partner = by_key.pop(record.key, None)
+        if partner is None:
+            alone.append(record)
+        else:
+            pairs.append(Pair(record, partner))
+    if alone and by_key:
+        found, alone = _by_alias(alone, by_key)
+        if found:
+            pairs = sorted([*pairs, *found], key=lambda pair: _execution(pair.reference))
+    if not pairs and ours and theirs:
+        raise _nothing_in_common(ours, theirs)
+    extra = tuple(record for record in theirs if record.key in by_key)
+    return Plan(tuple(pairs), tuple(alone), extra)
+
+
+def select(records: Sequence[Record], sites: Sequence[str], ports: Sequence[str]) -> list[Record]:
+    """The records whose site matches one of the globs and whose port is listed; none given is all.
+
+    Raises:
+        BadInput: A glob or a port matches nothing.
+    """
+    known_sites = {record.key.site for record in records}
+    wanted_sites = set(known_sites)
+    if sites:
+        wanted_sites.clear()
+        for glob in sites:
+            hits = fnmatch.filter(known_sites, glob)
+            if not hits:
+                raise BadInput(f"no site matches '{glob}'", hint=did_you_mean(glob, known_sites))
+            wanted_sites.update(hits)
+    known_ports = {record.key.port for record in records}
+    for port in ports:
+        if port not in known_ports:
+            raise BadInput(f"no tensor of port '{port}'", hint=did_you_mean(port, known_ports))
+    return [
+        record
+        for record in records
+        if record.key.site in wanted_sites and (not ports or record.key.port in ports)
+    ]
+
+
+def _execution(record: Record) -> tuple[int, int, int]:
+    return (record.key.rank, record.key.process, record.order)
+
+
+def _by_alias(
+    alone: list[Record], leftover: dict[TensorKey, Record]
+) -> tuple[list[Pair], list[Record]]:
+    """Second chance for what names left over; takes partners out of `leftover`."""
+    known_as: dict[TensorKey, Record] = {}
+    for record in leftover.values():
+        if record.alias:
+            known_as.setdefault(record.key.with_slot(record.alias), record)
+    pairs: list[Pair] = []
+    still_alone: list[Record] = []
+    for record in alone:
+        partner = known_as.get(record.key)  # a position here, a name there
+        if record.alias and (partner is None or partner.key not in leftover):
+            other = record.key.with_slot(record.alias)
+            # A name here: a position there, or another name for the same position.
+            partner = leftover.get(other) or known_as.get(other)
+        if partner is not None and leftover.pop(partner.key, None) is not None:
+            pairs.append(Pair(record, partner, by="alias"))
+        else:
+            still_alone.append(record)
+    return pairs, still_alone
+
+
+def _nothing_in_common(ours: list[Record], theirs: list[Record]) -> BadInput:
+    our_sites = {record.key.site for record in ours}
+    their_sites = {record.key.site for record in theirs}
+    return BadInput(
+        f"the two runs share no tensor: {len(ours)} names against {len(theirs)}, 0 in common",
+        hint=_why(ours, theirs)
+        if our_sites & their_sites
+        else _prefix_hint(our_sites, their_sites),
+    )
+
+
+def _why(ours: list[Record], theirs: list[Record]) -> str:
+    """The sites agree, so another part of the key keeps everything apart: name it."""
+    for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
+        here = {getattr(record.key, part) for record in ours}
+        there = {getattr(record.key, part) for record in theirs}
+        if not here & there:
+            return (
+                f"the sites agree, but the reference has {part} {_some(here)} "
+                f"and the candidate {part} {_some(there)}"
+            )
+    return "the sites agree, but no port, slot, step and visit together do"
+
+
+def _prefix_hint(ours: set[str], theirs: set[str]) -> str:
+    """Say so when one side's names are the other's with something in front."""
+    found: Counter[tuple[str, str]] = Counter()
+    for side, longer, shorter in (("candidate", theirs, ours), ("reference", ours, theirs)):
+        firsts = {site.partition(".")[0] + "." for site in longer if "." in site}
+        for prefix in firsts.union(WRAPPERS):
+            cut = {site[len(prefix) :] for site in longer if site.startswith(prefix)} - {""}
+            if hits := len(cut & shorter):
+                found[side, prefix] = hits
+    if found:
+        (side, prefix), hits = found.most_common(1)[0]
+        return (
+            f"{hits} names differ by the prefix '{prefix}' in the {side}; "
+            f"capture the same (inner) model on both sides"
+        )
+    here, there = next(iter(sorted(ours))), next(iter(sorted(theirs)))
+    return f"the reference has names like '{here}', the candidate like '{there}'"
+
+
+def _some(values: set[object]) -> str:
+    shown = sorted(str(value) for value in values)
+    return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")

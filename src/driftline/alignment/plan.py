@@ -1,0 +1,75 @@
+"""What will be set against what: a frozen plan that can be printed before anything is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from driftline.runs.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two tensors that should agree.
+
+    Attributes:
+        reference: The record in the reference.
+        candidate: The record in the candidate.
+        by: Equal names, or the alias of a slot (a position on one side, an argument's name on the
+            other).
+    """
+
+    reference: Record
+    candidate: Record
+    by: Literal["name", "alias"] = "name"
+
+    def __str__(self) -> str:
+        text = str(self.reference.key)
+        if self.by == "alias":
+            text += f" = {self.candidate.key.slot}"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Two runs, tensor by tensor.
+
+    Attributes:
+        pairs: What will be compared, in the reference's execution order.
+        missing: Tensors that only the reference has, in its order.
+        extra: Tensors that only the candidate has, in its order.
+    """
+
+    pairs: tuple[Pair, ...]
+    missing: tuple[Record, ...] = ()
+    extra: tuple[Record, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """The plan as `--dry-run` prints it."""
+        yield str(self)
+        for pair in self.pairs:
+            ours, theirs = pair.reference, pair.candidate
+            dtypes = ours.dtype if ours.dtype == theirs.dtype else f"{ours.dtype} | {theirs.dtype}"
+            shapes = (
+                _dims(ours) if ours.shape == theirs.shape else f"{_dims(ours)} | {_dims(theirs)}"
+            )
+            kept = ours.kept if ours.kept == theirs.kept else f"{ours.kept} | {theirs.kept}"
+            yield f"  pair     {pair}  {dtypes} {shapes} {kept}"
+        for record in self.missing:
+            yield f"  missing  {record.key}  {record.dtype} {_dims(record)}"
+        for record in self.extra:
+            yield f"  extra    {record.key}  {record.dtype} {_dims(record)}"
+
+    def __str__(self) -> str:
+        ways = Counter(pair.by for pair in self.pairs)
+        by_alias = f" ({ways['alias']} by the alias of their slot)" if ways["alias"] else ""
+        return (
+            f"{len(self.pairs)} pairs{by_alias}, {len(self.missing)} only in the reference, "
+            f"{len(self.extra)} only in the candidate"
+        )
+
+
+def _dims(record: Record) -> str:
+    return "x".join(str(size) for size in record.shape) or "scalar"
