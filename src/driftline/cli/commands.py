@@ -1,7 +1,7 @@
 """The commands, by name: where each one lives, and the line the overview shows for it.
 
 A leaf that imports nothing: `driftline --help` is painted from this table alone, so that it costs
-no more than starting Python. A command's module is imported when the command is run or asked for help.
+no more than starting Python. A command's module is imported when it is run or asked for help.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The help page of one command, in plain text.
 
 cyclopts would paint it with rich, whose import alone takes longer than everything else here
-together (measured: 0.1 s); what it knows of a command (names, types, defaults, docstring) is enough.
+together (measured: 0.1 s); what it knows of a command (names, types, defaults, docstring) will do.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ How options are written in a command's signature (this is all that the seeds' sp
 - What it does next is turned off here: a word like `-opnam` that is no option would be read as
   `-o pnam` and silently become an output folder. `refuse_unknown_options` refuses it first, with
   the nearest name. So there is no clustering (`-ab`) and no glued value (`-oDIR`) in Driftline.
+- An option that takes several words (`--type layer tensor`) has `consume_multiple=True`.
 - A value that begins with a dash needs `allow_leading_hyphen=True` (`-er -1,3`), or `-er=-1,3`.
 - A bool is a flag and takes no value. An option that is written `-child true` in a seed is a
   `Literal["true", "false"]`, not a bool.
@@ -67,6 +68,7 @@ def run(name: str, words: Sequence[str]) -> int:
 def refuse_unknown_options(name: str, arguments: ArgumentCollection, words: Sequence[str]) -> None:
     """Refuse what looks like an option and is none, before cyclopts reads it as something else."""
     skip = 0
+    takes_many = False
     for word in words:
         if skip:
             skip -= 1
@@ -74,6 +76,8 @@ def refuse_unknown_options(name: str, arguments: ArgumentCollection, words: Sequ
         if word == "--":
             return
         if not word.startswith("-") or word == "-" or _is_number(word):
+            if takes_many:  # `--type layer tensor`
+                continue
             if COMMANDS[name].takes_program and word != "-":
                 raise BadInput(
                     f"'{word}' is no option of `driftline {name}`",
@@ -88,6 +92,7 @@ def refuse_unknown_options(name: str, arguments: ArgumentCollection, words: Sequ
                 f"`driftline {name}` has no option {option}",
                 hint=_nearest_option(option, known) or f"see driftline {name} --help",
             )
+        takes_many = bool(argument.parameter.consume_multiple)
         if not equals and not _is_flag(argument):
             skip = 1
 

@@ -1,0 +1,267 @@
+"""`driftline dump`: run an unchanged program and keep what its model computed.
+
+Only words are read and written here: options become a capture plan, `launch.run` does the rest. The
+seed's spellings are names like any other; what they mean is in `adapters.selection`.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from driftline.adapters.reduction import Reduction
+from driftline.adapters.selection import Selection, patterns
+from driftline.cli import dump_words as words
+from driftline.errors import EXIT_FINE, BadInput
+from driftline.launch.plan import CapturePlan, DumpType, Layout, Level, LogLevel
+from driftline.launch.run import Outcome, run_command, say_steps
+
+LATER_TYPES = ("op", "kernel", "cpu_profiling", "onnx")
+
+_WHICH = Group("Which tensors", sort_key=1)
+_HOW = Group("How much of them", sort_key=2)
+_WHERE = Group("Where to", sort_key=3)
+
+
+def dump(
+    *program: str,
+    exec_: Annotated[str, Parameter(name="--exec", metavar="COMMAND")] = "",
+    type_: Annotated[
+        list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]] | None,
+        Parameter(name="--type", consume_multiple=True, group=_HOW),
+    ] = None,
+    ids: Annotated[
+        list[str] | None,
+        Parameter(
+            name=["--save-operation-ids", "-ids"], consume_multiple=True, metavar="IDS", group=_WHICH
+        ),
+    ] = None,
+    execute_range: Annotated[
+        str,
+        Parameter(
+            name=["--execute-range", "-er"],
+            allow_leading_hyphen=True,
+            metavar="A,B[,C,D]",
+            group=_WHICH,
+        ),
+    ] = "",
+    child: Annotated[
+        str,
+        Parameter(name=["--save-operation-child", "-child"], metavar="true|false", group=_WHICH),
+    ] = "true",
+    time: Annotated[
+        Literal["0", "1", "2"] | None, Parameter(name=["--save-time", "-time"], group=_WHICH)
+    ] = None,
+    opname: Annotated[
+        list[str] | None,
+        Parameter(
+            name=["--operation-name", "-opname"],
+            consume_multiple=True,
+            metavar="NAMES",
+            group=_WHICH,
+        ),
+    ] = None,
+    part: Annotated[
+        Literal["0", "1", "2"], Parameter(name=["--save-tensor-part", "-stp"], group=_WHICH)
+    ] = "2",
+    device: Annotated[
+        int | None, Parameter(name=["--device-id", "-device"], metavar="N", group=_WHICH)
+    ] = None,
+    site: Annotated[
+        list[str] | None,
+        Parameter(name="--site", consume_multiple=True, metavar="GLOB", group=_WHICH),
+    ] = None,
+    class_: Annotated[
+        list[str] | None,
+        Parameter(name="--class", consume_multiple=True, metavar="GLOB", group=_WHICH),
+    ] = None,
+    port: Annotated[
+        list[str] | None,
+        Parameter(name="--port", consume_multiple=True, metavar="GLOB", group=_WHICH),
+    ] = None,
+    step: Annotated[
+        list[str] | None,
+        Parameter(name="--step", consume_multiple=True, metavar="GLOB", group=_WHICH),
+    ] = None,
+    rank: Annotated[
+        list[str] | None,
+        Parameter(name="--rank", consume_multiple=True, metavar="GLOB", group=_WHICH),
+    ] = None,
+    only_save_desc: Annotated[
+        bool, Parameter(name=["--only-save-desc", "-sd"], group=_HOW)
+    ] = False,
+    keep: Annotated[
+        str | None,
+        Parameter(name="--keep", metavar="full|summary|digest|sample", group=_HOW),
+    ] = None,
+    level: Annotated[
+        list[Literal["modules", "ops", "gradients", "params"]] | None,
+        Parameter(name="--level", consume_multiple=True, group=_HOW),
+    ] = None,
+    max_bytes: Annotated[str, Parameter(name="--max-bytes", metavar="SIZE", group=_HOW)] = "",
+    save_tiling: Annotated[bool, Parameter(name=["--save-tiling", "-tiling"], group=_HOW)] = False,
+    output: Annotated[str, Parameter(name=["--output", "-o"], metavar="DIR", group=_WHERE)] = "",
+    layout: Annotated[Layout, Parameter(name="--layout", group=_WHERE)] = "run",
+    force: Annotated[bool, Parameter(name="--force", group=_WHERE)] = False,
+    dry_run: Annotated[bool, Parameter(name="--dry-run", group=_WHERE)] = False,
+    log_level: Annotated[LogLevel, Parameter(name=["--log-level", "-l"], group=_WHERE)] = "info",
+) -> int:
+    """Run an unchanged program and keep what its model computed.
+
+        driftline dump -o ref --exec "python infer.py --dtype float32"
+        driftline dump -o ref -- python infer.py --dtype float32
+
+    Every Python process that the program starts and that imports torch is captured: scripts, `python
+    -m`, shell scripts, torchrun, subprocesses. The program keeps its terminal, input and exit status.
+
+    Args:
+        program: The program and its arguments, after two dashes.
+        exec_: The program as one text, read like a shell reads quotes; no pipes or redirection.
+        type_: tensor stores tensors, model and layer the module tree. Default: tensor.
+        ids: Only modules at these places of the tree: child indices joined by '_', such as 2,3_1.
+            `driftline show RUN` prints them.
+        execute_range: Steps, as pairs with both ends included: 3,5,7,7 is 3, 4, 5 and 7. Default: step 0.
+        child: With -ids: also everything below those modules.
+        time: Take inputs 0 before the call, 1 after it, 2 both. Not given: inputs before, outputs after.
+        opname: Only modules whose class or own name begins like this, in any case; comma list.
+        part: 0 inputs, 1 outputs, 2 both.
+        device: Only tensors on the device with this index.
+        site: Only module paths that match, such as 'model.layers.*.mlp'.
+        class_: Only classes that match, such as '*Norm'.
+        port: Only these sides: input, output, grad_input, grad_output, param, param_grad.
+        step: Steps as numbers, ranges (3-5, 3-) or globs; '*' is all of them. Instead of -er.
+        rank: Only these ranks.
+        only_save_desc: Descriptions only: name, type and shape of each tensor, no values.
+        keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
+        level: What is looked at; several may be given. Default: modules.
+        max_bytes: Stop storing values at this size, such as 2GB.
+        save_tiling: Accepted; torch has no tiling data, which is noted in the run.
+        output: Folder of the run. Default: ./driftline_{timestamp}.
+        layout: run, or ait for the tree of `ait llm dump`.
+        force: Replace a run that is there already.
+        dry_run: Print the plan and run nothing.
+        log_level: How much is said.
+    """
+    argv = words.command_of(exec_, program)
+    plan = CapturePlan(
+        output=str(Path(output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}").absolute()),
+        selection=Selection(
+            sites=patterns(site),
+            classes=patterns(class_),
+            ports=patterns(port),
+            steps=words.steps_of(execute_range, step),
+            ranks=patterns(rank),
+            ids=words.ids_of(ids),
+            children=words.yes_or_no("-child", child),
+            opnames=words.names_of(opname),
+            time=None if time is None else int(time),
+            part=int(part),
+            device=words.device_of(device),
+        ),
+        reduction=_reduction(keep, only_save_desc),
+        levels=_levels(level),
+        types=_types(type_),
+        layout=layout,
+        max_bytes=words.size_of(max_bytes) if max_bytes else 0,
+        tiling=save_tiling,
+        log_level=log_level,
+        command=tuple(argv),
+    )
+    if dry_run:
+        print(plan.to_json())
+        return EXIT_FINE
+    outcome = run_command(argv, plan, force=force)
+    for line in summary(outcome):
+        print(line, file=sys.stderr)
+    return outcome.exit_code
+
+
+def summary(outcome: Outcome) -> list[str]:
+    """What is said at the end, most important first; messages, not results."""
+    plan, harvest = outcome.plan, outcome.harvest
+    lines: list[str] = []
+    if outcome.program_status and plan.says("error"):
+        lines.append(f"driftline: the program ended with status {outcome.program_status}")
+    if outcome.reason:
+        if plan.says("critical"):
+            lines.append(f"driftline: {outcome.reason}")
+        if outcome.hint and plan.says("error"):
+            lines.append(f"  hint: {outcome.hint}")
+    elif plan.says("info"):
+        lines.append(f"driftline: {_what_was_captured(outcome)}")
+    if plan.says("warning"):
+        if not outcome.reason:
+            lines += [f"  {sentence}" for sentence in outcome.unmatched]
+        if outcome.skipped_steps and not outcome.reason:
+            lines.append(f"  {_skipped(outcome)}")
+        lines += [f"  note: {note}" for note in outcome.notes[:MOST_NOTES]]
+        if len(outcome.notes) > MOST_NOTES:
+            lines.append(f"  and {len(outcome.notes) - MOST_NOTES} more notes in the run")
+        if outcome.marks.failed and not outcome.reason:
+            lines.append(f"  capture failed in a process: {outcome.marks.failed[0]}")
+    if harvest.tensors and plan.says("info") and plan.layout == "run":
+        lines.append(f"  next: driftline compare {_shown(plan.output)} ANOTHER_RUN")
+    return lines
+
+
+MOST_NOTES = 8
+
+
+def _what_was_captured(outcome: Outcome) -> str:
+    harvest, plan = outcome.harvest, outcome.plan
+    where = _shown(plan.output)
+    if not plan.wants_tensors:
+        trees = harvest.topologies
+        return f"module tree of {trees} process{'es' if trees != 1 else ''} in {where}"
+    processes = len(harvest.processes)
+    kinds = "1 process" if processes == 1 else f"{processes} processes"
+    return (
+        f"{harvest.tensors} tensors, {words.say_size(harvest.bytes)}, {kinds}, "
+        f"{say_steps(harvest.steps)} in {where}"
+    )
+
+
+def _skipped(outcome: Outcome) -> str:
+    steps = outcome.skipped_steps
+    verb = "ran and was" if len(steps) == 1 else "ran and were"
+    return (
+        f"{say_steps(steps)} {verb} not selected ({len(steps)} in all); "
+        f"select more with -er {steps[0]},{steps[-1]}, or all with --step '*'"
+    )
+
+
+def _shown(path: str) -> str:
+    """A path as short as it still works from here."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def _reduction(keep: str | None, only_save_desc: bool) -> Reduction:
+    if only_save_desc:
+        if keep is not None:
+            raise BadInput(f"-sd keeps descriptions only, --keep {keep} asks for more", hint="give one of them")
+        return Reduction("describe")
+    return Reduction.parse(keep or "full")
+
+
+def _types(given: list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]] | None) -> tuple[DumpType, ...]:
+    chosen: list[DumpType] = []
+    for one in given or ["tensor"]:
+        if one == "tensor" or one == "model" or one == "layer":
+            chosen.append(one)
+        else:
+            raise BadInput(
+                f"--type {one} belongs to a later part of driftline",
+                hint="this version has --type tensor, model and layer",
+            )
+    return tuple(dict.fromkeys(chosen))
+
+
+def _levels(given: list[Literal["modules", "ops", "gradients", "params"]] | None) -> tuple[Level, ...]:
+    return tuple(dict.fromkeys(given or ["modules"]))

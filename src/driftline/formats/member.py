@@ -1,0 +1,29 @@
+"""One tensor of somebody's file: its name, its type, its shape, and how to get at its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One tensor of a foreign file, not read yet.
+
+    Attributes:
+        name: As the file has it; empty for the only tensor of a file that has no names.
+        dtype: A name of `numerics.dtypes.DTYPES`.
+        shape: Logical shape.
+        fetch: The values as a flat array of the dtype's storage type, C order; a view of the mapped
+            file where that is possible.
+        trouble: Why the values cannot be had although the file is sound; empty when they can.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fetch: Callable[[], np.ndarray[Any, np.dtype[Any]]]
+    trouble: str = ""

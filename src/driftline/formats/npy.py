@@ -1,0 +1,114 @@
+"""`.npy`: one array. Objects are refused unread; a header is believed as far as the file goes."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+from driftline.errors import BadFile
+from driftline.formats.member import Member
+from driftline.numerics.dtypes import DTYPES
+
+NAME = "npy"
+SUFFIXES = (".npy",)
+MAGIC = b"\x93NUMPY"
+HEADER_BYTES = 12 + 65_535
+"""The longest header that is looked at; numpy itself stops at 10 000 characters of it."""
+
+
+def sniff(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(MAGIC)) == MAGIC or path.suffix.lower() in SUFFIXES
+
+
+def members(path: Path) -> list[Member]:
+    """The file's one array, named after nothing: it pairs with any other lone tensor.
+
+    Raises:
+        BadFile: The header is malformed, the type is not a number, or the data are cut short.
+    """
+    total = path.stat().st_size
+    with path.open("rb") as stream:
+        header = read_header(stream, str(path))
+    if header.byte_count > total - header.offset:
+        raise BadFile(
+            f"{path} claims {header.byte_count} bytes of data and has {total - header.offset}",
+            hint="the file is cut short or damaged",
+        )
+    fetch = functools.partial(_fetch, path, header)
+    return [Member("", header.name, header.shape, fetch)]
+
+
+class Header:
+    """What an `.npy` header says, checked.
+
+    Attributes:
+        stored: numpy's dtype as stored, byte order included.
+        name: Our name of the element type.
+        shape: Sizes.
+        fortran: The first index varies fastest.
+        offset: Where the data begin.
+    """
+
+    def __init__(
+        self, stored: np.dtype[Any], shape: tuple[int, ...], fortran: bool, offset: int
+    ) -> None:
+        self.stored = stored
+        self.name = stored.newbyteorder("=").name
+        self.shape = shape
+        self.fortran = fortran
+        self.offset = offset
+
+    @property
+    def byte_count(self) -> int:
+        return math.prod(self.shape) * self.stored.itemsize
+
+    def flat(self, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[Any]]:
+        """The data bytes as a flat array in C order and little endian; a view where they are so."""
+        array = raw[: self.byte_count].view(self.stored)
+        if self.fortran and len(self.shape) > 1:
+            array = array.reshape(self.shape, order="F").ravel(order="C")
+        return array.astype(DTYPES[self.name].storage, copy=False).reshape(-1)
+
+
+def read_header(stream: BinaryIO, source: str) -> Header:
+    """Parse the header at the start of a stream without running or allocating what it asks for."""
+    start = io.BytesIO(stream.read(HEADER_BYTES))
+    readers: dict[tuple[int, int], Any] = {
+        (1, 0): npy_format.read_array_header_1_0,
+        (2, 0): npy_format.read_array_header_2_0,
+    }
+    try:
+        # Version 3 differs only in the encoding of field names, and fields are refused below.
+        reader = readers[min(npy_format.read_magic(start), (2, 0))]
+        shape, fortran, stored = reader(start)
+    except Exception as trouble:  # numpy raises half a dozen kinds for a damaged header
+        said = str(trouble).splitlines()[0][:120] if str(trouble) else type(trouble).__name__
+        raise BadFile(f"{source} has a malformed npy header: {said}") from trouble
+    if stored.hasobject:
+        raise BadFile(
+            f"{source} holds Python objects, which could run code when they are loaded",
+            hint="save it as an array of numbers",
+        )
+    header = Header(stored, tuple(int(size) for size in shape), bool(fortran), start.tell())
+    if header.name not in DTYPES or stored.names is not None or stored.subdtype is not None:
+        raise BadFile(
+            f"{source} holds elements of type {stored}, which cannot be compared",
+            hint="numpy forgets bfloat16 and float8 when it saves: use .safetensors for those",
+        )
+    if any(size < 0 for size in header.shape):
+        raise BadFile(f"{source} claims a negative size: {header.shape}")
+    return header
+
+
+def _fetch(path: Path, header: Header) -> np.ndarray[Any, np.dtype[Any]]:
+    if header.byte_count == 0:
+        return np.empty(0, DTYPES[header.name].storage)
+    raw = np.memmap(path, np.uint8, "r", offset=header.offset, shape=(header.byte_count,))
+    return header.flat(raw.view(np.ndarray))

@@ -1,0 +1,198 @@
+"""A comparison table → a view: what was found and where, the worst rows, what was not compared.
+
+Only chooses and words; whether a row fails was decided in gating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from driftline.comparison.row import Row, Status
+from driftline.comparison.table import Table
+from driftline.reports.view import Block, Branch, Grid, Heading, Line, Sentence, Tone, Tree, View
+from driftline.reports.wording import counted, dtypes, shape
+
+SHOWN_FAILING = 12
+SHOWN_ROWS = 5
+"""At least so many rows, failing or not: how close the others came is worth a line."""
+SHOWN_OTHERS = 5
+_NEIGHBOURS = 3
+_TONES: dict[Status, Tone] = {
+    "pass": "plain",
+    "fail": "bad",
+    "incomparable": "doubtful",
+    "missing": "doubtful",
+    "extra": "quiet",
+    "unjudged": "plain",
+}
+_USUAL_METRICS = ("relative_l2", "cosine", "max_abs_error", "max_ulp")
+"""Shown beside the metric that decided, as far as the width goes."""
+
+
+def view(table: Table, *, everything: bool = False) -> View:
+    """What a person reads after `driftline compare`.
+
+    Args:
+        table: A judged table.
+        everything: All rows rather than the worst, all missing ones rather than the first.
+    """
+    blocks: list[Block] = [_headline(table)]
+    if table.first is not None:
+        blocks.append(Tree("", (_where(table),)))
+    compared = [row for row in table.rows if row.compared]
+    if compared:
+        blocks.append(_rows(table, compared, everything))
+    share = f"coverage: {table.coverage}"
+    blocks.append(Sentence(share, "plain" if table.coverage.share == 1 else "doubtful"))
+    if allowed := _allowed(table):
+        blocks.append(Sentence(allowed, "quiet"))
+    others: tuple[tuple[Status, str], ...] = (
+        ("incomparable", "Incomparable: on both sides, but not to be set against each other"),
+        ("missing", "Missing: in the reference only"),
+        ("extra", "Extra: in the candidate only"),
+    )
+    for status, title in others:
+        rows = [row for row in table.rows if row.status == status]
+        if rows:
+            blocks.append(_others(title, rows, everything))
+    for name, side in (("reference", table.reference), ("candidate", table.candidate)):
+        blocks += [Sentence(f"{name} run: {loss}", "doubtful") for loss in side.losses]
+    return View(tuple(blocks))
+
+
+def _headline(table: Table) -> Sentence:
+    tones: dict[str, Tone] = {"pass": "good", "fail": "bad"}
+    return Sentence(
+        f"{table.verdict.upper()}: {table.finding or 'nothing was said about it'}",
+        tones.get(table.verdict, "doubtful"),
+    )
+
+
+def _allowed(table: Table) -> str:
+    """What the rows were held to: gating's own sentence, or the limits that occur in the rows."""
+    said = table.limits.get("basis") or table.limits.get("says")
+    if isinstance(said, str) and said:
+        return f"limits: {said}"
+    sources = sorted({row.limit_from for row in table.rows if row.limit_from})
+    return "limits from: " + ", ".join(sources) if sources else ""
+
+
+def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
+    kept = {id(row) for row in compared}
+    worst = [row for row in table.worst(len(table.rows)) if id(row) in kept]
+    failing = sum(row.status == "fail" for row in compared)
+    shown = worst if everything else worst[: max(SHOWN_ROWS, min(failing, SHOWN_FAILING))]
+    metrics = _metric_columns(table, shown)
+    ranks = len({(row.rank, row.key.process) for row in table.rows}) > 1
+    steps = len({row.step for row in table.rows}) > 1
+    headings = [
+        Heading("status"),
+        Heading("site", stretch=True),
+        Heading("port"),
+        Heading("slot", stretch=True),
+        *([Heading("step")] if steps else []),
+        *([Heading("rank")] if ranks else []),
+        Heading("decided by"),
+        Heading("value"),
+        Heading("limit"),
+        *(Heading(name, essential=False) for name in metrics),
+        Heading("dtype", essential=False),
+        Heading("shape", essential=False),
+        Heading("class", essential=False),
+    ]
+    lines = [
+        Line(
+            (
+                row.status,
+                row.site + (f"#{row.visit}" if row.visit else ""),
+                row.port,
+                row.slot,
+                *((row.step,) if steps else ()),
+                *((_rank(row),) if ranks else ()),
+                row.decided_by or row.reason,
+                row.metrics.get(row.decided_by),
+                row.limit,
+                *(row.metrics.get(name) for name in metrics),
+                dtypes(row.reference_dtype, row.candidate_dtype),
+                shape(row.reference_shape),
+                row.class_name,
+            ),
+            _TONES[row.status],
+        )
+        for row in shown
+    ]
+    title = f"Worst first ({failing} of {counted(len(compared), 'compared tensor')} failing)"
+    return Grid(
+        title, tuple(headings), tuple(lines), len(worst) - len(shown), "--all shows every row"
+    )
+
+
+def _rank(row: Row) -> str:
+    return f"{row.rank}" + (f".p{row.key.process}" if row.key.process else "")
+
+
+def _metric_columns(table: Table, shown: Iterable[Row]) -> list[str]:
+    """The usual metrics and those a user asked for, less the one that decides every row anyway."""
+    rows = list(shown)
+    deciding = {row.decided_by for row in rows}
+    present = {name for row in rows for name in row.metrics}
+    own = [c.name for c in table.columns if c.name in table.limits.get("metrics", ())]
+    wanted = dict.fromkeys([*_USUAL_METRICS, *own])
+    return [name for name in wanted if name in present and deciding != {name}]
+
+
+def _others(title: str, rows: Sequence[Row], everything: bool) -> Grid:
+    shown = rows if everything else rows[:SHOWN_OTHERS]
+    return Grid(
+        f"{title} ({len(rows)})",
+        (Heading("tensor", stretch=True), Heading("reason", stretch=True)),
+        tuple(Line((str(row.key), row.reason or "-"), _TONES[row.status]) for row in shown),
+        len(rows) - len(shown),
+        "--all shows every one",
+    )
+
+
+def _where(table: Table) -> Branch:
+    """The path to the first divergence, with the modules that ran around it on the last level."""
+    first = table.first
+    assert first is not None
+    home = table.first_site or first.site
+    rows = [
+        row
+        for row in table.rows
+        if (row.rank, row.key.process, row.step) == (first.rank, first.key.process, first.step)
+    ]
+    worst: dict[str, Row] = {}
+    for row in rows:
+        known = worst.get(row.site)
+        if known is None or (row.status == "fail" and known.status != "fail"):
+            worst[row.site] = row
+    parts = home.split(".") if home else [""]
+    parent = ".".join(parts[:-1])
+    siblings = [site for site in worst if site.rpartition(".")[0] == parent and site]
+    if home not in siblings:
+        siblings.append(home)
+    at = siblings.index(home)
+    near = siblings[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
+    branches = tuple(_leaf(site, worst.get(site), site == home, parent) for site in near)
+    for depth in range(len(parts) - 1, 0, -1):
+        # A container of numbered children (`layers`) is no place of its own: `layers.3` is.
+        if depth > 1 and not parts[depth - 1].isdigit() and parts[depth].isdigit():
+            continue
+        site = ".".join(parts[:depth])
+        label = parts[depth - 1]
+        if label.isdigit() and depth > 1:
+            label = f"{parts[depth - 2]}.{label}"
+        row = worst.get(site)
+        branches = (Branch(label, row.class_name if row else "", "quiet", branches),)
+    return branches[0] if len(branches) == 1 else Branch("(model)", "", "quiet", branches)
+
+
+def _leaf(site: str, row: Row | None, is_first: bool, parent: str) -> Branch:
+    label = site[len(parent) + 1 :] if parent else site or "(model)"
+    said = (
+        " ".join(part for part in (row.class_name, row.status) if part) if row else "not compared"
+    )
+    if is_first:
+        return Branch(label, f"{said}  ◀ starts here", "bad")
+    return Branch(label, said, "bad" if row and row.status == "fail" else "plain")
