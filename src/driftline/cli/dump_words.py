@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from driftline.adapters.selection import patterns
 from driftline.errors import BadInput
 
-_COMMA = re.compile(r"[,，、\s]+")
-_SHELL_WORDS = re.compile(r"\|\|?|&&?|;|\d*>{1,2}(&\d)?|\d*<{1,3}|&>{1,2}|\(|\)")
-_GLUED = re.compile(r"(\d*|&)>{1,2}.*|<{1,3}.+|.*[;|&]$")
+_SEPARATORS = re.compile(r"[,，、\s]+")
+_OPERATOR = re.compile(r"[<>|;&]+")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+_UNITS = "kmgtp"
 _YES = frozenset({"true", "yes", "y", "t", "1", "on"})
 _NO = frozenset({"false", "no", "n", "f", "0", "off"})
 
@@ -23,11 +23,13 @@ _NO = frozenset({"false", "no", "n", "f", "0", "off"})
 def command_of(text: str, program: Sequence[str]) -> list[str]:
     """The command, from `--exec TEXT` or from the words after `--`.
 
-    >>> command_of("python x.py --name 'a b'", [])
-    ['python', 'x.py', '--name', 'a b']
+    >>> command_of("python x.py --name 'a > b'", [])
+    ['python', 'x.py', '--name', 'a > b']
     """
     if text and program:
-        raise BadInput("the program is given twice, by --exec and after --", hint="give one of them")
+        raise BadInput(
+            "the program is given twice, by --exec and after --", hint="give one of them"
+        )
     if program:
         return list(program)
     if not text.strip():
@@ -35,20 +37,144 @@ def command_of(text: str, program: Sequence[str]) -> list[str]:
             "there is no program to run",
             hint='driftline dump --exec "python infer.py", or: driftline dump -- python infer.py',
         )
-    # punctuation_chars splits unquoted operators into words of their own, as a shell would.
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    lexer.commenters = ""
+    operator = shell_operator(text)
+    if operator:
+        raise BadInput(
+            f"--exec starts one program without a shell, so it cannot do '{operator}'",
+            hint="put the line into a script and give --exec 'bash script.sh', "
+            "or: driftline dump -- bash -c '...'",
+        )
     try:
-        for word in lexer:
-            if _SHELL_WORDS.fullmatch(word) and word in _unquoted_operators(text):
-                raise BadInput(
-                    f"--exec starts one program without a shell, so '{word}' would mean nothing",
-                    hint="put the line into a script and give --exec 'bash script.sh', or use "
-                    "driftline dump ... -- bash -c '...'",
-                )
         return shlex.split(text)
     except ValueError as problem:
         raise BadInput(
-            f"--exec cannot be read: {problem}", hint="close every quotation mark"
+            f"--exec cannot be read: {str(problem).lower()}", hint="close every quotation mark"
         ) from None
+
+
+def shell_operator(text: str) -> str:
+    """The first unquoted redirection, pipe or separator in a command line; empty if there is none.
+
+    A `&` inside a word (an address with a query) is left alone.
+
+    >>> shell_operator("a 2> log"), shell_operator("a '|' b"), shell_operator("get x?a=1&b=2")
+    ('>', '', '')
+    """
+    quote = ""
+    at = 0
+    while at < len(text):
+        letter = text[at]
+        if letter == "\\" and quote != "'":
+            at += 2
+            continue
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            found = _OPERATOR.match(text, at)
+            if found and (found[0] != "&" or not text[at + 1 : at + 2].strip()):
+                return found[0]
+        at += 1
+    return ""
+
+
+def steps_of(execute_range: str, step: Sequence[str] | None) -> tuple[str, ...]:
+    """Step patterns from `-er` or `--step`; step 0 when neither is given.
+
+    >>> steps_of("3,5,7,7", None), steps_of("", None), steps_of("", ["*"])
+    (('3-5', '7-7'), ('0',), ())
+    """
+    if step is not None:
+        if execute_range:
+            raise BadInput("the steps are given twice, by -er and by --step", hint="give one of them")
+        chosen = patterns(step)
+        return () if "*" in chosen else chosen
+    if not execute_range:
+        return ("0",)
+    words = [word for word in _SEPARATORS.split(execute_range.strip()) if word]
+    for word in words:
+        if word.startswith("-") and word[1:].isdecimal():
+            raise BadInput(
+                f"-er counts steps from 0 upwards, so it cannot begin at {word}",
+                hint="write pairs of numbers, such as -er 0,3",
+            )
+        if not word.isdecimal():
+            raise BadInput(
+                f"-er takes pairs of step numbers, and '{word}' is no number",
+                hint="-er 3,5,7,7 selects the steps 3, 4, 5 and 7",
+            )
+    numbers = [int(word) for word in words]
+    if len(numbers) % 2 or not numbers:
+        last = numbers[-1] if numbers else 0
+        raise BadInput(
+            f"-er takes pairs of numbers, and '{execute_range}' has an odd one left over",
+            hint=f"a single step is a pair too: {last},{last}",
+        )
+    pairs = list(zip(numbers[0::2], numbers[1::2], strict=True))
+    for first, last in pairs:
+        if first > last:
+            raise BadInput(
+                f"-er {first},{last} ends before it begins", hint=f"did you mean {last},{first}?"
+            )
+    return tuple(f"{first}-{last}" for first, last in pairs)
+
+
+def ids_of(given: Sequence[str] | None) -> tuple[str, ...]:
+    """Places in the module tree; a blank after a comma and full-width commas are welcome.
+
+    >>> ids_of(["2,", "3_1"]), ids_of(["2，3_1"])
+    (('2', '3_1'), ('2', '3_1'))
+    """
+    return names_of(given)
+
+
+def names_of(given: Sequence[str] | None) -> tuple[str, ...]:
+    """A comma list that may have come as several words."""
+    return tuple(word for word in _SEPARATORS.split(",".join(given or ())) if word)
+
+
+def yes_or_no(option: str, word: str) -> bool:
+    """
+    >>> yes_or_no("-child", "True"), yes_or_no("-child", "n")
+    (True, False)
+    """
+    if word.lower() in _YES:
+        return True
+    if word.lower() in _NO:
+        return False
+    raise BadInput(f"{option} takes true or false, not '{word}'")
+
+
+def device_of(index: int | None) -> int | None:
+    if index is not None and index < 0:
+        raise BadInput(f"-device takes the index of a device, from 0 upwards, not {index}")
+    return index
+
+
+def size_of(text: str) -> int:
+    """Bytes from `2GB`, `500MB`, `1GiB`, `1000`.
+
+    >>> size_of("2GB"), size_of("1.5KiB"), size_of("7")
+    (2000000000, 1536, 7)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) == 0:
+        raise BadInput(f"--max-bytes takes a size such as 500MB or 2GiB, not '{text}'")
+    power = _UNITS.index(found[2].lower()) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def say_size(count: int) -> str:
+    """
+    >>> say_size(999), say_size(1_234_567)
+    ('999 bytes', '1.2 MB')
+    """
+    if count < 1000:
+        return f"{count} bytes"
+    size = float(count)
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"

@@ -1,0 +1,13 @@
+"""What the seeds' surfaces raise: Driftline's sentences, under the types the seeds' callers expect."""
+
+from __future__ import annotations
+
+from driftline.errors import BadInput, NotInstalled
+
+
+class BadConfig(BadInput, ValueError):
+    """An argument of a wrong type or range; the seeds promise a ValueError for it."""
+
+
+class NoEngine(NotInstalled, RuntimeError):
+    """A framework this version cannot hook."""

@@ -1,0 +1,78 @@
+"""Run somebody's command as if the shell had: same terminal, same process group, same signals.
+
+Nothing of the program's input or output passes through us, so chat loops, progress bars and pagers
+work. Refuses to know what is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+from collections.abc import Generator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from driftline.errors import BadInput
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+_LEFT_TO_THE_PROGRAM = (signal.SIGINT, signal.SIGQUIT)
+
+
+class NoSuchCommand(BadInput):
+    """The program cannot be started at all."""
+
+
+def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise when the program cannot be started, before anything is made on disk."""
+    if not argv:
+        raise BadInput("the command to run is empty", hint='give --exec "python infer.py"')
+    if shutil.which(argv[0], path=env.get("PATH")) is None:
+        raise NoSuchCommand(
+            f"command not found: {argv[0]}",
+            hint="give the program's path; aliases and shell functions are known to the shell only",
+        )
+
+
+def run_child(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run to the end. Returns what a shell would report: its status, or 128 + the signal."""
+    try:
+        child = subprocess.Popen(list(argv), env=dict(env))
+    except OSError as problem:
+        raise NoSuchCommand(
+            f"cannot run {argv[0]}: {problem.strerror or problem}",
+            hint="a script without a '#!' line needs its interpreter: bash script.sh",
+        ) from None
+    with _signals_shared_with(child):
+        code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+@contextlib.contextmanager
+def _signals_shared_with(child: subprocess.Popen[bytes]) -> Generator[None]:
+    """While the program runs, Ctrl-C is its business and a request to end is passed on.
+
+    Ctrl-C reaches the whole process group, so the program gets it from the terminal; we only must not
+    die of it ourselves. A handler, not SIG_IGN: ignoring would be inherited.
+    """
+
+    def stay(_signal: int, _frame: FrameType | None) -> None:
+        return
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(number)
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for numbers, handler in ((_LEFT_TO_THE_PROGRAM, stay), (_FORWARDED, pass_on)):
+            for number in numbers:
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue
+                with contextlib.suppress(ValueError):  # not the main thread
+                    before[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

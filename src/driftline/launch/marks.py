@@ -1,0 +1,110 @@
+"""What the launched processes tell their launcher: small files that `wake` and `begin` leave behind.
+
+A process that was killed leaves its early marks and no report: the run on disk says the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+LARGEST_MARK = 16 << 20
+MOST_PLACES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module that was called."""
+
+    site: str
+    class_name: str
+    ids: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReport:
+    """What one process says of its capture at its end.
+
+    Attributes:
+        pid: Process.
+        rank: Its rank.
+        calls: Module calls seen, wanted or not.
+        steps_seen: Steps that ran.
+        steps_taken: Steps of which something was wanted.
+        tensors: Tensors handed to the sink.
+        bytes: Bytes the sink took over.
+        places: Modules seen, for patterns that matched nothing.
+        notes: Sentences for the person.
+    """
+
+    pid: int
+    rank: int = 0
+    calls: int = 0
+    steps_seen: tuple[int, ...] = ()
+    steps_taken: tuple[int, ...] = ()
+    tensors: int = 0
+    bytes: int = 0
+    places: tuple[Place, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ProcessReport:
+        data = cast("dict[str, Any]", json.loads(text))
+        places = tuple(Place(**place) for place in data.pop("places", ()))
+        lists = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**lists, places=places)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """All marks of one launch.
+
+    Attributes:
+        woken: Python processes that were reached.
+        began: Processes that imported the framework, with capture running.
+        failed: Why capture could not start, one sentence per process.
+        too_old: Pythons that are too old, as they call themselves.
+        reports: What processes said at their end.
+    """
+
+    woken: int = 0
+    began: int = 0
+    failed: tuple[str, ...] = ()
+    too_old: tuple[str, ...] = ()
+    reports: tuple[ProcessReport, ...] = field(default=())
+
+    @property
+    def places(self) -> set[Place]:
+        return {place for report in self.reports for place in report.places}
+
+
+def read_marks(folder: Path) -> Marks:
+    """Read what is there; a mark that was cut short by a kill is passed over."""
+    texts: dict[str, list[str]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.stat().st_size > LARGEST_MARK:
+            continue
+        texts.setdefault(path.name.partition(".")[0], []).append(
+            path.read_text(encoding="utf-8", errors="replace")
+        )
+    return Marks(
+        woken=len(texts.get("woken", [])),
+        began=len(texts.get("began", [])),
+        failed=tuple(dict.fromkeys(texts.get("failed", []))),
+        too_old=tuple(dict.fromkeys(texts.get("too-old", []))),
+        reports=tuple(_reports(texts.get("report", []))),
+    )
+
+
+def _reports(texts: Iterable[str]) -> Iterable[ProcessReport]:
+    for text in texts:
+        try:
+            yield ProcessReport.from_json(text)
+        except (ValueError, TypeError):
+            continue

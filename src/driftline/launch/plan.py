@@ -1,0 +1,133 @@
+"""The capture plan: everything a launched program must know to capture itself, as one frozen value.
+
+Made by the command line or by a caller of `run_command`, written as JSON next to the program, read in every
+process of it that imports a framework, and printed by `dump --dry-run`. It starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args
+
+from driftline.adapters.reduction import Reduction
+from driftline.adapters.selection import Selection
+from driftline.errors import BadInput, did_you_mean
+
+SCHEMA = 1
+
+Layout = Literal["run", "ait"]
+Level = Literal["modules", "ops", "gradients", "params"]
+DumpType = Literal["tensor", "model", "layer"]
+LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """What to capture of a program, and where to put it.
+
+    Attributes:
+        output: Absolute path of the run, or of the folder that will hold the seed's tree.
+        selection: Which tensors.
+        reduction: How much of each.
+        levels: modules, ops, gradients, params.
+        types: tensor writes tensors, model and layer the module tree; without tensor no tensor is.
+        layout: `run`, or `ait` for the seed's tree.
+        max_bytes: Stop storing values at that size; 0 is no limit.
+        tiling: Tiling data were asked for; no engine here has them, which becomes an event.
+        log_level: How much the launched processes and the launcher say.
+        command: The program, word by word, for the manifest.
+    """
+
+    output: str
+    selection: Selection = field(default_factory=Selection)
+    reduction: Reduction = field(default_factory=Reduction)
+    levels: tuple[Level, ...] = ("modules",)
+    types: tuple[DumpType, ...] = ("tensor",)
+    layout: Layout = "run"
+    max_bytes: int = 0
+    tiling: bool = False
+    log_level: LogLevel = "info"
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("level", self.levels, LEVELS),
+            ("type", self.types, get_args(DumpType)),
+            ("layout", (self.layout,), get_args(Layout)),
+            ("log level", (self.log_level,), LOG_LEVELS),
+        ):
+            for word in value:
+                if word not in known:
+                    raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, known))
+        if self.max_bytes < 0:
+            raise BadInput("the limit of bytes cannot be negative")
+        if self.layout == "ait" and self.reduction.kept not in ("full", "describe"):
+            raise BadInput(
+                f"the ait layout holds whole tensors, it has no place for '{self.reduction}'",
+                hint="leave out --layout ait; a run holds every reduction",
+            )
+
+    @property
+    def wants_tensors(self) -> bool:
+        return "tensor" in self.types
+
+    def says(self, level: LogLevel) -> bool:
+        """Whether a message of that level is to be shown."""
+        return LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.log_level)
+
+    def to_json(self) -> str:
+        """The plan as indented JSON; what is printed is what is run."""
+        return json.dumps(
+            {
+                "schema": SCHEMA,
+                "output": self.output,
+                "selection": self.selection.to_json(),
+                "reduction": self.reduction.to_json(),
+                "levels": self.levels,
+                "types": self.types,
+                "layout": self.layout,
+                "max_bytes": self.max_bytes,
+                "tiling": self.tiling,
+                "log_level": self.log_level,
+                "command": self.command,
+            },
+            indent=2,
+            ensure_ascii=False,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        try:
+            parsed: object = json.loads(text)
+        except ValueError as problem:
+            raise BadInput(f"the capture plan is no JSON: {problem}") from None
+        if not isinstance(parsed, dict):
+            raise BadInput("the capture plan is no JSON object")
+        data = cast("Mapping[str, Any]", parsed)
+        if data.get("schema") != SCHEMA:
+            raise BadInput(
+                f"the capture plan has schema {data.get('schema')!r}, this driftline reads {SCHEMA}",
+                hint="the program sees another version of driftline than the one that launched it",
+            )
+        return cls(
+            output=data["output"],
+            selection=Selection.from_json(data["selection"]),
+            reduction=Reduction.from_json(data["reduction"]),
+            levels=tuple(data["levels"]),
+            types=tuple(data["types"]),
+            layout=data["layout"],
+            max_bytes=data["max_bytes"],
+            tiling=data["tiling"],
+            log_level=data["log_level"],
+            command=tuple(data["command"]),
+        )
+
+
+def read_plan(path: str | Path) -> CapturePlan:
+    return CapturePlan.from_json(Path(path).read_text(encoding="utf-8"))

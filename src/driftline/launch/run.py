@@ -1,0 +1,231 @@
+"""Run an unchanged command with capture switched on in every Python process it starts, and say what came of it.
+
+The command's own terminal, signals and exit status stay its own (`launch.child`); this file decides
+what to report: a program's failure wins over everything, then a dump without a single tensor, with
+the reason that the processes' marks give.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from driftline import settings
+from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput
+from driftline.launch.child import require_command, run_child
+from driftline.launch.doorstep import build_doorstep
+from driftline.launch.harvest import Harvest, gather
+from driftline.launch.marks import Marks, Place, read_marks
+from driftline.launch.plan import CapturePlan
+
+SHOWN_STEPS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one launch.
+
+    Attributes:
+        plan: What was asked for.
+        program_status: The program's exit status as a shell reports it.
+        harvest: What lies on disk.
+        marks: What the processes told.
+        skipped_steps: Steps that ran and were not selected.
+        unmatched: Sentences about patterns that matched nothing, with the nearest names.
+        reason: Why nothing was captured; empty when something was.
+        hint: What to try then.
+    """
+
+    plan: CapturePlan
+    program_status: int
+    harvest: Harvest
+    marks: Marks
+    skipped_steps: tuple[int, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    reason: str = ""
+    hint: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """The program's own failure wins, then an empty dump."""
+        if self.program_status:
+            return self.program_status
+        return EXIT_COULD_NOT if self.reason else EXIT_FINE
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences of processes and of the run, each once."""
+        told = [note for report in self.marks.reports for note in report.notes]
+        return tuple(dict.fromkeys([*told, *self.harvest.events]))
+
+
+def run_command(argv: Sequence[str], plan: CapturePlan, *, force: bool = False) -> Outcome:
+    """Run a command to its end with the plan's capture in it.
+
+    Args:
+        argv: The command, word by word; no shell reads it.
+        plan: What to capture; its output must not exist.
+        force: Replace an earlier dump at the output.
+
+    Raises:
+        BadInput: The command cannot be started, or the output cannot be written.
+        AlreadyThere: The output exists.
+    """
+    require_command(argv, settings.environment())
+    prepare_output(plan, force=force)
+    with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
+        doorstep = build_doorstep(Path(folder).resolve(), plan)
+        try:
+            status = run_child(argv, doorstep.environment(settings.environment()))
+        except BadInput:
+            clear_empty_output(plan)
+            raise
+        marks = read_marks(doorstep.marks)
+    outcome = judge(plan, status, marks, gather(plan))
+    if outcome.reason:
+        clear_empty_output(plan)
+    return outcome
+
+
+def prepare_output(plan: CapturePlan, *, force: bool) -> None:
+    """Make the output folder; what is there is replaced only if asked, and only if it is a dump."""
+    output = Path(plan.output)
+    if plan.layout == "run":
+        from driftline.runs.manifest import create_run
+
+        create_run(output, command=plan.command, force=force)
+        return
+    tree = output / "ait_dump"
+    try:
+        if tree.exists():
+            if not force:
+                raise AlreadyThere(
+                    f"'{tree}' exists", hint="choose another output with -o, or --force to replace it"
+                )
+            shutil.rmtree(tree)
+        tree.mkdir(parents=True)
+    except OSError as problem:
+        raise BadInput(
+            f"cannot write to '{output}': {problem.strerror or problem}",
+            hint="choose an output folder that can be written",
+        ) from None
+
+
+def clear_empty_output(plan: CapturePlan) -> None:
+    """Take away what `prepare_output` made when nothing came into it, so that the next try can use the name."""
+    output = Path(plan.output)
+    if plan.layout == "ait":
+        tree = output / "ait_dump"
+        if not any(path.is_file() for path in tree.rglob("*")):
+            shutil.rmtree(tree, ignore_errors=True)
+    elif not any(output.glob("rank*")):
+        for name in ("run.json", "events.jsonl"):
+            (output / name).unlink(missing_ok=True)
+    if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):
+        output.rmdir()
+
+
+def judge(plan: CapturePlan, status: int, marks: Marks, harvest: Harvest) -> Outcome:
+    """What the marks and the disk say together; pure, so that every reason has a test."""
+    ran = sorted({step for report in marks.reports for step in report.steps_seen})
+    skipped = tuple(step for step in ran if not plan.selection.takes_step(step))
+    unmatched = tuple(_unmatched(plan, marks.places)) if marks.places else ()
+    got_something = harvest.tensors > 0 or (harvest.topologies > 0 and not plan.wants_tensors)
+    reason, hint = ("", "") if got_something else why_nothing(plan, marks, skipped, unmatched)
+    return Outcome(plan, status, harvest, marks, skipped, unmatched, reason, hint)
+
+
+def why_nothing(
+    plan: CapturePlan, marks: Marks, skipped: Sequence[int], unmatched: Sequence[str]
+) -> tuple[str, str]:
+    """The reason of an empty dump, and what to try: the first thing on the way that stopped it."""
+    if marks.began == 0:
+        return _why_not_begun(marks)
+    if sum(report.calls for report in marks.reports) == 0:
+        if len(marks.reports) < marks.began:
+            return (
+                "nothing was captured: the program ended before it captured anything",
+                "its own messages above say why it ended",
+            )
+        return (
+            "nothing was captured: torch was imported, but no module was called",
+            "capture sees calls of torch.nn.Module; --level ops sees bare operators too",
+        )
+    if unmatched:
+        return f"nothing was captured: {unmatched[0]}", "driftline dump --type model lists every name"
+    taken = any(report.steps_taken for report in marks.reports)
+    if skipped and not taken:
+        ran = say_steps(skipped)
+        return (
+            f"nothing was captured: {ran} ran, and none of them is selected",
+            f"select one of them: -er {skipped[0]},{skipped[-1]}",
+        )
+    ranks = sorted({report.rank for report in marks.reports})
+    if not any(plan.selection.takes_rank(rank) for rank in ranks):
+        return (
+            f"nothing was captured: --rank selects none of the ranks {', '.join(map(str, ranks))}",
+            "leave --rank out to capture all of them",
+        )
+    filters = _filters_in_words(plan)
+    return (
+        f"nothing was captured: modules were called, and the filters left no tensor of them"
+        f" ({filters})",
+        "leave one filter out at a time to see which one it is",
+    )
+
+
+def _why_not_begun(marks: Marks) -> tuple[str, str]:
+    if marks.failed:
+        return (
+            f"nothing was captured: capture could not start ({marks.failed[0]})",
+            "the environment of the program needs Python 3.11, numpy and torch 2.4 or newer",
+        )
+    if marks.too_old:
+        return (
+            f"nothing was captured: the program runs on {marks.too_old[0]}",
+            "driftline captures programs on Python 3.11 or newer",
+        )
+    if marks.woken == 0:
+        return (
+            "nothing was captured: no Python process could be reached",
+            "does the command start Python here, without `env -i`, `python -S` or a container? "
+            "For `python -I` and `-E` install driftline in the program's own environment",
+        )
+    some = "1 Python process" if marks.woken == 1 else f"{marks.woken} Python processes"
+    return (
+        f"nothing was captured: {some} ran, none imported torch",
+        "is this the command that runs the model?",
+    )
+
+
+def _unmatched(plan: CapturePlan, places: Iterable[Place]) -> Iterable[str]:
+    seen = [(place.site, place.class_name, place.ids) for place in places]
+    for kind, pattern, hint in plan.selection.unmatched(seen):
+        option = {"site": "--site", "class": "--class", "ids": "-ids", "opname": "-opname"}[kind]
+        yield f"{option} '{pattern}' matches no module" + (f"; {hint}" if hint else "")
+
+
+def _filters_in_words(plan: CapturePlan) -> str:
+    chosen = plan.selection.to_json()
+    words = [f"{name} {value}" for name, value in chosen.items()]
+    return "; ".join(words) or "none were given"
+
+
+def say_steps(steps: Sequence[int]) -> str:
+    """Steps in words, ranges closed up.
+
+    >>> say_steps([1, 2, 3, 7]), say_steps([0])
+    ('steps 1-3, 7', 'step 0')
+    """
+    spans: list[list[int]] = []
+    for step in sorted(steps):
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:SHOWN_STEPS]]
+    more = ", ..." if len(spans) > SHOWN_STEPS else ""
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown) + more
