@@ -93,9 +93,7 @@ class GradientTap:
         try:
             for _, _, tensor in inputs:
                 node = tensor.grad_fn if tensor.requires_grad else None
-                origins.append(
-                    (-1, 0) if node is None else (node._sequence_nr(), tensor.output_nr)
-                )
+                origins.append((-1, 0) if node is None else (node._sequence_nr(), tensor.output_nr))
         except Exception as error:
             self._lost(frame.site, error)
             return
@@ -207,7 +205,7 @@ class GradientTap:
         self._lost(site, error)
 
     def _lost(self, site: str, error: Exception) -> None:
-        self.session.event(
+        self.session.event_once(
             "gradient-lost", f"gradients of {site or 'the root'} not captured: {error}", site=site
         )
 
@@ -410,6 +408,7 @@ class _ParameterGradients:
         self._names = ParameterNames(session)
         self._active = False
         self._handles: list[Any] = []
+        self._frozen: list[tuple[weakref.ref[torch.Tensor], Owner]] = []
         self._step = -1
         self._counts: dict[tuple[str, str, str], int] = {}
 
@@ -428,16 +427,19 @@ class _ParameterGradients:
         if not self._active or torch.is_inference_mode_enabled():
             return
         try:
-            for parameter, owner in self._names.learn(root):
-                if parameter.is_leaf and parameter.dtype.is_floating_point | parameter.is_complex():
+            fresh = self._names.learn(root)
+            # A frozen parameter cannot carry a hook; it may be thawed between two calls.
+            thawed = [(p, owner) for ref, owner in self._frozen if (p := ref()) is not None]
+            self._frozen.clear()
+            for parameter, owner in (*thawed, *fresh):
+                if not parameter.requires_grad:
+                    self._frozen.append((weakref.ref(parameter), owner))
+                elif parameter.is_leaf:
                     self._hook(parameter, owner)
         except Exception as error:
-            self._session.event("gradient-lost", f"parameter gradients not captured: {error}")
+            self._session.event_once("gradient-lost", f"parameter gradients not captured: {error}")
 
     def _hook(self, parameter: torch.Tensor, owner: Owner) -> None:
-        if not parameter.requires_grad:
-            self._names.forget(parameter)  # may be unfrozen later
-            return
         reference = weakref.ref(self)
 
         def arrived(gradient: torch.Tensor) -> None:
@@ -462,7 +464,7 @@ class _ParameterGradients:
                         )
                         self._emit("optimizer_grad", owner, gradient)
         except Exception as error:
-            self._session.event("gradient-lost", f"optimizer gradients not captured: {error}")
+            self._session.event_once("gradient-lost", f"optimizer gradients not captured: {error}")
 
     def _emit(self, port: str, owner: Owner, gradient: torch.Tensor) -> None:
         session = self._session
@@ -485,6 +487,6 @@ class _ParameterGradients:
                     step=step,
                 )
         except Exception as error:
-            session.event(
+            session.event_once(
                 "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
             )

@@ -56,10 +56,6 @@ class ParameterNames:
                 fresh.append((parameter, owner))
         return fresh
 
-    def forget(self, parameter: torch.Tensor) -> None:
-        """Let the next `learn` report it again."""
-        self._known.pop(id(parameter), None)
-
     def owner(self, parameter: torch.Tensor) -> Owner | None:
         entry = self._known.get(id(parameter))
         return entry[1] if entry is not None and entry[0]() is parameter else None
@@ -92,7 +88,7 @@ class ParameterTap:
             try:
                 self._write(module)
             except Exception as error:  # the user's program goes on whatever happens here
-                self._session.event("parameters-lost", f"parameters not captured: {error}")
+                self._session.event_once("parameters-lost", f"parameters not captured: {error}")
         yield
 
     def _write(self, root: nn.Module) -> None:

@@ -1,0 +1,449 @@
+"""Every aten call of a model, with the module it ran in.
+
+A dispatch mode sits around each call of a root module and around each backward pass, and is taken
+off again when that is over: a mode that stayed would be popped in place of the program's own. The
+site of an operator is `<module>/<operator>`, such as `model.layers.0.mlp/aten.mm`; its visit is the
+nth call of that operator in that module, in that step and phase, whether selected or not. Backward
+operators belong to the module whose forward made the graph node that runs; without one, the module
+part is `(backward)`.
+
+Views, and memory that was allocated but not yet written, have no values of their own and are left
+out. So are parameters as inputs: they are the parameter level's. Inputs are read before the call,
+outputs after it, and what an operator wrote into its arguments counts as output.
+
+Compiled regions stay compiled: their kernels run unseen, only what they call back is seen.
+How a tensor is kept is not known here; the session's `emit` does that.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _python_dispatch as python_dispatch
+
+Named = Sequence[tuple[str, str, torch.Tensor]]
+
+BACKWARD = "(backward)"
+OUTSIDE = "(outside)"
+_LEAF = 2**64 - 1
+_BOUNDARIES = 1_000_000
+
+_WITHOUT_VALUES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_unsafe_view",  # a view in all but its schema
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_quantized",
+        "empty_strided",
+        "_efficientzerotensor",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+        "record_stream",
+    )
+)
+_NOT_THERE = frozenset({"FakeTensor", "FunctionalTensor", "ProxyTensor"})
+"""Tensors of a compiler at work: they have shapes, no values."""
+
+
+class _OwnWork(threading.local):
+    """Whether this thread is doing Driftline's own tensor work, which is no operation of the model."""
+
+    active = False
+
+
+OWN_WORK = _OwnWork()
+
+
+class _Operator:
+    """What has to be known of one operator overload; looked up at every call, worked out once."""
+
+    __slots__ = ("arguments", "full_name", "name", "silent", "written")
+
+    def __init__(self, func: Any) -> None:
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # a higher-order operator such as flex_attention
+            self.name = "higher_order." + str(func.name() if callable(func.name) else func.name)
+            self.full_name = self.name
+            self.arguments: list[str] = []
+            self.written: list[tuple[int, str]] = []
+            self.silent = False
+            return
+        self.name = str(schema.name).replace("::", ".", 1)
+        self.full_name = f"{self.name}.{schema.overload_name or 'default'}"
+        self.arguments = [argument.name for argument in schema.arguments]
+        written = [
+            (index, argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        # What is written and also returned (`add_`, `out=`) is an output already.
+        returned = sum(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
+        self.written = written if returned < len(written) else []
+        self.silent = bool(func.is_view) or str(schema.name) in _WITHOUT_VALUES
+
+
+class _Place:
+    """One operator overload in one module, phase and step: what is wanted of it.
+
+    Attributes:
+        calls: How often the operator was called there so far, shared by its overloads.
+    """
+
+    __slots__ = ("calls", "input", "output", "phase", "site", "step")
+
+    def __init__(
+        self,
+        site: str,
+        phase: str,
+        step: int,
+        calls: list[int],
+        *,
+        wants_input: bool,
+        wants_output: bool,
+    ) -> None:
+        self.site = site
+        self.phase = phase
+        self.step = step
+        self.input = wants_input
+        self.output = wants_output
+        self.calls = calls
+
+
+class _Thread(threading.local):
+    """Which module was running at which autograd sequence number, in this thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+        self.numbers: list[int] = []
+        self.sites: list[str] = []
+
+    def mark(self) -> None:
+        self.numbers.append(torch.autograd._get_sequence_nr())
+        self.sites.append(self.stack[-1] if self.stack else "")
+        if len(self.numbers) > _BOUNDARIES:
+            del self.numbers[: _BOUNDARIES // 2], self.sites[: _BOUNDARIES // 2]
+
+
+class OperatorTap:
+    """Reads the operators of every root call and every backward pass.
+
+    `modules.py` calls `around_root` around a root's call, and `before_forward` and `on_forward`
+    around each module's, which tells the backward operators' modules.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.active = False
+        self._operators: dict[Any, _Operator] = {}
+        self._places: dict[tuple[str, Any, str], _Place] = {}
+        self._calls: dict[tuple[str, str], list[int]] = {}
+        self._step = -1
+        self._thread = _Thread()
+        self._backward: _Marks | None = None
+        self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        self._weights: set[int] = set()
+        self._engine: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        self.active = True
+        # The one function through which `backward` and `grad` reach the engine, found by name at
+        # each call. Tensor hooks would start too late: the loss's own backward is an operator too.
+        original = getattr(torch.autograd, "_engine_run_backward", None)
+        if original is None:
+            self.session.event_once(
+                "backward-unseen", "this torch does not show its backward passes"
+            )
+            return
+        reference = weakref.ref(self)
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            tap = reference()
+            if tap is None or not tap.active or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            with tap.around_backward():
+                return original(*args, **kwargs)
+
+        self._engine = run_backward
+        run_backward.__wrapped__ = original  # type: ignore[attr-defined]
+        cast(Any, torch.autograd)._engine_run_backward = run_backward
+
+    def remove(self) -> None:
+        self.active = False
+        namespace = cast(Any, torch.autograd)
+        if self._engine is not None and namespace._engine_run_backward is self._engine:
+            namespace._engine_run_backward = cast(Any, self._engine).__wrapped__
+        self._engine = None
+        self._places.clear()
+        self._roots.clear()
+        self._weights.clear()
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Iterator[None]:
+        """Called by `modules.py` around each call of a root module."""
+        if not self.active:
+            yield
+            return
+        self._learn_weights(module)
+        stack = self._thread.stack
+        depth = len(stack)
+        try:
+            with self._mode():
+                yield
+        finally:
+            del stack[depth:]  # what an exception left
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        # The engine may run nodes in threads of its own, which see this mode but not our table.
+        before, self._backward = self._backward, _Marks(self._thread)
+        try:
+            with self._mode():
+                yield
+        finally:
+            self._backward = before
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        for index in range(python_dispatch._len_torch_dispatch_stack()):
+            mode = python_dispatch._get_dispatch_stack_at(index)
+            if isinstance(mode, _OperatorMode) and mode.tap is self:
+                yield  # recomputation calls modules inside a backward pass
+                return
+        # Dynamo looks at Python frames only in programs that have loaded it.
+        kind = _DynamoProofMode if "torch._dynamo" in sys.modules else _OperatorMode
+        with kind(self):
+            yield
+
+    def before_forward(self, frame: Any, inputs: Named) -> None:
+        thread = self._thread
+        thread.stack.append(frame.site)
+        thread.mark()
+
+    def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
+        thread = self._thread
+        while thread.stack and thread.stack.pop() != frame.site:
+            pass
+        thread.mark()
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and show its tensors to the session."""
+        if OWN_WORK.active or not self.active:
+            return func(*args, **kwargs)
+        place = operator = None
+        visit = 0
+        try:
+            operator = self._operators.get(func)
+            if operator is None:
+                operator = self._operators[func] = _Operator(func)
+            if not operator.silent:
+                place = self._place(func, operator)
+                visit = place.calls[0]
+                place.calls[0] = visit + 1
+                if place.input:
+                    self._emit_inputs(place, operator, visit, args, kwargs)
+        except Exception as error:
+            place = None
+            self._lost(func, error)
+        result = func(*args, **kwargs)
+        if place is not None and operator is not None and place.output:
+            try:
+                self._emit_outputs(place, operator, visit, result)
+                if operator.written:
+                    self._emit_written(place, operator, visit, args, kwargs)
+            except Exception as error:
+                self._lost(func, error)
+        return result
+
+    def _place(self, func: Any, operator: _Operator) -> _Place:
+        session = self.session
+        frame = session.current_frame()
+        if frame is not None:
+            site, phase, step = frame.site, frame.phase, frame.step
+        else:
+            site, phase = self._site_of_node()
+            step = session.step
+        if step != self._step:
+            self._step = step
+            self._places.clear()
+            self._calls.clear()
+        place = self._places.get((site, func, phase))
+        if place is None:
+            full = f"{site}/{operator.name}"
+            place = self._places[(site, func, phase)] = _Place(
+                full,
+                phase,
+                step,
+                self._calls.setdefault((full, phase), [0]),
+                wants_input=session.wants(full, operator.full_name, "input"),
+                wants_output=session.wants(full, operator.full_name, "output"),
+            )
+        return place
+
+    def _site_of_node(self) -> tuple[str, str]:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return OUTSIDE, "forward"
+        number = node._sequence_nr()
+        marks = self._backward
+        if number == _LEAF or marks is None:
+            return BACKWARD, "backward"
+        return marks.site(number) or BACKWARD, "backward"
+
+    def _learn_weights(self, root: nn.Module) -> None:
+        try:
+            held = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in (*root.parameters(), *root.buffers())
+                if type(tensor) in (torch.Tensor, nn.Parameter)
+            }
+            held.discard(0)
+            self._roots[root] = held
+            self._weights = set[int]().union(*self._roots.values())
+        except Exception as error:
+            self.session.event_once("weights-unknown", f"parameters are read as inputs: {error}")
+
+    def _emit_inputs(
+        self,
+        place: _Place,
+        operator: _Operator,
+        visit: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        names = operator.arguments
+        for index, value in enumerate(args):
+            if isinstance(value, (torch.Tensor, list, tuple)):
+                name = names[index] if index < len(names) else str(index)
+                self._emit(place, operator, visit, "input", name, str(index), value)
+        for name, value in kwargs.items():
+            if isinstance(value, (torch.Tensor, list, tuple)):
+                self._emit(place, operator, visit, "input", name, "", value)
+
+    def _emit_outputs(self, place: _Place, operator: _Operator, visit: int, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self._emit(place, operator, visit, "output", "0", "", result)
+        elif isinstance(result, (list, tuple)):
+            for index, value in enumerate(cast("Sequence[Any]", result)):
+                self._emit(place, operator, visit, "output", str(index), "", value)
+
+    def _emit_written(
+        self,
+        place: _Place,
+        operator: _Operator,
+        visit: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        for index, name in operator.written:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            self._emit(place, operator, visit, "output", name, "", value)
+
+    def _emit(
+        self,
+        place: _Place,
+        operator: _Operator,
+        visit: int,
+        port: str,
+        slot: str,
+        alias: str,
+        value: Any,
+    ) -> None:
+        if isinstance(value, (list, tuple)):
+            for index, part in enumerate(cast("Sequence[Any]", value)):
+                self._emit(place, operator, visit, port, f"{slot}.{index}", alias, part)
+            return
+        if not isinstance(value, torch.Tensor) or not _has_values(value):
+            return
+        if port == "input" and self._weights and value.layout is torch.strided:
+            plain = type(value) in (torch.Tensor, nn.Parameter)
+            if plain and value.untyped_storage().data_ptr() in self._weights:
+                return
+        self.session.emit(
+            place.site,
+            port,
+            slot,
+            value.detach() if value.requires_grad else value,
+            alias=alias,
+            class_name=operator.full_name,
+            visit=visit,
+            phase=place.phase,
+            step=place.step,
+        )
+
+    def _lost(self, func: Any, error: Exception) -> None:
+        self.session.event_once(
+            "operator-lost", f"{func} not captured: {error}", operator=str(func)
+        )
+
+
+class _Marks:
+    """The table of the thread that started a backward pass."""
+
+    __slots__ = ("_numbers", "_sites")
+
+    def __init__(self, thread: _Thread) -> None:
+        self._numbers = thread.numbers
+        self._sites = thread.sites
+
+    def site(self, number: int) -> str:
+        index = bisect_right(self._numbers, number) - 1
+        return self._sites[index] if index >= 0 else ""
+
+
+class _OperatorMode(python_dispatch.TorchDispatchMode):
+    """Hands every operator to the tap; torch takes the mode off while it does so."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tap: OperatorTap) -> None:
+        super().__init__()
+        self.tap = tap
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch's own guard loads Dynamo at the first operator: seconds, in a program without it.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(kind.__name__ in _NOT_THERE for kind in types):
+            return func(*args, **(kwargs or {}))
+        return self.tap.call(func, args, kwargs or {})
+
+
+class _DynamoProofMode(_OperatorMode):
+    """The same, in a way that Dynamo does not try to compile."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(kind.__name__ in _NOT_THERE for kind in types):
+            return func(*args, **(kwargs or {}))
+        return self.tap.call(func, args, kwargs or {})
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    if type(tensor).__name__ in _NOT_THERE or tensor.is_meta:
+        return False
+    # Reading a tensor while a CUDA graph is recorded would break the recording.
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
