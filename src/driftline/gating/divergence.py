@@ -1,0 +1,97 @@
+"""Where the drift starts: the first failing row in execution order, and which module to look at.
+
+A module's inputs are recorded before its children run and its output after them, so the first
+failing output belongs to the deepest module that made it. A failing *input* with no failing output
+before it was computed by the code of an enclosing module, between the calls of its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from driftline.comparison.row import Column, Row
+
+
+class Divergence(NamedTuple):
+    """The first failing row, the site to look at, and the finding as a sentence."""
+
+    first: Row | None
+    site: str
+    finding: str
+
+
+def find_divergence(rows: Sequence[Row], columns: Mapping[str, Column]) -> Divergence:
+    """Find where the drift starts; without a failing row, say how close the worst one came."""
+    failing = [row for row in rows if row.status == "fail"]
+    compared = sum(row.compared for row in rows)
+    if not failing:
+        return Divergence(None, "", _all_fine(rows, compared))
+    first = min(failing, key=_execution)
+    site, where = _blame(first, rows)
+    scope = f"{len(failing)} of {compared} compared tensors fail"
+    return Divergence(first, site, f"{where}: {first.reason}; {scope}")
+
+
+def _execution(row: Row) -> tuple[int, int, int, int]:
+    return (row.key.step, row.order, row.key.rank, row.key.process)
+
+
+def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
+    """The site to look at, and a sentence about it."""
+    key = first.key
+    name = _named(key.site, first.class_name)
+    when = f" in step {key.step}" if key.step else ""
+    when += f" on rank {key.rank}" if key.rank else ""
+    if key.port == "param":
+        return key.site, f"the parameter '{key.slot}' of {name} differs already{when}"
+    if key.port != "input":
+        what = {"output": "output"}.get(key.port, key.port.replace("_", " of "))
+        if key.port == "output":
+            what = f"{what} '{key.slot}'" if key.slot != "0" else what
+        return key.site, f"the drift starts at {name}{when}, in its {what}"
+    parent = _enclosing(first, rows)
+    if parent is None:
+        return key.site, f"the inputs differ already{when}: '{key.slot}' of {name}"
+    class_name = next((row.class_name for row in rows if row.key.site == parent), "")
+    return parent, (
+        f"the drift starts inside {_named(parent, class_name)}{when}, in its own code before it "
+        f"calls {name}: input '{key.slot}' is off and no captured output that could feed it is"
+    )
+
+
+def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
+    """The nearest module around a site that took part in the comparison and was entered before it.
+
+    None for the outermost module: what is wrong with its input was wrong before the model ran.
+    """
+    entered = {
+        row.key.site
+        for row in rows
+        if row.key.rank == first.key.rank and row.key.process == first.key.process
+    }
+    site = first.key.site
+    while site:
+        site = site.rpartition(".")[0]
+        if site in entered:
+            return site
+    return None
+
+
+def _named(site: str, class_name: str) -> str:
+    shown = f"'{site}'" if site else "the model itself"
+    return f"{shown} ({class_name})" if class_name else shown
+
+
+def _all_fine(rows: Sequence[Row], compared: int) -> str:
+    passing = [row for row in rows if row.status == "pass" and row.limit]
+    if not passing:
+        return f"{compared} tensors compared, none differs"
+    worst = max(passing, key=lambda row: row.severity)
+    if worst.severity == 0.0:
+        return f"{compared} tensors compared, none differs"
+    return (
+        f"{compared} tensors compared, none outside its limit; the closest is '{worst.key.site}' "
+        f"{worst.key.port} with {worst.decided_by} {worst.metrics[worst.decided_by]:.3g} "
+        f"of {worst.limit:g} allowed for {worst.limit_from}"
+    )

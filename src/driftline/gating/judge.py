@@ -1,0 +1,219 @@
+"""A measured table and a tolerance become statuses, a verdict and an exit code.
+
+Pass is earned: a row passes because a number kept its limit, never because nothing spoke against.
+Reads no tensor; judging the same table again with another tolerance is cheap and pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from driftline.comparison.row import Column, Row, Verdict
+from driftline.comparison.table import Table
+from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
+from driftline.gating.divergence import find_divergence
+from driftline.numerics.dtypes import DType, coarser
+from driftline.tolerance.defaults import LIMITS, METRIC, coarsest, is_exact
+from driftline.tolerance.limits import Tolerance
+
+
+def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
+    """The same table with every row's status decided, the verdict, and where the drift starts."""
+    allowed = tolerance or Tolerance()
+    columns = {column.name: column for column in table.columns}
+    rows = tuple(_judged(table.rows, allowed, columns))
+    coverage = replace(table, rows=rows).coverage
+    first, first_site, finding = find_divergence(rows, columns)
+    verdict: Verdict = "pass"
+    if not coverage.compared:
+        verdict = "incomparable"
+        finding = f"nothing could be compared: {coverage}"
+    elif first is not None:
+        verdict = "fail"
+    elif not coverage.share >= allowed.min_coverage:
+        verdict = "fail"
+        finding = (
+            f"only {coverage.share:.1%} of the tensors were compared, "
+            f"{allowed.min_coverage:.1%} are asked for; what was compared agrees"
+        )
+    return replace(
+        table,
+        rows=rows,
+        verdict=verdict,
+        first=first,
+        first_site=first_site,
+        finding=finding,
+        limits={**allowed.as_json(), "said": str(allowed)},
+    )
+
+
+def exit_code(table: Table) -> int:
+    """0: what was compared agrees; 1: numbers differ or too little was covered; 2: nothing was."""
+    if table.verdict == "pass":
+        return EXIT_FINE
+    return EXIT_DIFFERENT if table.verdict == "fail" else EXIT_COULD_NOT
+
+
+def _judged(rows: tuple[Row, ...], allowed: Tolerance, columns: dict[str, Column]) -> Iterator[Row]:
+    """Rows come in execution order, so the coarsest format met so far is the one upstream."""
+    upstream: dict[tuple[int, int], DType] = {}
+    for row in rows:
+        own = coarsest((row.reference_dtype, row.candidate_dtype))
+        working = own
+        if row.key.port != "param":
+            place = (row.key.rank, row.key.process)
+            before = upstream.get(place)
+            if own is not None:
+                upstream[place] = own if before is None else coarser(before, own)
+                # Rounding is inherited: logits that were cast up to float32 at the end of a
+                # bfloat16 model still carry bfloat16's drift.
+                working = upstream[place]
+        if not row.compared or (row.basis == "digest" and not row.metrics):
+            yield row  # the engine has said all there is to say
+        else:
+            yield _judge(_forget(row), allowed, columns, own, working)
+
+
+def _forget(row: Row) -> Row:
+    """The row as measured, before any earlier judgement."""
+    if row.status == "unjudged":
+        return row
+    return replace(
+        row, status="unjudged", reason="", decided_by="", limit=None, limit_from="", severity=0.0
+    )
+
+
+def _judge(
+    row: Row,
+    allowed: Tolerance,
+    columns: dict[str, Column],
+    own: DType | None,
+    working: DType | None,
+) -> Row:
+    one_sided = row.metrics.get("one_sided", 0)
+    if one_sided:
+        where = _place(row, "one_sided_at")
+        return replace(
+            row,
+            status="fail",
+            reason=f"NaN or Inf on one side only: {one_sided} elements{where}; {_counts(row)}",
+            decided_by="one_sided",
+            limit=0.0,
+            limit_from="always",
+            severity=math.inf,
+        )
+    exact = is_exact(row.reference_dtype) and is_exact(row.candidate_dtype)
+    if exact and not allowed.elementwise:
+        return _exact(row)
+    if allowed.explicit:
+        return _explicit(row, allowed, columns)
+    if own is None or working is None:
+        return replace(row, status="incomparable", reason="no limit is known for these dtypes")
+    limit = LIMITS[working.name]
+    column = columns.get(METRIC, Column(METRIC, "lower"))
+    source = working.name if working.name == own.name else f"{working.name} upstream"
+    return _held(row, column, limit, source)
+
+
+def _exact(row: Row) -> Row:
+    """Integers and booleans: every element, or every byte, must be the same."""
+    count = row.metrics.get("different")
+    if count is None:  # only summaries: a sketch that differs is proof, one that agrees is evidence
+        column = Column(METRIC, "lower")
+        return _held(row, column, 0.0, "exact")
+    if count == 0:
+        return replace(
+            row, status="pass", decided_by="different", limit=0.0, limit_from="exact", severity=0.0
+        )
+    return replace(
+        row,
+        status="fail",
+        reason=f"{count} of {_elements(row)} differ{_place(row, 'first_different_at')}",
+        decided_by="different",
+        limit=0.0,
+        limit_from="exact",
+        severity=math.inf,
+    )
+
+
+def _explicit(row: Row, allowed: Tolerance, columns: dict[str, Column]) -> Row:
+    """Every limit must hold; the row shows the one that is furthest from holding."""
+    judged: list[Row] = []
+    for limit in allowed.all_limits():
+        column = columns.get(limit.metric, Column(limit.metric, "lower"))
+        judged.append(_held(row, column, limit.value, "user"))
+    unknown = next((each for each in judged if each.status == "incomparable"), None)
+    worst = max(judged, key=lambda each: (each.status == "fail", each.severity))
+    return worst if worst.status == "fail" or unknown is None else unknown
+
+
+def _held(row: Row, column: Column, limit: float, source: str) -> Row:
+    """One limit on one metric of a row."""
+    value = row.metrics.get(column.name)
+    if value is None:
+        return replace(
+            row,
+            status="incomparable",
+            reason=f"{column.name} needs the values; only the {row.basis} was kept",
+        )
+    severity = _severity(column, float(value), limit)
+    decided = replace(
+        row, decided_by=column.name, limit=limit, limit_from=source, severity=severity
+    )
+    if column.holds(float(value), limit):
+        return replace(decided, status="pass")
+    about = "estimated " if column.name in row.estimated else ""
+    sign = {"higher": ">=", "zero": "within +-"}.get(column.direction, "<=")
+    allowed_as = {"user": "asked for", "exact": "exact"}.get(source, f"for {source}")
+    where = _place(row, "max_abs_error_at", "largest error")
+    return replace(
+        decided,
+        status="fail",
+        reason=f"{about}{column.name} {value:.3g}, allowed {sign} {limit:g} {allowed_as}{where}",
+    )
+
+
+def _severity(column: Column, value: float, limit: float) -> float:
+    """Value over limit: 1 is the edge whatever the metric; NaN and a broken zero are inf."""
+    if math.isnan(value):
+        return math.inf
+    if column.direction == "higher":
+        if limit < 1.0 and value <= 1.0:
+            return (1.0 - value) / (1.0 - limit)
+        return 0.0 if value >= limit else math.inf
+    size = abs(value) if column.direction == "zero" else value
+    if limit > 0.0:
+        return size / limit
+    return 0.0 if size <= limit else math.inf
+
+
+def _place(row: Row, name: str, what: str = "first") -> str:
+    """`, first at (0, 3, 17)`: a flat index as a position in the tensor."""
+    flat = row.metrics.get(name)
+    shape = row.reference_shape
+    if flat is None or shape is None or row.basis != "values":
+        return ""
+    position: list[str] = []
+    rest = int(flat)
+    if (row.reference_dtype + row.candidate_dtype).count("complex"):
+        rest //= 2  # positions count real and imaginary parts
+    for size in reversed(shape):
+        rest, at = divmod(rest, size) if size else (rest, 0)
+        position.append(str(at))
+    return f", {what} at ({', '.join(reversed(position))})" if position else ""
+
+
+def _counts(row: Row) -> str:
+    sides = [
+        f"{side} {int(row.metrics.get(f'{side}_nan', 0))} NaN "
+        f"{int(row.metrics.get(f'{side}_inf', 0))} Inf"
+        for side in ("reference", "candidate")
+    ]
+    return ", ".join(sides)
+
+
+def _elements(row: Row) -> str:
+    count = math.prod(row.reference_shape or ())
+    return f"{count} element" + ("" if count == 1 else "s")
