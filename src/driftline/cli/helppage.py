@@ -32,7 +32,7 @@ def help_page(name: str) -> str:
     usage = " ".join(_usage_word(a) for a in positional)
     lines = [f"usage: driftline {name} [OPTIONS] {usage}".rstrip(), ""]
     lines += _prose(load(name).__doc__ or "", width)
-    for group in dict.fromkeys(_group(a) for a in arguments):
+    for group in dict.fromkeys(_group(a) for a in sorted(arguments, key=_group_place)):
         lines += ["", f"{group}:"]
         for argument in arguments:
             if _group(argument) == group:
@@ -55,6 +55,14 @@ def _group(argument: Argument) -> str:
     groups = cast(tuple[Any, ...], argument.parameter.group or ())
     title = str(groups[0].name) if groups else "Parameters"
     return "Options" if title == "Parameters" else title
+
+
+def _group_place(argument: Argument) -> tuple[bool, bool, int]:
+    """Arguments, the plain options, then named groups: by their sort key, else as they come."""
+    groups = cast(tuple[Any, ...], argument.parameter.group or ())
+    key = groups[0].sort_key if groups else None
+    title = _group(argument)
+    return (title != "Arguments", title != "Options", key if isinstance(key, int) else 0)
 
 
 def _usage_word(argument: Argument) -> str:
