@@ -25,21 +25,24 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from driftline.adapters.torch.ops import OWN_WORK
-from driftline.adapters.torch.parameters import Owner, ParameterNames
+from driftline.adapters.torch.dispatch import OWN_WORK
+from driftline.adapters.torch.parameters import ParameterGradients
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 """Slot, alias and tensor, as `modules.py` hands them out."""
 Gradients = tuple[torch.Tensor | None, ...]
+
+# Private parts of torch, of which the stubs know nothing.
+_C: Any = torch._C
+_autograd: Any = torch.autograd
 
 _LEAF = 2**64 - 1
 """Sequence number of every AccumulateGrad node; all other nodes count up within their thread."""
@@ -59,7 +62,7 @@ class GradientTap:
         self.active = False
         self._calls = _CallStack()
         self._visits = _Visits()
-        self._parameters = _ParameterGradients(session)
+        self._parameters = ParameterGradients(session)
         self._lock = threading.Lock()
         self._open: dict[int, list[_Inflow]] = {}
 
@@ -74,7 +77,7 @@ class GradientTap:
             self._open.clear()
 
     @contextmanager
-    def around_root(self, module: nn.Module) -> Iterator[None]:
+    def around_root(self, module: nn.Module) -> Generator[None]:
         """Called by `modules.py` around each call of a root module."""
         calls = self._calls.items
         depth = len(calls)
@@ -87,7 +90,7 @@ class GradientTap:
 
     def before_forward(self, frame: Any, inputs: Named) -> None:
         """Remember where in the graph the inputs come from; an in-place op will hide it."""
-        if not self.active or not torch.is_grad_enabled():
+        if not (self.active and torch.is_grad_enabled() and self.session.wants_step(frame.step)):
             return
         origins: list[tuple[int, int]] = []
         try:
@@ -95,9 +98,9 @@ class GradientTap:
                 node = tensor.grad_fn if tensor.requires_grad else None
                 origins.append((-1, 0) if node is None else (node._sequence_nr(), tensor.output_nr))
         except Exception as error:
-            self._lost(frame.site, error)
+            self.lost(frame.site, error)
             return
-        self._calls.items.append((frame, torch.autograd._get_sequence_nr(), origins))
+        self._calls.items.append((frame, _autograd._get_sequence_nr(), origins))
 
     def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
         if not self.active:
@@ -108,7 +111,7 @@ class GradientTap:
         try:
             self._hook(frame, entry[1], entry[2], inputs, outputs)
         except Exception as error:
-            self._lost(frame.site, error)
+            self.lost(frame.site, error)
 
     def _hook(
         self,
@@ -177,7 +180,7 @@ class GradientTap:
                 waiting.append(inflow)
                 return
             self._open[task] = [inflow]
-        engine = cast(Any, torch.autograd.Variable)._execution_engine
+        engine = _autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._finish(task))
 
     def _finish(self, task: int) -> None:
@@ -202,9 +205,6 @@ class GradientTap:
         )
 
     def lost(self, site: str, error: Exception) -> None:
-        self._lost(site, error)
-
-    def _lost(self, site: str, error: Exception) -> None:
         self.session.event_once(
             "gradient-lost", f"gradients of {site or 'the root'} not captured: {error}", site=site
         )
@@ -277,7 +277,7 @@ class _Call:
             if tap is None or not tap.active:
                 return
             try:
-                task = torch._C._current_graph_task_id()
+                task = _C._current_graph_task_id()
                 for number, slot, alias in slots:
                     gradient = gradients[number]
                     if gradient is not None:
@@ -306,7 +306,7 @@ class _Inflow:
         tap = self.call.tap()
         if tap is None or not tap.active:
             return
-        task = torch._C._current_graph_task_id()
+        task = _C._current_graph_task_id()
         if self.expected == 1:
             if gradient is not None:
                 tap.emit(self.call, "grad_input", self.slot, self.alias, gradient, task)
@@ -397,96 +397,4 @@ def _edges_into(
 
 def _is_transformed(tensor: torch.Tensor) -> bool:
     """Inside `torch.func` transforms tensors are wrappers around values that do not exist yet."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-class _ParameterGradients:
-    """`param_grad` at every backward pass, `optimizer_grad` at every optimizer step."""
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self._names = ParameterNames(session)
-        self._active = False
-        self._handles: list[Any] = []
-        self._frozen: list[tuple[weakref.ref[torch.Tensor], Owner]] = []
-        self._step = -1
-        self._counts: dict[tuple[str, str, str], int] = {}
-
-    def install(self) -> None:
-        self._active = True
-        self._handles.append(register_optimizer_step_pre_hook(self._at_optimizer))
-
-    def remove(self) -> None:
-        self._active = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def watch(self, root: nn.Module) -> None:
-        """Hook the parameters of `root` that are new; cheap when there are none."""
-        if not self._active or torch.is_inference_mode_enabled():
-            return
-        try:
-            fresh = self._names.learn(root)
-            # A frozen parameter cannot carry a hook; it may be thawed between two calls.
-            thawed = [(p, owner) for ref, owner in self._frozen if (p := ref()) is not None]
-            self._frozen.clear()
-            for parameter, owner in (*thawed, *fresh):
-                if not parameter.requires_grad:
-                    self._frozen.append((weakref.ref(parameter), owner))
-                elif parameter.is_leaf:
-                    self._hook(parameter, owner)
-        except Exception as error:
-            self._session.event_once("gradient-lost", f"parameter gradients not captured: {error}")
-
-    def _hook(self, parameter: torch.Tensor, owner: Owner) -> None:
-        reference = weakref.ref(self)
-
-        def arrived(gradient: torch.Tensor) -> None:
-            me = reference()
-            if me is not None and me._active:
-                me._emit("param_grad", owner, gradient)
-
-        # Without this mark, sharing the parameter between processes would print a warning.
-        arrived.__torch_unserializable__ = True  # type: ignore[attr-defined]
-        self._handles.append(parameter.register_hook(arrived))
-
-    def _at_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not self._active:
-            return
-        try:
-            for index, group in enumerate(optimizer.param_groups):
-                for position, parameter in enumerate(group["params"]):
-                    gradient = parameter.grad
-                    if gradient is not None:
-                        owner = self._names.owner(parameter) or Owner(
-                            "(optimizer)", f"{index}.{position}", type(optimizer).__name__
-                        )
-                        self._emit("optimizer_grad", owner, gradient)
-        except Exception as error:
-            self._session.event_once("gradient-lost", f"optimizer gradients not captured: {error}")
-
-    def _emit(self, port: str, owner: Owner, gradient: torch.Tensor) -> None:
-        session = self._session
-        try:
-            step: int = session.step
-            if step != self._step:
-                self._step = step
-                self._counts.clear()
-            place = (port, owner.site, owner.name)
-            visit = self._counts.get(place, 0)
-            self._counts[place] = visit + 1
-            if session.wants(owner.site, owner.class_name, port):
-                session.emit(
-                    owner.site,
-                    port,
-                    owner.name,
-                    gradient.detach() if gradient.requires_grad else gradient,
-                    class_name=owner.class_name,
-                    visit=visit,
-                    step=step,
-                )
-        except Exception as error:
-            session.event_once(
-                "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
-            )
+    return bool(_C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -20,22 +20,26 @@ How a tensor is kept is not known here; the session's `emit` does that.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _python_dispatch as python_dispatch
+
+from driftline.adapters.torch.dispatch import OWN_WORK, has_values, watching
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
 BACKWARD = "(backward)"
 OUTSIDE = "(outside)"
+# Private parts of torch, of which the stubs know nothing.
+_C: Any = torch._C
+_autograd: Any = torch.autograd
+
 _LEAF = 2**64 - 1
 _BOUNDARIES = 1_000_000
 
@@ -56,17 +60,6 @@ _WITHOUT_VALUES = frozenset(
         "record_stream",
     )
 )
-_NOT_THERE = frozenset({"FakeTensor", "FunctionalTensor", "ProxyTensor"})
-"""Tensors of a compiler at work: they have shapes, no values."""
-
-
-class _OwnWork(threading.local):
-    """Whether this thread is doing Driftline's own tensor work, which is no operation of the model."""
-
-    active = False
-
-
-OWN_WORK = _OwnWork()
 
 
 class _Operator:
@@ -133,7 +126,7 @@ class _Thread(threading.local):
         self.sites: list[str] = []
 
     def mark(self) -> None:
-        self.numbers.append(torch.autograd._get_sequence_nr())
+        self.numbers.append(_autograd._get_sequence_nr())
         self.sites.append(self.stack[-1] if self.stack else "")
         if len(self.numbers) > _BOUNDARIES:
             del self.numbers[: _BOUNDARIES // 2], self.sites[: _BOUNDARIES // 2]
@@ -163,7 +156,7 @@ class OperatorTap:
         self.active = True
         # The one function through which `backward` and `grad` reach the engine, found by name at
         # each call. Tensor hooks would start too late: the loss's own backward is an operator too.
-        original = getattr(torch.autograd, "_engine_run_backward", None)
+        original = getattr(_autograd, "_engine_run_backward", None)
         if original is None:
             self.session.event_once(
                 "backward-unseen", "this torch does not show its backward passes"
@@ -180,20 +173,19 @@ class OperatorTap:
 
         self._engine = run_backward
         run_backward.__wrapped__ = original  # type: ignore[attr-defined]
-        cast(Any, torch.autograd)._engine_run_backward = run_backward
+        _autograd._engine_run_backward = run_backward
 
     def remove(self) -> None:
         self.active = False
-        namespace = cast(Any, torch.autograd)
-        if self._engine is not None and namespace._engine_run_backward is self._engine:
-            namespace._engine_run_backward = cast(Any, self._engine).__wrapped__
+        if self._engine is not None and _autograd._engine_run_backward is self._engine:
+            _autograd._engine_run_backward = cast(Any, self._engine).__wrapped__
         self._engine = None
         self._places.clear()
         self._roots.clear()
         self._weights.clear()
 
     @contextmanager
-    def around_root(self, module: nn.Module) -> Iterator[None]:
+    def around_root(self, module: nn.Module) -> Generator[None]:
         """Called by `modules.py` around each call of a root module."""
         if not self.active:
             yield
@@ -202,32 +194,20 @@ class OperatorTap:
         stack = self._thread.stack
         depth = len(stack)
         try:
-            with self._mode():
+            with watching(self):
                 yield
         finally:
             del stack[depth:]  # what an exception left
 
     @contextmanager
-    def around_backward(self) -> Iterator[None]:
+    def around_backward(self) -> Generator[None]:
         # The engine may run nodes in threads of its own, which see this mode but not our table.
         before, self._backward = self._backward, _Marks(self._thread)
         try:
-            with self._mode():
+            with watching(self):
                 yield
         finally:
             self._backward = before
-
-    @contextmanager
-    def _mode(self) -> Iterator[None]:
-        for index in range(python_dispatch._len_torch_dispatch_stack()):
-            mode = python_dispatch._get_dispatch_stack_at(index)
-            if isinstance(mode, _OperatorMode) and mode.tap is self:
-                yield  # recomputation calls modules inside a backward pass
-                return
-        # Dynamo looks at Python frames only in programs that have loaded it.
-        kind = _DynamoProofMode if "torch._dynamo" in sys.modules else _OperatorMode
-        with kind(self):
-            yield
 
     def before_forward(self, frame: Any, inputs: Named) -> None:
         thread = self._thread
@@ -284,18 +264,19 @@ class OperatorTap:
         place = self._places.get((site, func, phase))
         if place is None:
             full = f"{site}/{operator.name}"
+            wanted: bool = session.wants_step(step)
             place = self._places[(site, func, phase)] = _Place(
                 full,
                 phase,
                 step,
                 self._calls.setdefault((full, phase), [0]),
-                wants_input=session.wants(full, operator.full_name, "input"),
-                wants_output=session.wants(full, operator.full_name, "output"),
+                wants_input=wanted and session.wants(full, operator.full_name, "input"),
+                wants_output=wanted and session.wants(full, operator.full_name, "output"),
             )
         return place
 
     def _site_of_node(self) -> tuple[str, str]:
-        node = torch._C._current_autograd_node()
+        node = _C._current_autograd_node()
         if node is None:
             return OUTSIDE, "forward"
         number = node._sequence_nr()
@@ -367,7 +348,7 @@ class OperatorTap:
             for index, part in enumerate(cast("Sequence[Any]", value)):
                 self._emit(place, operator, visit, port, f"{slot}.{index}", alias, part)
             return
-        if not isinstance(value, torch.Tensor) or not _has_values(value):
+        if not isinstance(value, torch.Tensor) or not has_values(value):
             return
         if port == "input" and self._weights and value.layout is torch.strided:
             plain = type(value) in (torch.Tensor, nn.Parameter)
@@ -403,47 +384,3 @@ class _Marks:
     def site(self, number: int) -> str:
         index = bisect_right(self._numbers, number) - 1
         return self._sites[index] if index >= 0 else ""
-
-
-class _OperatorMode(python_dispatch.TorchDispatchMode):
-    """Hands every operator to the tap; torch takes the mode off while it does so."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, tap: OperatorTap) -> None:
-        super().__init__()
-        self.tap = tap
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Torch's own guard loads Dynamo at the first operator: seconds, in a program without it.
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(kind.__name__ in _NOT_THERE for kind in types):
-            return func(*args, **(kwargs or {}))
-        return self.tap.call(func, args, kwargs or {})
-
-
-class _DynamoProofMode(_OperatorMode):
-    """The same, in a way that Dynamo does not try to compile."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(kind.__name__ in _NOT_THERE for kind in types):
-            return func(*args, **(kwargs or {}))
-        return self.tap.call(func, args, kwargs or {})
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    if type(tensor).__name__ in _NOT_THERE or tensor.is_meta:
-        return False
-    # Reading a tensor while a CUDA graph is recorded would break the recording.
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,7 +1,7 @@
-"""Parameters and buffers: whose they are, and their values when asked for.
+"""Parameters and buffers: whose they are, their values when asked for, the gradients they get.
 
-Knows which module owns a tensor and when a root is called. Does not know how a tensor is copied,
-summarised or stored (the session's `emit` does), nor anything about gradients.
+Knows which module owns a parameter, when a root is called, when an optimizer steps. Does not know how
+a tensor is copied, summarised or stored: the session's `emit` does.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -9,7 +9,7 @@ summarised or stored (the session's `emit` does), nor anything about gradients.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class ParameterTap:
         self._active = False
 
     @contextmanager
-    def around_root(self, module: nn.Module) -> Iterator[None]:
+    def around_root(self, module: nn.Module) -> Generator[None]:
         """Called by `modules.py` around each call of a root module."""
         if self._active:
             try:
@@ -119,3 +120,95 @@ class ParameterTap:
         if entry is None or entry[0]() is not tensor:
             return False
         return self._every == "run" or entry[1] == step
+
+
+class ParameterGradients:
+    """`param_grad` at every backward pass, `optimizer_grad` at every optimizer step."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._names = ParameterNames(session)
+        self._active = False
+        self._handles: list[Any] = []
+        self._frozen: list[tuple[weakref.ref[torch.Tensor], Owner]] = []
+        self._step = -1
+        self._counts: dict[tuple[str, str, str], int] = {}
+
+    def install(self) -> None:
+        self._active = True
+        self._handles.append(register_optimizer_step_pre_hook(self._at_optimizer))
+
+    def remove(self) -> None:
+        self._active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def watch(self, root: nn.Module) -> None:
+        """Hook the parameters of `root` that are new; cheap when there are none."""
+        if not self._active or torch.is_inference_mode_enabled():
+            return
+        try:
+            fresh = self._names.learn(root)
+            # A frozen parameter cannot carry a hook; it may be thawed between two calls.
+            thawed = [(p, owner) for ref, owner in self._frozen if (p := ref()) is not None]
+            self._frozen.clear()
+            for parameter, owner in (*thawed, *fresh):
+                if not parameter.requires_grad:
+                    self._frozen.append((weakref.ref(parameter), owner))
+                elif parameter.is_leaf:
+                    self._hook(parameter, owner)
+        except Exception as error:
+            self._session.event_once("gradient-lost", f"parameter gradients not captured: {error}")
+
+    def _hook(self, parameter: torch.Tensor, owner: Owner) -> None:
+        reference = weakref.ref(self)
+
+        def arrived(gradient: torch.Tensor) -> None:
+            me = reference()
+            if me is not None and me._active:
+                me._emit("param_grad", owner, gradient)
+
+        # Without this mark, sharing the parameter between processes would print a warning.
+        arrived.__torch_unserializable__ = True  # type: ignore[attr-defined]
+        self._handles.append(parameter.register_hook(arrived))
+
+    def _at_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not self._active:
+            return
+        try:
+            for index, group in enumerate(optimizer.param_groups):
+                for position, parameter in enumerate(group["params"]):
+                    gradient = parameter.grad
+                    if gradient is not None:
+                        owner = self._names.owner(parameter) or Owner(
+                            "(optimizer)", f"{index}.{position}", type(optimizer).__name__
+                        )
+                        self._emit("optimizer_grad", owner, gradient)
+        except Exception as error:
+            self._session.event_once("gradient-lost", f"optimizer gradients not captured: {error}")
+
+    def _emit(self, port: str, owner: Owner, gradient: torch.Tensor) -> None:
+        session = self._session
+        try:
+            step: int = session.step
+            if step != self._step:
+                self._step = step
+                self._counts.clear()
+            place = (port, owner.site, owner.name)
+            visit = self._counts.get(place, 0)
+            self._counts[place] = visit + 1
+            if session.wants(owner.site, owner.class_name, port):
+                session.emit(
+                    owner.site,
+                    port,
+                    owner.name,
+                    gradient.detach() if gradient.requires_grad else gradient,
+                    class_name=owner.class_name,
+                    visit=visit,
+                    step=step,
+                )
+        except Exception as error:
+            session.event_once(
+                "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
+            )

@@ -1,0 +1,97 @@
+"""How operators are noticed: a dispatch mode that sees each one and is in nobody's way.
+
+Knows torch's mode stack and Dynamo's habits. What is done with an operator is its watcher's part.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _python_dispatch
+
+# Private parts of torch, of which the stubs know nothing.
+_stack: Any = _python_dispatch
+
+_NOT_THERE = frozenset({"FakeTensor", "FunctionalTensor", "ProxyTensor"})
+"""Tensors of a compiler at work: they have shapes, no values."""
+
+
+class _OwnWork(threading.local):
+    """Whether this thread does Driftline's own tensor work, which is no operation of the model."""
+
+    active = False
+
+
+OWN_WORK = _OwnWork()
+
+
+class Watcher(Protocol):
+    """Runs an operator, and looks at it while doing so."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Generator[None]:
+    """Show every operator of this thread to `watcher`, once, until the block is left."""
+    for index in range(_stack._len_torch_dispatch_stack()):
+        mode = _stack._get_dispatch_stack_at(index)
+        if isinstance(mode, _OperatorMode) and mode.watcher is watcher:
+            yield  # recomputation calls modules inside a backward pass
+            return
+    # Dynamo looks at Python frames only in programs that have loaded it.
+    kind = _DynamoProofMode if "torch._dynamo" in sys.modules else _OperatorMode
+    with kind(watcher):
+        yield
+
+
+class _OperatorMode(_python_dispatch.TorchDispatchMode):
+    """Hands every operator to the watcher; torch takes the mode off while it does so."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch's own guard loads Dynamo at the first operator: seconds, in a program without it.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(kind.__name__ in _NOT_THERE for kind in types):
+            return func(*args, **(kwargs or {}))
+        return self.watcher.call(func, args, kwargs or {})
+
+
+class _DynamoProofMode(_OperatorMode):
+    """The same, in a way that Dynamo does not try to compile."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(kind.__name__ in _NOT_THERE for kind in types):
+            return func(*args, **(kwargs or {}))
+        return self.watcher.call(func, args, kwargs or {})
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    if type(tensor).__name__ in _NOT_THERE or tensor.is_meta:
+        return False
+    # Reading a tensor while a CUDA graph is recorded would break the recording.
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
