@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-Port = Literal["input", "output", "grad_input", "grad_output", "param", "param_grad", "optimizer_grad"]
+Port = Literal[
+    "input", "output", "grad_input", "grad_output", "param", "param_grad", "optimizer_grad"
+]
 Phase = Literal["forward", "backward", "recompute"]
 Moment = Literal["before", "after"]
 
@@ -19,7 +21,11 @@ PORTS: tuple[Port, ...] = (
     "optimizer_grad",  # what the optimizer sees: accumulated, reduced, clipped
 )
 
-_USUAL_PHASE: dict[str, Phase] = {"grad_input": "backward", "grad_output": "backward", "param_grad": "backward"}
+_USUAL_PHASE: dict[str, Phase] = {
+    "grad_input": "backward",
+    "grad_output": "backward",
+    "param_grad": "backward",
+}
 
 
 def usual_phase(port: str) -> Phase:
@@ -59,7 +65,9 @@ class TensorKey:
     moment: Moment = "after"
 
     @classmethod
-    def of(cls, site: str, port: Port, slot: str = "0", *, step: int = 0, visit: int = 0, rank: int = 0) -> Self:
+    def of(
+        cls, site: str, port: Port, slot: str = "0", *, step: int = 0, visit: int = 0, rank: int = 0
+    ) -> Self:
         """A key with the usual phase and moment of its port."""
         return cls(
             site, port, slot, step, visit, rank, phase=usual_phase(port), moment=usual_moment(port)

@@ -38,6 +38,7 @@ class Record:
         sample_stride: For `sample`: every nth element of the flattened tensor was kept.
         summary: For `summary`, and wherever it was computed anyway.
         placement: How a sharded tensor lies over its ranks, in words; empty for a plain one.
+        lost: Why its bytes are missing although they were to be kept (disk full, size limit); empty otherwise.
     """
 
     key: TensorKey
@@ -53,3 +54,4 @@ class Record:
     sample_stride: int = 1
     summary: Summary | None = None
     placement: str = ""
+    lost: str = ""

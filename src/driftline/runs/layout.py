@@ -1,0 +1,132 @@
+"""Names and numbers of run format 1: what lies where in a run's folder, and how a shard begins.
+
+Both the writer and the reader stand on this page; `docs/run-format.md` says the same to strangers.
+It opens no file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as json_string
+
+FORMAT = "driftline-run"
+SCHEMA = 1
+
+MANIFEST = "run.json"
+ORPHAN_EVENTS = "events.jsonl"
+"""In the run's own folder: events of processes that captured no tensor and so own no folder."""
+
+INDEX = "index.jsonl"
+EVENTS = "events.jsonl"
+TOPOLOGY = "topology.json"
+PROCESS = "process.json"
+
+ALIGNMENT = 64
+SHARD_BYTES = 1 << 30
+FIRST_HEADER = 256 * 1024
+LARGEST_HEADER = 8 << 20
+LONGEST_NAME = 500
+
+_FOLDER = re.compile(r"rank(\d{1,9})(?:\.p(\d{1,9}))?")
+_SHARD = re.compile(r"tensors-\d{5,9}\.safetensors")
+_PLAIN = re.compile(r"[ !#-\[\]-~]*")
+
+
+def folder_name(rank: int, process: int) -> str:
+    """
+    >>> folder_name(0, 0), folder_name(3, 1)
+    ('rank0', 'rank3.p1')
+    """
+    return f"rank{rank}.p{process}" if process else f"rank{rank}"
+
+
+def parse_folder(name: str) -> tuple[int, int] | None:
+    """Rank and process of a folder's name, or None when it is not such a folder."""
+    found = _FOLDER.fullmatch(name)
+    if found is None:
+        return None
+    rank, process = int(found[1]), int(found[2] or 0)
+    # `rank00` and `rank0.p0` would be second names of one place; only the canonical one counts.
+    return (rank, process) if folder_name(rank, process) == name else None
+
+
+def shard_name(number: int) -> str:
+    return f"tensors-{number:05d}.safetensors"
+
+
+def is_shard_name(name: str) -> bool:
+    return _SHARD.fullmatch(name) is not None
+
+
+def align(offset: int) -> int:
+    return (offset + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def header_bytes(number: int, first: int = FIRST_HEADER) -> int:
+    """Bytes reserved at the start of the nth shard (length field included): four times as many each time.
+
+    A small run wastes little, a run of a hundred thousand tensors needs few shards.
+    """
+    return align(min(first * 4**number, max(LARGEST_HEADER, first)))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a shard, for its safetensors header; `start` counts from the file's first byte."""
+
+    name: str
+    tag: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+
+
+def entry_cost(name: str, dimensions: int) -> int:
+    """At most how many header bytes an entry takes, with the padding entry before it."""
+    text = len(name) if _PLAIN.fullmatch(name) else 12 * len(name)
+    return text + 21 * dimensions + 120 + 110
+
+
+def metadata_cost() -> int:
+    return 128
+
+
+def build_header(entries: Iterable[Entry], *, reserved: int, end: int) -> bytes:
+    """The first `reserved` bytes of a sealed shard: length, JSON, blanks.
+
+    The format refuses holes, so every gap between two tensors (and before `end`, the file's length)
+    is an entry of its own, `__padN`.
+
+    Raises:
+        ValueError: The entries do not fit; the writer rolls to a new shard before that happens.
+    """
+    parts = ['"__metadata__":{"format":"driftline-run 1"}']
+    at = reserved
+    pads = 0
+
+    def pad(upto: int) -> None:
+        nonlocal pads
+        parts.append(
+            f'"__pad{pads}":{{"dtype":"U8","shape":[{upto - at}],'
+            f'"data_offsets":[{at - reserved},{upto - reserved}]}}'
+        )
+        pads += 1
+
+    for entry in sorted(entries, key=lambda e: e.start):
+        if entry.start > at:
+            pad(entry.start)
+        at = entry.start + entry.length
+        shape = ",".join(map(str, entry.shape))
+        parts.append(
+            f'{json_string(entry.name)}:{{"dtype":"{entry.tag}","shape":[{shape}],'
+            f'"data_offsets":[{entry.start - reserved},{at - reserved}]}}'
+        )
+    if end > at:
+        pad(end)
+    text = ("{" + ",".join(parts) + "}").encode("ascii")
+    room = reserved - 8
+    if len(text) > room:
+        raise ValueError(f"{len(text)} header bytes do not fit into {room}")
+    return room.to_bytes(8, "little") + text.ljust(room, b" ")

@@ -1,0 +1,263 @@
+"""One index line: a record as JSON, and back. Nothing a line claims is believed before it is checked.
+
+Fields that have their usual value are left out. Rank and process are not in a line: the folder says them.
+The writing half needs only the standard library; the reading half uses msgspec where it is installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as json_string
+from typing import Any, cast
+
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.summary import SKETCH_BUCKETS, Summary
+from driftline.runs.key import Moment, Phase, Port, TensorKey, usual_moment, usual_phase
+from driftline.runs.layout import is_shard_name
+from driftline.runs.record import Blob, Kept, Record
+
+_SKETCH = struct.Struct(f"<{SKETCH_BUCKETS}d")
+_LARGEST = 2**62
+_KEPT = ("full", "sample", "summary", "digest", "describe")
+_NUMBERS = ("min", "max", "mean", "std", "l2")
+_COUNTS = ("count", "zeros", "nan", "pos_inf", "neg_inf")
+
+
+class BadLine(ValueError):
+    """An index line that cannot be believed; the message says why."""
+
+
+def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> str:
+    """The JSON of one record, without a line end; written by hand because 20 000 of them take a second else."""
+    key = record.key
+    shape = ",".join(map(str, record.shape))
+    parts = [
+        f'{{"order":{order},"site":{json_string(key.site)},"port":{json_string(key.port)},'
+        f'"slot":{json_string(key.slot)},"step":{key.step},"visit":{key.visit},'
+        f'"dtype":"{record.dtype}","shape":[{shape}],"kept":"{record.kept}"'
+    ]
+    if key.phase != usual_phase(key.port):
+        parts.append(f'"phase":{json_string(key.phase)}')
+    if key.moment != usual_moment(key.port):
+        parts.append(f'"moment":{json_string(key.moment)}')
+    if record.alias:
+        parts.append(f'"alias":{json_string(record.alias)}')
+    if record.class_name:
+        parts.append(f'"class":{json_string(record.class_name)}')
+    if record.device:
+        parts.append(f'"device":{json_string(record.device)}')
+    if record.placement:
+        parts.append(f'"placement":{json_string(record.placement)}')
+    if digest:
+        parts.append(f'"digest":"{digest}"')
+    if record.sample_stride != 1:
+        parts.append(f'"sample_stride":{record.sample_stride}')
+    if record.summary is not None:
+        parts.append(f'"summary":{encode_summary(record.summary)}')
+    if blob is not None:
+        parts.append(f'"shard":"{blob.shard}","offset":{blob.offset},"length":{blob.length}')
+    if lost:
+        parts.append(f'"lost":{json_string(lost)}')
+    return ",".join(parts) + "}"
+
+
+def number(value: float) -> str:
+    """A JSON number, or a string for what JSON has no number for.
+
+    >>> number(0.5), number(float("-inf"))
+    ('0.5', '"-inf"')
+    """
+    text = repr(float(value))
+    return f'"{text}"' if text[-1] in "nf" else text
+
+
+def encode_summary(summary: Summary) -> str:
+    counts = ",".join(f'"{name}":{getattr(summary, name)}' for name in _COUNTS)
+    numbers = ",".join(f'"{name}":{number(getattr(summary, name))}' for name in _NUMBERS)
+    text = f"{{{counts},{numbers}"
+    if summary.sketch:
+        packed = base64.b64encode(_SKETCH.pack(*summary.sketch)).decode("ascii")
+        text += f',"sketch":"{packed}"'
+    return text + "}"
+
+
+def _number_of(value: object) -> float:
+    if type(value) is str and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if type(value) is float or type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise BadLine(f"a summary says {str(value)[:40]!r} where a number should be")
+
+
+def decode_summary(value: object) -> Summary:
+    if not isinstance(value, dict):
+        raise BadLine("the summary is not an object")
+    fields = cast("dict[str, object]", value)
+    sketch: tuple[float, ...] = ()
+    packed = fields.get("sketch", "")
+    if packed:
+        try:
+            sketch = _SKETCH.unpack(base64.b64decode(cast("str", packed), validate=True))
+        except (TypeError, ValueError, binascii.Error, struct.error) as error:
+            raise BadLine(f"the sketch cannot be read: {error}") from None
+    counts = {name: _whole(fields.get(name), name) for name in _COUNTS}
+    numbers = {name: _number_of(fields.get(name)) for name in _NUMBERS}
+    return Summary(**counts, **numbers, sketch=sketch)
+
+
+def _whole(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise BadLine(f"{name} is {str(value)[:40]}, not a count")
+    return value
+
+
+@dataclass(slots=True)
+class Line:
+    """One decoded line, as it was written; `check_line` has to pass before `record_of` may be called.
+
+    msgspec fills a class with the same fields, several times faster (see `decoder`).
+    """
+
+    order: Any = None
+    site: Any = None
+    port: Any = None
+    slot: Any = None
+    dtype: Any = None
+    shape: Any = None
+    step: Any = 0
+    visit: Any = 0
+    kept: Any = "full"
+    phase: Any = ""
+    moment: Any = ""
+    alias: Any = ""
+    class_: Any = ""
+    device: Any = ""
+    placement: Any = ""
+    digest: Any = ""
+    sample_stride: Any = 1
+    summary: Any = None
+    shard: Any = ""
+    offset: Any = 0
+    length: Any = 0
+    lost: Any = ""
+
+
+_FIELDS = {("class" if name == "class_" else name): name for name in Line.__slots__}
+
+
+def _decode_with_json(text: bytes) -> Line:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise BadLine("not an object")
+    return Line(**{_FIELDS[k]: v for k, v in cast("dict[str, Any]", value).items() if k in _FIELDS})
+
+
+@functools.cache
+def decoder() -> Callable[[bytes], Line]:
+    """The fastest function at hand that turns one line into a `Line`; raises ValueError on what is none."""
+    try:
+        import msgspec
+    except ImportError:
+        return _decode_with_json
+    fields: list[Any] = [(name, Any, getattr(Line(), name)) for name in Line.__slots__]
+    structure = msgspec.defstruct("FastLine", fields, rename={"class_": "class"}, gc=False)
+    return cast("Callable[[bytes], Line]", msgspec.json.Decoder(structure).decode)
+
+
+def check_line(line: Line) -> int:
+    """Refuses a line whose claims cannot be true, before anything is allocated for it.
+
+    Returns:
+        How many bytes the values of the tensor take, as far as they are kept.
+    """
+    if (
+        type(line.site) is not str
+        or type(line.port) is not str
+        or type(line.slot) is not str
+        or type(line.phase) is not str
+        or type(line.moment) is not str
+        or type(line.alias) is not str
+        or type(line.class_) is not str
+        or type(line.device) is not str
+        or type(line.placement) is not str
+        or type(line.digest) is not str
+        or type(line.lost) is not str
+    ):
+        raise BadLine("a name is not a string")
+    if not line.port:
+        raise BadLine("no port is said")
+    for name in ("order", "step", "visit"):
+        _whole(getattr(line, name), name)
+    if type(line.dtype) is not str or line.dtype not in DTYPES:
+        raise BadLine(f"dtype {str(line.dtype)[:40]!r} is not known")
+    if line.kept not in _KEPT:
+        raise BadLine(f"kept is {str(line.kept)[:40]!r}")
+    if type(line.shape) is not list:
+        raise BadLine("the shape is not a list")
+    elements = 1
+    for extent in cast("list[object]", line.shape):
+        if type(extent) is not int or not 0 <= extent < _LARGEST:
+            raise BadLine(f"the shape has {str(extent)[:40]} in it")
+        elements *= extent
+    if elements >= _LARGEST:
+        raise BadLine(f"the shape claims {elements:.3g} elements")
+    stride = line.sample_stride
+    if stride != 1:
+        if _whole(stride, "sample_stride") < 1:
+            raise BadLine("sample_stride is 0")
+        elements = -(-elements // stride)
+    expected = DTYPES[line.dtype].byte_count(elements)
+    if line.shard != "":
+        if type(line.shard) is not str or not is_shard_name(line.shard):
+            raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
+        _whole(line.offset, "offset")
+        if _whole(line.length, "length") != expected:
+            raise BadLine(f"{line.length} bytes are listed for a tensor of {expected}")
+    return expected
+
+
+def record_of(line: Line, rank: int, process: int) -> Record:
+    """The record of a checked line; only its summary can still turn out unreadable, and `lost` says so then."""
+    port = cast("Port", line.port)
+    summary, lost = None, cast("str", line.lost)
+    if line.summary is not None:
+        try:
+            summary = decode_summary(line.summary)
+        except BadLine as error:
+            lost = lost or f"its summary cannot be read: {error}"
+    key = TensorKey(
+        line.site,
+        port,
+        line.slot,
+        line.step,
+        line.visit,
+        rank,
+        process,
+        cast("Phase", line.phase) or usual_phase(port),
+        cast("Moment", line.moment) or usual_moment(port),
+    )
+    return Record(
+        key=key,
+        order=line.order,
+        dtype=line.dtype,
+        shape=tuple(line.shape),
+        alias=line.alias,
+        class_name=line.class_,
+        device=line.device,
+        kept=cast("Kept", line.kept),
+        digest=line.digest,
+        blob=Blob(line.shard, line.offset, line.length) if line.shard else None,
+        sample_stride=line.sample_stride,
+        summary=summary,
+        placement=line.placement,
+        lost=lost,
+    )

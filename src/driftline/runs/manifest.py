@@ -1,0 +1,306 @@
+"""Where a run comes from: `run.json`, written once by whoever comes first, and one `process.json` per process.
+
+Everything that a person or a cluster might have put a secret into goes through `redaction` first.
+It imports no framework: versions are those of what the program itself has imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from driftline import settings
+from driftline.errors import AlreadyThere, BadInput
+from driftline.runs.layout import FORMAT, MANIFEST, ORPHAN_EVENTS, SCHEMA, parse_folder
+from driftline.runs.redaction import redact_argv, redact_text, redact_value
+from driftline.runs.revision import revision_of
+from driftline.runs.sink import JSON
+
+_ALLOWED = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        "PYTHONHASHSEED",
+        "TOKENIZERS_PARALLELISM",
+        "TRANSFORMERS_OFFLINE",
+        "HF_HUB_OFFLINE",
+        "NVIDIA_VISIBLE_DEVICES",
+        "NVIDIA_TF32_OVERRIDE",
+        "ATEN_CPU_CAPABILITY",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+    }
+)
+_ALLOWED_PREFIXES = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "ONEDNN_",
+    "DNNL_",
+    "TORCH",
+    "PYTORCH_",
+    "NCCL_",
+    "GLOO_",
+    "HCCL_",
+    "ASCEND_",
+    "CUBLAS_",
+    "CUDNN_",
+    "TRITON_",
+    "HIP_",
+    "ROCR_",
+    "HSA_",
+    "XLA_",
+    "FLAGS_",
+    "DRIFTLINE_",
+)
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "torch_npu",
+    "torchvision",
+    "paddle",
+    "onnxruntime",
+    "vllm",
+)
+_LONGEST_VALUE = 500
+
+
+def allowed_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment variables that change numbers or placement, secrets hidden; nothing else."""
+    everything = settings.environment() if variables is None else variables
+    return {
+        name: redact_value(name, everything[name])[:_LONGEST_VALUE]
+        for name in sorted(everything)
+        if name in _ALLOWED or name.startswith(_ALLOWED_PREFIXES)
+    }
+
+
+def driftline_version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("driftline")
+    except metadata.PackageNotFoundError:  # run from its sources, in somebody else's environment
+        return str(getattr(sys.modules.get("driftline"), "__version__", "unknown"))
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries the program has imported by now."""
+    found: dict[str, str] = {}
+    for name in _LIBRARIES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def plain_json(value: object, depth: int = 0) -> JSON:
+    """A value as JSON can hold it: non-finite numbers and strangers become strings, depth is bounded."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if depth > 200:
+        return "..."
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value).items()
+        return {str(k): plain_json(v, depth + 1) for k, v in items}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_json(v, depth + 1) for v in cast("Sequence[object]", value)]
+    return str(value)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _working_folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except OSError:  # it was deleted under us
+        return None
+
+
+def _without_home(path: Path) -> str:
+    try:
+        return "~/" + path.relative_to(Path.home()).as_posix()
+    except (ValueError, RuntimeError):
+        return str(path)
+
+
+def provenance(command: Sequence[str] | None = None, *, world_size: int = 1) -> dict[str, JSON]:
+    """The content of a new `run.json`.
+
+    Args:
+        command: What the user asked to run; this process's own command line if not given.
+        world_size: How many ranks the job has, as far as known.
+    """
+    place = _working_folder()
+    revision = revision_of(place) if place else None
+    return {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "id": uuid.uuid4().hex,
+        "created": now(),
+        "driftline": driftline_version(),
+        "command": cast("JSON", redact_argv(command if command is not None else own_command())),
+        "cwd": _without_home(place) if place else "",
+        "git": {"commit": revision.commit, "dirty": revision.dirty} if revision else None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "versions": cast("JSON", library_versions()),
+        "world_size": world_size,
+        "environment": cast("JSON", allowed_environment()),
+    }
+
+
+def own_command() -> list[str]:
+    """This process's command line as it was started, with the interpreter and its options."""
+    original = getattr(sys, "orig_argv", None)
+    return list(original or sys.argv)
+
+
+def process_facts(rank: int, process: int, world_size: int) -> dict[str, JSON]:
+    """The opening content of a `process.json`."""
+    return {
+        "schema": SCHEMA,
+        "rank": rank,
+        "process": process,
+        "world_size": world_size,
+        "pid": os.getpid(),
+        "started": now(),
+        "sealed": False,
+        "command": cast("JSON", redact_argv(own_command())),
+        "python": platform.python_version(),
+        "versions": cast("JSON", library_versions()),
+        "environment": cast("JSON", allowed_environment()),
+    }
+
+
+def dump_json(value: Mapping[str, JSON]) -> bytes:
+    return (json.dumps(plain_json(value), indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def write_new(path: Path, content: bytes) -> bool:
+    """Creates a file with its whole content at once; False when somebody else's was first."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        draft.write_bytes(content)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            try:
+                with path.open("xb") as file:
+                    file.write(content)
+            except FileExistsError:
+                return False
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def ensure_manifest(
+    path: Path, command: Sequence[str] | None = None, *, world_size: int = 1
+) -> None:
+    """Makes the run's folder and its `run.json` unless they are there.
+
+    Raises:
+        OSError: The folder cannot be made or written.
+    """
+    if (path / MANIFEST).exists():
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    write_new(path / MANIFEST, dump_json(provenance(command, world_size=world_size)))
+
+
+def create_run(
+    path: str | os.PathLike[str],
+    *,
+    command: Sequence[str] | None = None,
+    force: bool = False,
+    world_size: int = 1,
+) -> Path:
+    """Starts a new run: an empty folder with a manifest, which any number of processes may then write into.
+
+    Args:
+        force: Replace a run that is there already. A folder that is not a run is never deleted.
+
+    Raises:
+        AlreadyThere: Something is there and may not be replaced.
+        BadInput: The folder cannot be made or written.
+    """
+    place = Path(path)
+    try:
+        if place.exists() and not place.is_dir():
+            raise AlreadyThere(
+                f"'{place}' exists and is a file", hint="choose another output folder"
+            )
+        if place.is_dir() and any(place.iterdir()):
+            if not force:
+                raise AlreadyThere(
+                    f"output folder '{place}' exists and is not empty",
+                    hint="choose another one, or --force to replace the run in it",
+                )
+            if not _is_only_a_run(place):
+                raise AlreadyThere(
+                    f"'{place}' holds other things than a run, so it is not replaced",
+                    hint="choose another output folder",
+                )
+            for child in list(place.iterdir()):
+                shutil.rmtree(
+                    child
+                ) if child.is_dir() and not child.is_symlink() else child.unlink()
+        ensure_manifest(place, command, world_size=world_size)
+    except OSError as error:
+        raise BadInput(
+            f"cannot write a run to '{place}': {error.strerror or error}",
+            hint="choose an output folder that can be written",
+        ) from None
+    return place
+
+
+def _is_only_a_run(place: Path) -> bool:
+    names = [child.name for child in place.iterdir()]
+    files = (MANIFEST, ORPHAN_EVENTS)
+    return MANIFEST in names and all(
+        name in files or name.startswith(f".{MANIFEST}.") or parse_folder(name) is not None
+        for name in names
+    )
+
+
+def event_line(kind: str, message: str, order: int, details: Mapping[str, Any]) -> bytes:
+    """One line of `events.jsonl`."""
+    line: dict[str, JSON] = {
+        "time": round(time.time(), 3),
+        "kind": kind,
+        "message": redact_text(message),
+        "order": order,
+    }
+    if details:
+        line["details"] = plain_json(details)
+    return (json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")

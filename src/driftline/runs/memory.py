@@ -1,0 +1,140 @@
+"""A run that never touches a disk: the sink of `compare_models`, and of tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.manifest import plain_json
+from driftline.runs.record import Blob, Record
+from driftline.runs.run import Loss, Run, Storage, no_values
+from driftline.runs.sink import JSON, Bytes
+from driftline.runs.writer import OVER_LIMIT, digest_for
+
+
+class MemorySink:
+    """Keeps records and, once each, their bytes; see `Sink` for what the methods promise."""
+
+    def __init__(
+        self, *, rank: int = 0, max_bytes: int | None = None, name: str = "memory"
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._records: list[Record] = []
+        self._blobs: dict[tuple[str, int], Bytes] = {}
+        self._bytes = 0
+        self._events: list[dict[str, Any]] = []
+        self._facts: dict[str, JSON] = {}
+        self._tree: Mapping[str, JSON] | None = None
+
+    @property
+    def bytes_written(self) -> int:
+        return self._bytes
+
+    @property
+    def tensors_written(self) -> int:
+        return len(self._records)
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        digest = digest_for(record, data)
+        with self._lock:
+            blob, lost = None, ""
+            if data is not None and data.nbytes and record.kept in ("full", "sample"):
+                place = (digest, data.nbytes)
+                if place in self._blobs or self._fits(data.nbytes):
+                    if place not in self._blobs:
+                        copy = data.copy()
+                        copy.flags.writeable = False
+                        self._blobs[place] = copy
+                        self._bytes += data.nbytes
+                    blob = Blob("memory", 0, data.nbytes)
+                else:
+                    lost = OVER_LIMIT
+            key = replace(record.key, rank=self.rank, process=0)
+            order = len(self._records)
+            self._records.append(
+                replace(record, key=key, order=order, digest=digest, blob=blob, lost=lost)
+            )
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        event = {"kind": kind, "message": message, "rank": self.rank, "process": 0}
+        event["order"] = len(self._records)
+        if details:
+            event["details"] = plain_json(details)
+        self._events.append(event)
+
+    def describe(self, **facts: JSON) -> None:
+        self._facts.update(facts)
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        self._tree = tree
+
+    def step_done(self, step: int) -> None:
+        self.event("step", f"step {step} done", step=step)
+
+    def close(self) -> None:
+        """There is nothing to seal."""
+
+    def run(self) -> Run:
+        """What was kept so far, as a run."""
+        return _MemoryRun(
+            self.name,
+            list(self._records),
+            self._blobs,
+            list(self._events),
+            self._tree,
+            dict(self._facts),
+        )
+
+    def _fits(self, length: int) -> bool:
+        return self._max_bytes is None or self._bytes + length <= self._max_bytes
+
+
+class _MemoryRun(Run):
+    def __init__(
+        self,
+        name: str,
+        records: list[Record],
+        blobs: dict[tuple[str, int], Bytes],
+        events: list[dict[str, Any]],
+        tree: Mapping[str, JSON] | None,
+        facts: Mapping[str, JSON],
+    ) -> None:
+        self.name = name
+        self._records = records
+        self._blobs = blobs
+        self._events = events
+        self._tree = tree
+        self._facts = facts
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._records
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return self._facts
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        return [Loss(str(r.key), r.lost, r.key) for r in self._records if r.lost]
+
+    def raw(self, record: Record) -> Storage:
+        storage = np.dtype(DTYPES[record.dtype].storage)
+        if record.blob is None:
+            return no_values(record)
+        return self._blobs[(record.digest, record.blob.length)].view(storage)
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self._events)
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        del rank, process
+        return self._tree

@@ -1,0 +1,417 @@
+"""Opens a run folder: reads the index at first use, maps shards when values are asked for.
+
+A run may have been killed, copied in part, or made by a stranger. So nothing in it is trusted: names of shards
+are matched, links out of the folder refused, sizes checked before anything is allocated. What is missing is
+listed in `losses`, and everything else stays readable.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import json
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, overload
+
+import numpy as np
+
+from driftline.errors import BadFile, BadRun
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.layout import (
+    EVENTS,
+    FORMAT,
+    INDEX,
+    MANIFEST,
+    ORPHAN_EVENTS,
+    PROCESS,
+    SCHEMA,
+    TOPOLOGY,
+    folder_name,
+    is_shard_name,
+    parse_folder,
+)
+from driftline.runs.lines import BadLine, Line, check_line, decoder, record_of
+from driftline.runs.record import Record
+from driftline.runs.run import Loss, Run, Storage, no_values
+from driftline.runs.sink import JSON
+
+_MOST_BAD_LINES = 1000
+_SMALL_FILE = 64 << 20
+_LARGE_FILE = 1 << 30
+
+
+def open_run(path: str | os.PathLike[str]) -> DiskRun:
+    """Opens a run folder for reading. Costs little: the index is read at first use.
+
+    Raises:
+        BadRun: There is nothing, no run, or a run of a newer format.
+    """
+    place = Path(path)
+    if not place.is_dir():
+        raise _no_folder(place)
+    try:
+        names = sorted(os.listdir(place))
+    except OSError as error:
+        raise BadRun(f"'{place}' cannot be read: {error.strerror}") from None
+    root = place.resolve()
+    folders = [name for name in names if parse_folder(name) and _is_inside(root, root / name)]
+    losses: list[Loss] = []
+    for name in names:
+        if parse_folder(name) and name not in folders:
+            losses.append(
+                Loss(name, "leads out of the run's folder, or is no folder; not followed")
+            )
+    manifest: Mapping[str, Any] = {}
+    try:
+        manifest = _read_object(root, root / MANIFEST, _SMALL_FILE)
+    except (OSError, ValueError, RecursionError) as error:
+        if not any((root / name / INDEX).is_file() for name in folders):
+            raise BadRun(
+                f"'{place}' is no run: looked for {MANIFEST} and rank*/{INDEX}",
+                hint="give the folder that `driftline dump -o` made",
+            ) from None
+        losses.append(Loss(MANIFEST, f"cannot be read: {_short(error)}"))
+    else:
+        _check_schema(place, manifest)
+    return DiskRun(place, root, manifest, folders, losses)
+
+
+def _no_folder(place: Path) -> BadRun:
+    if place.is_file():
+        return BadRun(
+            f"'{place}' is a file, not the folder of a run",
+            hint=f"give the folder '{place.parent}'" if place.name == MANIFEST else "",
+        )
+    hint = ""
+    if place.parent.is_dir():
+        near = difflib.get_close_matches(place.name, os.listdir(place.parent), n=2)
+        if near:
+            hint = "did you mean " + " or ".join(f"'{place.parent / name}'" for name in near) + "?"
+    return BadRun(f"there is no '{place}'", hint=hint)
+
+
+def _check_schema(place: Path, manifest: Mapping[str, Any]) -> None:
+    schema = manifest.get("schema")
+    if manifest.get("format") != FORMAT or type(schema) is not int or schema < 1:
+        raise BadRun(
+            f"'{place}' is no run: its {MANIFEST} does not say format '{FORMAT}' and a schema number"
+        )
+    if schema > SCHEMA:
+        raise BadRun(
+            f"run '{place}' has schema {schema}, and this Driftline reads schema {SCHEMA}",
+            hint="upgrade: pip install --upgrade driftline",
+        )
+
+
+def _short(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)[:200] or type(error).__name__
+
+
+def _is_inside(root: Path, path: Path) -> bool:
+    try:
+        return path.resolve(strict=True).is_relative_to(root) and path.is_dir()
+    except (OSError, RuntimeError):
+        return False
+
+
+def _open_inside(root: Path, path: Path) -> int:
+    """Opens a regular file that lies, links followed, inside the run.
+
+    Raises:
+        OSError: It does not, or cannot be opened.
+    """
+    try:
+        real = path.resolve(strict=True)
+    except RuntimeError:  # a loop of links
+        raise OSError(0, "a link that leads nowhere") from None
+    if not real.is_relative_to(root):
+        raise OSError(0, "leads out of the run's folder; not followed")
+    # A named pipe would block here for ever without O_NONBLOCK.
+    file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(0, "is not a regular file")
+    return file
+
+
+def _read(root: Path, path: Path, limit: int | None) -> bytes:
+    with os.fdopen(_open_inside(root, path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if limit is not None and size > limit:
+            raise OSError(0, f"has {size} bytes, more than anybody would write there")
+        return file.read()
+
+
+def _read_object(root: Path, path: Path, limit: int) -> Mapping[str, Any]:
+    value = json.loads(_read(root, path, limit))
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return cast("Mapping[str, Any]", value)
+
+
+class _Part:
+    """What one process left: its folder, its lines, its shards."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        place = parse_folder(name)
+        assert place is not None
+        self.rank, self.process = place
+        self.root = root
+        self.name = name
+        self.folder = root / name
+        self.lines: list[Line] = []
+        self._maps: dict[str, mmap.mmap | bytes] = {}
+
+    def load(self, losses: list[Loss]) -> None:
+        try:
+            text = _read(self.root, self.folder / INDEX, None)
+        except OSError as error:
+            losses.append(Loss(f"{self.name}/{INDEX}", f"cannot be read: {_short(error)}"))
+            return
+        self._decode(text, losses)
+        self._check_process(losses)
+
+    def _decode(self, text: bytes, losses: list[Loss]) -> None:
+        decode = decoder()
+        sizes: dict[str, int | str] = {}
+        lines = self.lines
+        bad = 0
+        last, in_order = -1, True
+        rows = text.split(b"\n")
+        for number, row in enumerate(rows, 1):
+            if not row:
+                continue
+            try:
+                line = decode(row)
+                check_line(line)
+            except (ValueError, RecursionError, OverflowError) as error:
+                bad += 1
+                if bad <= _MOST_BAD_LINES:
+                    losses.append(self._bad_line(number, number == len(rows), error))
+                continue
+            if line.shard and not line.lost:
+                size = sizes.get(line.shard)
+                if size is None:
+                    size = sizes[line.shard] = self._size(line.shard)
+                if type(size) is str:
+                    line.lost = size
+                elif line.offset + line.length > cast("int", size):
+                    line.lost = f"{line.shard} ends before its last byte"
+            in_order = in_order and line.order > last
+            last = line.order
+            lines.append(line)
+        if not in_order:
+            lines.sort(key=lambda line: line.order)
+        if bad > _MOST_BAD_LINES:
+            more = bad - _MOST_BAD_LINES
+            losses.append(Loss(f"{self.name}/{INDEX}", f"{more} more lines cannot be read"))
+        for line in lines:
+            if line.lost:
+                key = record_of(line, self.rank, self.process).key
+                losses.append(Loss(str(key), line.lost, key))
+
+    def _bad_line(self, number: int, is_last: bool, error: BaseException) -> Loss:
+        where = f"{self.name}/{INDEX}:{number}"
+        if is_last and not isinstance(error, BadLine):
+            return Loss(
+                where, "the last line is cut in half; the process was killed while writing it"
+            )
+        return Loss(where, f"cannot be read: {_short(error)}")
+
+    def _check_process(self, losses: list[Loss]) -> None:
+        facts = self.facts()
+        if facts.get("sealed") is not True:
+            losses.append(
+                Loss(
+                    self.name,
+                    "was not closed (killed, or still running): at most its last 64 MB or 2 s are missing",
+                )
+            )
+            return
+        promised = facts.get("tensors")
+        if type(promised) is int and promised > len(self.lines):
+            missing = promised - len(self.lines)
+            losses.append(Loss(self.name, f"{missing} of {promised} tensors are not in its index"))
+        failure = facts.get("failure")
+        if isinstance(failure, str) and failure:
+            losses.append(Loss(self.name, f"from some point on nothing {failure}"))
+
+    def _size(self, shard: str) -> int | str:
+        try:
+            file = _open_inside(self.root, self.folder / shard)
+        except FileNotFoundError:
+            return f"{shard} is missing"
+        except OSError as error:
+            return f"{shard} {_short(error)}"
+        try:
+            return os.fstat(file).st_size
+        finally:
+            os.close(file)
+
+    def facts(self) -> Mapping[str, Any]:
+        try:
+            return _read_object(self.root, self.folder / PROCESS, _SMALL_FILE)
+        except (OSError, ValueError, RecursionError):
+            return {}
+
+    def map(self, shard: str) -> mmap.mmap | bytes:
+        found = self._maps.get(shard)
+        if found is None:
+            if not is_shard_name(shard):
+                raise BadFile(f"'{shard[:60]}' is not the name of a shard")
+            try:
+                file = _open_inside(self.root, self.folder / shard)
+            except OSError as error:
+                raise BadFile(f"{self.name}/{shard} cannot be read: {_short(error)}") from None
+            try:
+                found = (
+                    mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
+                )
+            finally:
+                os.close(file)
+            self._maps[shard] = found
+        return found
+
+
+class _Records(Sequence[Record]):
+    """The records of a run, built from its lines when asked for: a hundred thousand cost nothing until then."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._lines = [(line, part) for part in parts for line in part.lines]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [record_of(line, p.rank, p.process) for line, p in self._lines[index]]
+        line, part = self._lines[index]
+        return record_of(line, part.rank, part.process)
+
+    def __iter__(self) -> Iterator[Record]:
+        for line, part in self._lines:
+            yield record_of(line, part.rank, part.process)
+
+    def sites(self) -> Iterator[str]:
+        for line, _ in self._lines:
+            yield line.site
+
+
+class DiskRun(Run):
+    """A run folder, opened; made by `open_run`.
+
+    Attributes:
+        path: The folder, as it was given.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        root: Path,
+        manifest: Mapping[str, Any],
+        folders: Sequence[str],
+        losses: Sequence[Loss],
+    ) -> None:
+        self.path = path
+        self.name = str(path)
+        self._root = root
+        self._manifest = manifest
+        parts = sorted((_Part(root, name) for name in folders), key=lambda p: (p.rank, p.process))
+        self._parts = {(part.rank, part.process): part for part in parts}
+        self._losses = list(losses)
+        self._records: _Records | None = None
+
+    def _load(self) -> _Records:
+        if self._records is None:
+            # A hundred thousand small lists make the collector run for longer than the decoding takes.
+            collecting = gc.isenabled()
+            gc.disable()
+            try:
+                for part in self._parts.values():
+                    part.load(self._losses)
+                self._records = _Records(list(self._parts.values()))
+            finally:
+                if collecting:
+                    gc.enable()
+        return self._records
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._load()
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """The content of run.json."""
+        return self._manifest
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        self._load()
+        return self._losses
+
+    @property
+    def sealed(self) -> bool:
+        """Whether every process closed its part."""
+        return all(facts.get("sealed") is True for facts in self.processes())
+
+    def processes(self) -> list[Mapping[str, Any]]:
+        """The facts each process left about itself: process.json, with rank and process."""
+        return [
+            {**part.facts(), "rank": part.rank, "process": part.process}
+            for part in self._parts.values()
+        ]
+
+    def raw(self, record: Record) -> Storage:
+        blob = record.blob
+        if blob is None or record.lost:
+            return no_values(record)
+        part = self._parts.get((record.key.rank, record.key.process))
+        if part is None:
+            raise BadFile(
+                f"run '{self.name}' has no {folder_name(record.key.rank, record.key.process)}"
+            )
+        content = part.map(blob.shard)
+        storage = np.dtype(DTYPES[record.dtype].storage)
+        if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > len(content):
+            raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
+        return np.frombuffer(content, storage, blob.length // storage.itemsize, blob.offset)
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        places = [(part.folder / EVENTS, part.rank, part.process) for part in self._parts.values()]
+        for path, rank, process in [(self._root / ORPHAN_EVENTS, None, None), *places]:
+            try:
+                text = _read(self._root, path, _LARGE_FILE)
+            except OSError:
+                continue
+            for line in text.split(b"\n"):
+                try:
+                    event = json.loads(line) if line else None
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(event, dict):
+                    yield {**cast("dict[str, Any]", event), "rank": rank, "process": process}
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        part = self._parts.get((rank, process))
+        if part is None:
+            return None
+        try:
+            return _read_object(self._root, part.folder / TOPOLOGY, _LARGE_FILE)
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def _site_names(self) -> Iterator[str]:
+        return self._load().sites()
+
+    def __repr__(self) -> str:
+        return f"<run '{self.name}'>"

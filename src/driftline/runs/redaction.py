@@ -1,0 +1,157 @@
+"""What must not leave the machine: anything that looks like a token, key, secret or password becomes `***`.
+
+Runs and reports get attached to bugs, so this errs on the side of hiding: a harmless value behind a suspicious
+name is lost from the provenance, and nothing else depends on it. It cannot recognise a secret that has neither
+a telling name nor a known shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+HIDDEN = "***"
+
+# Hidden whatever the value is, wherever in a name they stand.
+_STRONG = (
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "passcode",
+    "credential",
+    "authorization",
+    "authtoken",
+    "accesstoken",
+    "apikey",
+    "apitoken",
+    "accesskey",
+    "privatekey",
+    "secretkey",
+    "bearer",
+    "jwt",
+    "cookie",
+)
+_STRONG_WORDS = frozenset({"pwd", "pw", "pass", "pat", "creds", "cred", "sas", "passw", "psw"})
+# Hidden unless more of the name follows and the value is only a number: `--pad-token-id 0` stays.
+_WEAK_WORDS = frozenset({"auth", "signature", "sig"})
+_PLURALS = ("tokens", "keys")
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_COUNT = re.compile(r"[\d.,:+\-]{1,12}")
+
+_SHAPES = re.compile(
+    r"""
+      -----BEGIN[A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[A-Z ]*PRIVATE[ ]KEY-----|\Z)
+    | \b eyJ[\w-]{5,}\.[\w-]{5,}(?:\.[\w-]*)?                  # JSON web token
+    | \b (?:hf|api_org)_[A-Za-z0-9]{8,}
+    | \b (?:sk|pk|rk)[-_][A-Za-z0-9_-]{8,}
+    | \b (?:gh[pousr]_|github_pat_)[A-Za-z0-9_]{8,}
+    | \b gl(?:pat|dt|rt|cbt)-[\w-]{8,}
+    | \b (?:AKIA|ASIA|AIDA|AROA)[A-Z0-9]{8,}
+    | \b AIza[\w-]{16,}
+    | \b ya29\.[\w-]{8,}
+    | \b xox[a-z]-[\w-]{8,}
+    | \b (?:npm|pypi|dop_v1|doo_v1|r8|gsk|tgp|nvapi|key|secret|pat|lin_api|shpat|dckr_pat|ntn)[-_](?=[\w-]*\d)[A-Za-z0-9_-]{16,}
+    | \b SG\.[\w-]{8,}\.[\w-]{8,}
+    | \b AGE-SECRET-KEY-[A-Z0-9]{8,}
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_URL_USER = re.compile(r"(?<=://)[^\s/?#]*@")
+_HEADER = re.compile(
+    r"(?i)\b((?:proxy-)?authorization|x-[\w-]*(?:key|token|secret)|(?:set-)?cookie)(\s*[:=]\s*)"
+    r"([^\"'\n]+)"
+)
+_SCHEME = re.compile(r"(?i)\b(bearer|basic|token)(\s+)([A-Za-z0-9._~+/=-]{8,})")
+_QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
+# name=value, name: value, "name": "value", -name value inside one string.
+_ASSIGNED = re.compile(
+    rf"(?P<name>[\w.\-]*[A-Za-z][\w.\-]*)(?P<between>[\"']?\s*(?:=|:(?!//))\s*|[\"']?\s*:\s+)"
+    rf"(?P<value>{_QUOTED}|[^\s,;&}})\]]+)"
+)
+_FLAGGED = re.compile(
+    rf"(?P<name>(?<![\w-])--?[A-Za-z][\w.\-]*)(?P<between>\s+)(?P<value>{_QUOTED}|[^\s]+)"
+)
+_FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]\Z")
+
+
+def names_a_secret(name: str, value: str = "x") -> bool:
+    """Whether a variable, option or field of this name may hold a secret.
+
+    >>> names_a_secret("--hf-token"), names_a_secret("max_new_tokens", "20"), names_a_secret("tokenizer")
+    (True, False, False)
+    """
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    if any(word in plain for word in _STRONG):
+        return True
+    words = [word.lower() for word in _WORDS.findall(name)]
+    counts = _COUNT.fullmatch(value.strip("\"'")) is not None
+    for position, word in enumerate(words):
+        if word in _STRONG_WORDS:
+            return True
+        last = position == len(words) - 1
+        if word in _PLURALS or word.endswith(_PLURALS):
+            if not counts:
+                return True
+        elif word in _WEAK_WORDS or word.endswith(("token", "key")):
+            if last or not counts:
+                return True
+    return False
+
+
+def redact_text(text: str) -> str:
+    """A text with everything in it hidden that looks like a secret, by its shape or by the name before it.
+
+    >>> redact_text("API_KEY=abc python x.py --password 'a b' https://me:pw@host/x")
+    'API_KEY=*** python x.py --password *** https://***@host/x'
+    """
+    text = _SHAPES.sub(HIDDEN, text)
+    text = _URL_USER.sub(HIDDEN + "@", text)
+    text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
+    text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
+    text = _ASSIGNED.sub(_hide_value, text)
+    return _FLAGGED.sub(_hide_value, text)
+
+
+def _hide_value(found: re.Match[str]) -> str:
+    name, between, value = found["name"], found["between"], found["value"]
+    if _FLAG.match(value) and between.isspace():
+        # `--use-auth-token --other 1`: the first is a switch, the second has a value of its own.
+        return name + between + redact_text(value)
+    if names_a_secret(name, value):
+        # Quotes of JSON stay, so that the text remains readable as what it was.
+        quote = value[0] if value[0] in "\"'" and not between.isspace() else ""
+        return f"{name}{between}{quote}{HIDDEN}{quote}"
+    if "=" in value or ":" in value or value[0] in "\"'":
+        return name + between + redact_text(value)
+    return found[0]
+
+
+def redact_argv(argv: Sequence[str]) -> list[str]:
+    """A command line with its secrets hidden, argument for argument.
+
+    >>> redact_argv(["x.py", "--hf-token", "abc", "--api_key=def", "--max-tokens", "5"])
+    ['x.py', '--hf-token', '***', '--api_key=***', '--max-tokens', '5']
+    """
+    shown: list[str] = []
+    waiting = ""
+    for argument in argv:
+        if waiting and not _FLAG.match(argument) and names_a_secret(waiting, argument):
+            shown.append(HIDDEN)
+            waiting = ""
+            continue
+        waiting = ""
+        name, equals, value = argument.partition("=")
+        if argument.startswith("-") and not equals:
+            waiting = argument if not any(c.isspace() for c in argument) else ""
+        if equals and re.fullmatch(r"[\w.+\-/]+", name) and names_a_secret(name, value):
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(redact_text(argument))
+    return shown
+
+
+def redact_value(name: str, value: str) -> str:
+    """The value of a named thing (an environment variable), hidden if its name or its shape tells."""
+    return HIDDEN if names_a_secret(name, value) else redact_text(value)

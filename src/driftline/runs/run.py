@@ -1,0 +1,299 @@
+"""What a run is to everybody who reads one: records in execution order, and the bytes behind them.
+
+A run may lie on disk in our format, in memory, or be somebody else's dump; `Run` asks of each only its records
+and `raw`. How bytes become numbers is here; how they are stored is not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.errors import BadInput, NotInstalled, did_you_mean
+from driftline.numerics.dtypes import DTYPES, to_float64, unpack_nibbles
+from driftline.numerics.summary import Summary
+from driftline.runs.key import TensorKey, usual_moment, usual_phase
+from driftline.runs.record import Record
+from driftline.runs.sink import JSON
+
+Storage = npt.NDArray[np.generic]
+
+_ML_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fnuz": "float8_e4m3fnuz",
+    "float8_e5m2": "float8_e5m2",
+    "float8_e5m2fnuz": "float8_e5m2fnuz",
+    "float8_e8m0fnu": "float8_e8m0fnu",
+    "float4_e2m1fn_x2": "float4_e2m1fn",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Something that should be in a run and is not.
+
+    Attributes:
+        where: The file, line or tensor concerned, inside the run.
+        reason: What is known about it, in words.
+        key: The tensor that cannot be read; None when the loss is not one tensor.
+    """
+
+    where: str
+    reason: str
+    key: TensorKey | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHandle:
+    """One captured tensor; its values are read when asked for."""
+
+    run: Run
+    record: Record
+
+    @property
+    def key(self) -> TensorKey:
+        return self.record.key
+
+    @property
+    def dtype(self) -> str:
+        return self.record.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.record.shape
+
+    @property
+    def summary(self) -> Summary | None:
+        return self.record.summary
+
+    @property
+    def lost(self) -> str:
+        """Why its values cannot be read although they were to be kept; empty if all is well."""
+        return self.run.lost(self.record)
+
+    @property
+    def has_values(self) -> bool:
+        return self.record.kept in ("full", "sample") and not self.lost
+
+    def raw(self) -> Storage:
+        """The kept values as one flat read-only array of the storage type, without a copy.
+
+        Foreign floats come as unsigned integers and 4-bit types as packed bytes; see `numerics.dtypes`.
+        """
+        return self.run.raw(self.record)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """The values as a read-only array of the tensor's shape; of a sample, flat, the kept elements.
+
+        bfloat16 and the 8- and 4-bit floats have ml_dtypes types; int4 and uint4 come unpacked as int8
+        and uint8, one element each; complex32 comes as complex64. Everything else has numpy's own type.
+        """
+        return as_numpy(self.raw(), self.record)
+
+    def float64(self) -> npt.NDArray[Any]:
+        """The values decoded to float64 (complex128 for complex types), in the shape of `numpy()`."""
+        record = self.record
+        decoded = to_float64(self.raw(), DTYPES[record.dtype], kept_elements(record))
+        return decoded if record.kept == "sample" else decoded.reshape(record.shape)
+
+    def __repr__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        return f"<{self.key} {self.dtype}[{shape}]>"
+
+
+def kept_elements(record: Record) -> int:
+    """How many elements' values a record keeps."""
+    elements = 1
+    for extent in record.shape:
+        elements *= extent
+    if record.kept == "sample":
+        return -(-elements // record.sample_stride)
+    return elements
+
+
+def as_numpy(raw: Storage, record: Record) -> npt.NDArray[Any]:
+    """Storage values as the type a person expects; see `TensorHandle.numpy`."""
+    dtype = DTYPES[record.dtype]
+    values: npt.NDArray[Any] = raw
+    if dtype.bits == 4:
+        codes = unpack_nibbles(raw.view(np.uint8), kept_elements(record))
+        if dtype.kind == "int":
+            signed = codes.view(np.int8)
+            values = np.where(signed > 7, signed - 16, signed).astype(np.int8)
+        else:
+            values = codes
+    if record.dtype in _ML_DTYPES:
+        values = values.view(_ml_dtype(_ML_DTYPES[record.dtype]))
+    elif record.dtype == "complex32":
+        values = raw.view("<f2").astype(np.float32).view(np.complex64)
+    if record.kept != "sample":
+        values = values.reshape(record.shape)
+    if values.flags.writeable:
+        values.flags.writeable = False
+    return values
+
+
+def _ml_dtype(name: str) -> Any:
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise NotInstalled(
+            f"numpy has no {name}, and the package that adds it is missing",
+            hint="pip install ml_dtypes",
+        ) from None
+    return getattr(ml_dtypes, name)
+
+
+def no_values(record: Record) -> Storage:
+    """The values of a record without bytes: none for an empty tensor, else a sentence why.
+
+    Raises:
+        BadInput: The tensor had values, and they were not kept or are lost.
+    """
+    if record.lost:
+        raise BadInput(f"{record.key} has no values: {record.lost}")
+    if record.kept not in ("full", "sample"):
+        raise BadInput(
+            f"{record.key} has no values: only its {record.kept} was kept",
+            hint="dump it with the reduction 'full'",
+        )
+    if 0 not in record.shape:
+        raise BadInput(f"{record.key} has no values: the index does not say where they are")
+    nothing = np.empty(0, np.dtype(DTYPES[record.dtype].storage))
+    nothing.flags.writeable = False
+    return nothing
+
+
+class Run(ABC):
+    """What one execution left. Subclasses give `records` and `raw`; the rest follows."""
+
+    name: str = "run"
+    """How messages call it: a path, as a rule."""
+
+    _sites: dict[str, list[int]] | None = None
+
+    @property
+    @abstractmethod
+    def records(self) -> Sequence[Record]:
+        """All records, sorted by rank, process and execution order."""
+
+    @abstractmethod
+    def raw(self, record: Record) -> Storage:
+        """The kept values of one of its records: flat, of the storage type, read-only.
+
+        Raises:
+            DriftlineError: They were not kept, or are lost; says why.
+        """
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        """What should be here and is not."""
+        return ()
+
+    def lost(self, record: Record) -> str:
+        """Why a record's values cannot be read; empty if they can, or were never to be kept."""
+        return record.lost
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        """Warnings, findings and labels, each with its rank and process."""
+        return iter(())
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        """The module tree of a process, if it left one."""
+        del rank, process
+        return None
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def tensors(self) -> Iterator[TensorHandle]:
+        """Every tensor, by rank and process, in execution order."""
+        for record in self.records:
+            yield TensorHandle(self, record)
+
+    def sites(self) -> list[str]:
+        """Every site, in the order of its first appearance."""
+        return list(self._positions())
+
+    def get(
+        self,
+        site: str,
+        port: str = "output",
+        slot: str = "0",
+        step: int = 0,
+        rank: int = 0,
+        visit: int = 0,
+        *,
+        process: int = 0,
+        phase: str | None = None,
+        moment: str | None = None,
+    ) -> TensorHandle:
+        """One tensor by its address. A slot is found by its name or by its position.
+
+        Args:
+            phase: forward, backward or recompute; the port's usual one if not given.
+            moment: before or after the call; the port's usual one if not given.
+
+        Raises:
+            BadInput: There is none; the hint names the nearest.
+        """
+        positions = self._positions().get(site)
+        if positions is None:
+            raise BadInput(
+                f"run '{self.name}' has no site '{site}'",
+                hint=did_you_mean(site, self._positions()),
+            )
+        wanted = {"port": port, "slot": slot, "step": step, "rank": rank, "visit": visit}
+        wanted |= {"process": process}
+        wanted["phase"] = phase if phase is not None else usual_phase(port)
+        wanted["moment"] = moment if moment is not None else usual_moment(port)
+        records = [self.records[p] for p in positions]
+        by_name = [r for r in records if all(getattr(r.key, n) == v for n, v in wanted.items())]
+        if by_name:
+            return TensorHandle(self, by_name[0])
+        del wanted["slot"]
+        for record in records:
+            if record.alias == slot and all(getattr(record.key, n) == v for n, v in wanted.items()):
+                return TensorHandle(self, record)
+        asked = str(
+            TensorKey(
+                site,
+                cast("Any", port),
+                slot,
+                step,
+                visit,
+                rank,
+                process,
+                cast("Any", wanted["phase"]),
+                cast("Any", wanted["moment"]),
+            )
+        )
+        raise BadInput(
+            f"run '{self.name}' has no {asked}",
+            hint=did_you_mean(asked, (str(record.key) for record in records)),
+        )
+
+    def _site_names(self) -> Iterator[str]:
+        for record in self.records:
+            yield record.key.site
+
+    def _positions(self) -> dict[str, list[int]]:
+        if self._sites is None:
+            sites: dict[str, list[int]] = {}
+            for position, site in enumerate(self._site_names()):
+                sites.setdefault(site, []).append(position)
+            self._sites = sites
+        return self._sites

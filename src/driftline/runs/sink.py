@@ -1,0 +1,63 @@
+"""What a capture adapter writes to. The disk, memory, or a test's list may stand behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.runs.record import Record
+
+JSON: TypeAlias = "str | int | float | bool | None | Sequence[JSON] | Mapping[str, JSON]"
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes records and bytes; may be called from any thread of the process."""
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of tensors taken over, repeats not counted."""
+        ...
+
+    @property
+    def tensors_written(self) -> int:
+        """Records taken over."""
+        ...
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        """Takes one record and, for `full` and `sample`, its bytes.
+
+        `order` is assigned here, `blob` too, and `digest` if the record has none and there are bytes.
+        `rank` and `process` of the key become the sink's own.
+
+        Args:
+            record: What was captured.
+            data: The flat C-order bytes, in live memory; digested, and copied where new, before this
+                returns, so that an in-place operation may follow at once. For `sample`, the bytes of
+                the sampled elements. For `digest`, what is to be digested and not kept.
+        """
+        ...
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        """A warning, finding or label, in words."""
+        ...
+
+    def describe(self, **facts: JSON) -> None:
+        """Adds provenance known only later: device names, seeds, framework versions."""
+        ...
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        """The module tree of this process; a later call replaces it."""
+        ...
+
+    def step_done(self, step: int) -> None:
+        """The program went past the end of a step."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come; may be called twice."""
+        ...

@@ -1,0 +1,48 @@
+"""Are the bytes of a run still those that were captured? Digests, computed again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from driftline.errors import DriftlineError
+from driftline.numerics.kernel import digest as digest_of
+from driftline.runs.run import Loss, Run, Storage
+
+
+def verify(run: Run) -> Iterator[Loss]:
+    """Every tensor whose values cannot be read or are not those of its digest.
+
+    Tensors whose digest was made by an algorithm that is not at hand here are reported too: they are
+    unverified. Tensors kept without values are passed over. Shared bytes are read once.
+    """
+    seen: dict[tuple[object, ...], str] = {}
+    for tensor in run.tensors():
+        record = tensor.record
+        if record.kept not in ("full", "sample") or not record.digest:
+            continue
+        if record.blob is None and not record.lost:
+            continue
+        place = (record.key.rank, record.key.process, record.blob, record.digest)
+        reason = seen.get(place)
+        if reason is None or record.lost:
+            try:
+                reason = _clash(tensor.raw(), record.digest)
+            except DriftlineError as error:
+                reason = str(error)
+            seen[place] = reason
+        if reason:
+            yield Loss(str(record.key), reason, record.key)
+
+
+def _clash(raw: Storage, expected: str) -> str:
+    data = raw.view(np.uint8)
+    algorithm = expected.partition(":")[0]
+    found = digest_of(data)
+    if found.partition(":")[0] != algorithm:
+        if algorithm != "blake2b-128":
+            return f"not verified: digest {algorithm} cannot be computed here"
+        found = "blake2b-128:" + hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+    return "" if found == expected else f"its bytes have digest {found}, not {expected}"

@@ -1,0 +1,560 @@
+"""A run on disk, as one process writes it: `rankN/` with its index, shards, events and facts.
+
+Bytes first, then the line that names them: a killed process leaves a run that opens, and loses at most what was
+still staged. A disk that is full or a folder that cannot be written never stops the captured program; the run
+then says what is missing. Which tensors are worth keeping is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from driftline.numerics.kernel import digest as digest_of
+from driftline.runs.layout import (
+    ALIGNMENT,
+    EVENTS,
+    FIRST_HEADER,
+    INDEX,
+    ORPHAN_EVENTS,
+    PROCESS,
+    SHARD_BYTES,
+    TOPOLOGY,
+    align,
+    folder_name,
+)
+from driftline.runs.lines import encode_line
+from driftline.runs.manifest import (
+    dump_json,
+    ensure_manifest,
+    event_line,
+    library_versions,
+    now,
+    process_facts,
+)
+from driftline.runs.record import Blob, Record
+from driftline.runs.shard import Shard, cost_of
+from driftline.runs.sink import JSON, Bytes
+from driftline.runs.staging import BUFFER_BYTES, LONGEST_AGE, Staging
+
+_LINES_PER_CHUNK = 2048
+_LONGEST_MEMORY = 500_000
+_PENDING_INDEX = 16 << 20
+_EARLY_EVENTS = 1000
+_PROCESS_ROOM = 4096
+
+OVER_LIMIT = "beyond the size limit of the dump"
+
+
+def digest_for(record: Record, data: Bytes | None) -> str:
+    """The record's own digest, or that of the bytes; a sample's is always that of the bytes it keeps."""
+    if data is None or record.kept == "describe" or (record.digest and record.kept != "sample"):
+        return record.digest
+    return digest_of(data)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Consecutive bytes of one shard, and the index lines that become true once they are written."""
+
+    born: float
+    shard: Shard | None = None
+    base: int = 0
+    used: int = 0
+    buffer: Bytes | None = None
+    lines: list[tuple[Record, int, str, Blob | None, str]] = field(
+        default_factory=list[tuple[Record, int, str, "Blob | None", str]]
+    )
+
+
+class RunWriter:
+    """The sink that writes a run's folder for one process; see `Sink` for what the methods promise.
+
+    The folder `rankN` (or `rankN.p1`, ... when that is taken) is made at the first tensor, so that launchers
+    and helper processes leave nothing behind. After a fork, the child's copy starts a folder of its own.
+
+    Attributes:
+        failure: Why nothing more is stored; empty as long as all is well.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        command: Sequence[str] | None = None,
+        max_bytes: int | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        header_bytes: int = FIRST_HEADER,
+        seal_at_exit: bool = True,
+    ) -> None:
+        """Nothing is written before the first tensor.
+
+        Args:
+            path: The run's folder; may exist, with other processes writing their own part of it.
+            rank: Rank of this process in its job.
+            world_size: How many ranks the job has.
+            command: What the user ran, if not this process's own command line.
+            max_bytes: Store no more tensor bytes than this; index lines and summaries go on.
+            shard_bytes: Begin a new shard file beyond this size.
+            header_bytes: Reserved at the start of the first shard.
+            seal_at_exit: Close at interpreter exit; pass False if the owner does.
+        """
+        self.path = Path(path).absolute()
+        self.rank = rank
+        self.process = 0
+        self.world_size = world_size
+        self._command = list(command) if command is not None else None
+        self._max_bytes = max_bytes
+        self._shard_bytes = shard_bytes
+        self._first_header = header_bytes
+        self._seal_at_exit = seal_at_exit
+        self._facts: dict[str, JSON] = {}
+        self._tree: Mapping[str, JSON] | None = None
+        self._reset()
+        _LIVE.add(self)
+        if seal_at_exit:
+            atexit.register(self.close)
+
+    def _reset(self) -> None:
+        """The state of a writer that has written nothing: at birth, and in a forked child."""
+        self.failure = ""
+        self.folder: Path | None = None
+        self._lock = threading.RLock()
+        self._events_lock = threading.RLock()
+        self._staging = Staging(self._flush_if_old)
+        self._chunk: _Chunk | None = None
+        self._shard: Shard | None = None
+        self._shards = 0
+        self._known: dict[tuple[str, int], Blob] = {}
+        self._torn_after: tuple[str, int] | None = None
+        self._index = -1
+        self._pending_index = b""
+        self._events = -1
+        self._early: list[bytes] = []
+        self._early_dropped = 0
+        self._order = 0
+        self._bytes = 0
+        self._repeats = 0
+        self._lost = 0
+        self._unlisted = 0
+        self._steps = 0
+        self._dtypes: set[str] = set()
+        self._over_limit = False
+        self._opened = False
+        self._closed = False
+        self._base_facts: dict[str, JSON] = {}
+
+    # ---- what adapters call
+
+    @property
+    def bytes_written(self) -> int:
+        return self._bytes
+
+    @property
+    def tensors_written(self) -> int:
+        return self._order
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        digest = digest_for(record, data)
+        with self._lock:
+            if self._closed or (not self._opened and not self._open()):
+                self._unlisted += 1
+                return
+            blob, lost = None, ""
+            if data is not None and data.nbytes and record.kept in ("full", "sample"):
+                blob, lost = self._store(record, data, digest)
+            order = self._order
+            self._order = order + 1
+            self._dtypes.add(record.dtype)
+            chunk = self._chunk
+            if chunk is None:
+                chunk = self._chunk = _Chunk(time.monotonic())
+            chunk.lines.append((record, order, digest, blob, lost))
+            if len(chunk.lines) >= _LINES_PER_CHUNK or time.monotonic() - chunk.born > LONGEST_AGE:
+                self._hand_over(self._staging.submit)
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        line = event_line(kind, message, self._order, details)
+        with self._events_lock:
+            if self.folder is None:
+                if len(self._early) < _EARLY_EVENTS:
+                    self._early.append(line)
+                else:
+                    self._early_dropped += 1
+                return
+            self._append_event(line)
+
+    def describe(self, **facts: JSON) -> None:
+        with self._lock:
+            self._facts.update(facts)
+            if self._opened and self.folder is not None:
+                self._write_process(sealed=self._closed)
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        with self._lock:
+            self._tree = tree
+            if self.folder is not None:
+                self._write_topology()
+
+    def step_done(self, step: int) -> None:
+        self._steps += 1
+        # Steps that ran before the first tensor are many and say nothing; they are counted only.
+        if self.folder is not None:
+            self.event("step", f"step {step} done", step=step)
+
+    def open(self) -> None:
+        """Makes this process's folder although there is no tensor yet: a dump of module trees has none."""
+        with self._lock:
+            if not self._closed and not self._opened:
+                self._open()
+
+    def flush(self) -> None:
+        """Returns when everything put so far is on its way to the disk: a kill can no longer lose it."""
+        with self._lock:
+            self._hand_over(self._staging.submit)
+        self._staging.drain()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._seal_at_exit:
+                atexit.unregister(self.close)
+            if not self._opened or self.folder is None:
+                self._leave_orphan_events()
+                return
+            self._hand_over(self._staging.submit)
+            if self._shard is not None:
+                self._seal_later(self._shard)
+                self._shard = None
+            self._staging.finish()
+            self._write_index(b"")
+            if self._pending_index:
+                self._unlisted += self._pending_index.count(b"\n")
+            self._write_process(sealed=True)
+            with self._events_lock:
+                for file in (self._index, self._events):
+                    if file >= 0:
+                        os.close(file)
+                self._index = self._events = -1
+
+    # ---- the program's thread
+
+    def _open(self) -> bool:
+        """Makes the folder of this process, at its first tensor."""
+        self._opened = True
+        try:
+            ensure_manifest(self.path, self._command, world_size=self.world_size)
+            process = 0
+            while True:
+                folder = self.path / folder_name(self.rank, process)
+                try:
+                    folder.mkdir()
+                    break
+                except FileExistsError:
+                    process += 1
+            self.process = process
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._index = os.open(folder / INDEX, flags, 0o666)
+        except OSError as error:
+            self.failure = f"cannot write to '{self.path}': {error.strerror or error}"
+            self._closed = True
+            return False
+        self._base_facts = process_facts(self.rank, process, self.world_size)
+        self.folder = folder
+        self._write_process(sealed=False)
+        if self._tree is not None:
+            self._write_topology()
+        with self._events_lock:
+            for line in self._early:
+                self._append_event(line)
+            self._early.clear()
+        _close_with_multiprocessing(self.close)
+        return True
+
+    def _store(self, record: Record, data: Bytes, digest: str) -> tuple[Blob | None, str]:
+        """Copies new bytes to the staging area; returns where they will be, or why they will not."""
+        length = data.nbytes
+        known = self._known.get((digest, length))
+        if known is not None:
+            self._repeats += 1
+            return known, ""
+        if self.failure:
+            return None, self.failure
+        if self._max_bytes is not None and self._bytes + length > self._max_bytes:
+            if not self._over_limit:
+                self._over_limit = True
+                self.event(
+                    "limit",
+                    f"the dump reached its size limit of {self._max_bytes} bytes: tensors that do not "
+                    "fit are listed without their values",
+                    max_bytes=self._max_bytes,
+                )
+            return None, OVER_LIMIT
+        try:
+            shard = self._shard_for(record, length)
+        except OSError as error:
+            self._fail(error)
+            return None, self.failure
+        start = align(shard.end)
+        self._copy(shard, data, start - shard.end)
+        blob = Blob(shard.name, start, length)
+        shard.stored.append((record, self._order, blob))
+        shard.room -= cost_of(record)
+        if len(self._known) >= _LONGEST_MEMORY:
+            self._known.clear()  # forgetting costs only space on disk
+        self._known[(digest, length)] = blob
+        self._bytes += length
+        return blob, ""
+
+    def _shard_for(self, record: Record, length: int) -> Shard:
+        shard = self._shard
+        if shard is not None and (
+            shard.room < cost_of(record)
+            or (shard.end + length + ALIGNMENT > self._shard_bytes and shard.stored)
+        ):
+            self._hand_over(self._staging.submit)
+            self._seal_later(shard)
+            shard = self._shard = None
+        if shard is None:
+            assert self.folder is not None
+            if self._chunk is not None:
+                self._hand_over(self._staging.submit)
+            while True:
+                shard = Shard.create(self.folder, self._shards, self._first_header)
+                self._shards += 1
+                if shard.room >= cost_of(record):
+                    break
+                self._seal_later(shard)  # an absurdly small first header; the next one is larger
+            self._shard = shard
+        return shard
+
+    def _copy(self, shard: Shard, data: Bytes, gap: int) -> None:
+        """Appends zeros and data to the staged end of a shard, buffer by buffer."""
+        at = -gap
+        length = data.nbytes
+        while at < length:
+            chunk = self._chunk
+            if chunk is None:
+                chunk = self._chunk = _Chunk(time.monotonic())
+            buffer = chunk.buffer
+            if buffer is None:
+                buffer = chunk.buffer = self._staging.take_buffer()
+                chunk.shard, chunk.base, chunk.used = shard, shard.end, 0
+            used = chunk.used
+            room = BUFFER_BYTES - used
+            if room == 0:
+                self._hand_over(self._staging.submit)
+                continue
+            if at < 0:
+                size = min(-at, room)
+                buffer[used : used + size] = 0
+            else:
+                size = min(length - at, room)
+                buffer[used : used + size] = data[at : at + size]
+            at += size
+            chunk.used = used + size
+            shard.end = chunk.base + chunk.used
+
+    def _hand_over(self, submit: Callable[[Callable[[], None]], None]) -> None:
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            submit(lambda: self._write_chunk(chunk))
+
+    def _seal_later(self, shard: Shard) -> None:
+        self._staging.submit(lambda: self._seal(shard))
+
+    # ---- the writing thread
+
+    def _flush_if_old(self) -> None:
+        chunk = self._chunk
+        if chunk is None or time.monotonic() - chunk.born < LONGEST_AGE:
+            return
+        # Never waits: a put in progress looks at the age itself, or fills the buffer.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._hand_over(self._staging.submit_now)
+            finally:
+                self._lock.release()
+
+    def _write_chunk(self, chunk: _Chunk) -> None:
+        if chunk.buffer is not None and chunk.shard is not None:
+            if self._torn_after is None:
+                done = 0
+                try:
+                    while done < chunk.used:
+                        done += chunk.shard.write(
+                            chunk.buffer[done : chunk.used], chunk.base + done
+                        )
+                except Exception as error:
+                    self._torn_after = (chunk.shard.name, chunk.base + done)
+                    self._fail(error)
+            self._staging.give_back(chunk.buffer)
+        lines: list[str] = []
+        for record, order, digest, blob, lost in chunk.lines:
+            if (
+                blob is not None
+                and self._torn_after is not None
+                and (blob.shard, blob.offset + blob.length) > self._torn_after
+            ):
+                blob, lost = None, self.failure
+            if lost:
+                self._lost += 1
+            try:
+                lines.append(encode_line(record, order, digest, blob, lost))
+            except Exception as error:  # a record nobody could write down must not end the thread
+                self._unlisted += 1
+                self.event("refused", f"{record.key} could not be listed: {error!r}")
+        if lines:
+            lines.append("")
+            self._write_index("\n".join(lines).encode("utf-8", "replace"))
+
+    def _write_index(self, text: bytes) -> None:
+        """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""
+        if self._pending_index:
+            if len(self._pending_index) + len(text) > _PENDING_INDEX:
+                self._unlisted += text.count(b"\n")
+                text = b""
+            text = self._pending_index + text
+        view = memoryview(text)
+        try:
+            while view:
+                view = view[os.write(self._index, view) :]
+        except OSError as error:
+            self._fail(error)
+        self._pending_index = bytes(view)
+
+    def _seal(self, shard: Shard) -> None:
+        good_end = None
+        if self._torn_after is not None and shard.name >= self._torn_after[0]:
+            good_end = self._torn_after[1] if shard.name == self._torn_after[0] else shard.reserved
+        try:
+            shard.seal(good_end)
+        except (OSError, ValueError) as error:
+            self.event("unsealed", f"{shard.name} could not be sealed: {error}")
+        shard.stored.clear()
+
+    def _fail(self, error: Exception) -> None:
+        """From here on values are not stored; said once."""
+        if self.failure:
+            return
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+        self.failure = f"could not be written: {reason}"
+        self.event(
+            "disk",
+            f"writing failed ({reason}): from here on tensors are listed without their values",
+        )
+
+    # ---- small files
+
+    def _write_process(self, *, sealed: bool) -> None:
+        if self.folder is None:
+            return
+        content: dict[str, JSON] = {
+            **self._base_facts,
+            **self._facts,
+            "versions": {**library_versions()},
+            "dtypes": sorted(self._dtypes),
+            "sealed": sealed,
+        }
+        if sealed:
+            content |= {
+                "ended": now(),
+                "tensors": self._order,
+                "stored_bytes": self._bytes,
+                "repeats": self._repeats,
+                "lost": self._lost,
+                "unlisted": self._unlisted,
+                "steps": self._steps,
+                "failure": self.failure,
+            }
+        text = dump_json(content)
+        # Blanks at first, so that the last word can be written in place on a disk that is full by then.
+        room = 0 if sealed else len(text) + _PROCESS_ROOM
+        self._replace(self.folder / PROCESS, text.ljust(room))
+
+    def _write_topology(self) -> None:
+        if self.folder is not None and self._tree is not None:
+            self._replace(self.folder / TOPOLOGY, dump_json(self._tree))
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        """Replaces a small file at once; on a full disk, in place if it fits."""
+        draft = path.with_name(f".{path.name}.new")
+        try:
+            draft.write_bytes(content)
+            draft.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            with contextlib.suppress(OSError):
+                if path.stat().st_size >= len(content):
+                    with path.open("r+b") as file:
+                        file.write(content)
+                        file.truncate()
+                    return
+            self._fail(error)
+
+    def _append_event(self, line: bytes) -> None:
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError):  # an event about a full disk may not fit on it either
+            if self._events < 0:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._events = os.open(self.folder / EVENTS, flags, 0o666)
+            os.write(self._events, line)
+
+    def _leave_orphan_events(self) -> None:
+        """A process without tensors has no folder; what it had to say goes into the run's own events."""
+        if not self._early:
+            return
+        with contextlib.suppress(OSError):
+            ensure_manifest(self.path, self._command, world_size=self.world_size)
+            with (self.path / ORPHAN_EVENTS).open("ab", buffering=0) as file:
+                file.write(b"".join(self._early))
+
+    # ---- forks
+
+    def after_fork_in_child(self) -> None:
+        """The parent goes on writing its files; this copy forgets them and would start its own."""
+        files = [self._index, self._events]
+        if self._shard is not None:
+            files.append(self._shard.file)
+        for file in files:
+            if file >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(file)
+        was_closed = self._closed and not self.failure
+        self._reset()
+        self._closed = was_closed
+
+
+_LIVE: weakref.WeakSet[RunWriter] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for writer in list(_LIVE):
+        writer.after_fork_in_child()
+
+
+def _close_with_multiprocessing(close: Callable[[], None]) -> None:
+    """Children of multiprocessing end without atexit; they run these finalizers instead."""
+    process, util = (
+        sys.modules.get("multiprocessing.process"),
+        sys.modules.get("multiprocessing.util"),
+    )
+    if process is not None and util is not None and process.parent_process() is not None:
+        util.Finalize(None, close, exitpriority=0)
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
