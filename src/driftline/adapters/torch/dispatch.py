@@ -8,8 +8,6 @@ Knows torch's mode stack and Dynamo's habits. What is done with an operator is i
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -24,13 +22,16 @@ _NOT_THERE = frozenset({"FakeTensor", "FunctionalTensor", "ProxyTensor"})
 """Tensors of a compiler at work: they have shapes, no values."""
 
 
-class _OwnWork(threading.local):
-    """Whether this thread does Driftline's own tensor work, which is no operation of the model."""
-
-    active = False
-
-
-OWN_WORK = _OwnWork()
+def hide_from_compiler(*functions: Any) -> None:
+    """Keep Dynamo from compiling these, and what they call, when they run inside its programs."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    for function in functions:
+        code = function.__code__
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameAction.SKIP
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+        elif hasattr(frames, "skip_code"):
+            frames.skip_code(code)
 
 
 class Watcher(Protocol):
@@ -47,9 +48,7 @@ def watching(watcher: Watcher) -> Generator[None]:
         if isinstance(mode, _OperatorMode) and mode.watcher is watcher:
             yield  # recomputation calls modules inside a backward pass
             return
-    # Dynamo looks at Python frames only in programs that have loaded it.
-    kind = _DynamoProofMode if "torch._dynamo" in sys.modules else _OperatorMode
-    with kind(watcher):
+    with _OperatorMode(watcher):
         yield
 
 
@@ -68,7 +67,7 @@ class _OperatorMode(_python_dispatch.TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch's own guard loads Dynamo at the first operator: seconds, in a program without it.
+        # Torch's own way loads Dynamo at the first operator: seconds, in a program without it.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,17 +76,7 @@ class _OperatorMode(_python_dispatch.TorchDispatchMode):
         return self.watcher.call(func, args, kwargs or {})
 
 
-class _DynamoProofMode(_OperatorMode):
-    """The same, in a way that Dynamo does not try to compile."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(kind.__name__ in _NOT_THERE for kind in types):
-            return func(*args, **(kwargs or {}))
-        return self.watcher.call(func, args, kwargs or {})
+hide_from_compiler(_OperatorMode.__torch_dispatch__)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

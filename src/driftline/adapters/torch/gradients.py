@@ -33,8 +33,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from driftline.adapters.torch.dispatch import OWN_WORK
+from driftline.adapters.torch.dispatch import hide_from_compiler
 from driftline.adapters.torch.parameters import ParameterGradients
+from driftline.adapters.torch.snapshot import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 """Slot, alias and tensor, as `modules.py` hands them out."""
@@ -192,17 +193,18 @@ class GradientTap:
     def emit(
         self, call: _Call, port: str, slot: str, alias: str, gradient: torch.Tensor, task: int
     ) -> None:
-        self.session.emit(
-            call.site,
-            port,
-            slot,
-            gradient.detach() if gradient.requires_grad else gradient,
-            alias=alias,
-            class_name=call.class_name,
-            visit=call.visit_in(task),
-            phase="backward",
-            step=call.step,
-        )
+        with undisturbed():
+            self.session.emit(
+                call.site,
+                port,
+                slot,
+                gradient,
+                alias=alias,
+                class_name=call.class_name,
+                visit=call.visit_in(task),
+                phase="backward",
+                step=call.step,
+            )
 
     def lost(self, site: str, error: Exception) -> None:
         self.session.event_once(
@@ -285,6 +287,7 @@ class _Call:
             except Exception as error:
                 tap.lost(self.site, error)
 
+        hide_from_compiler(arrived)
         return arrived
 
 
@@ -322,17 +325,9 @@ class _Inflow:
             self.finish(task)
 
     def _add(self, gradient: torch.Tensor) -> None:
-        # A copy, because the engine may go on adding into the tensor it handed us. Hidden from the
-        # operator level: these are not the program's operations.
-        hidden, OWN_WORK.active = OWN_WORK.active, True
-        try:
-            with torch.no_grad():
-                if self._sum is None:
-                    self._sum = gradient.detach().clone()
-                else:
-                    self._sum = self._sum + gradient.detach()
-        finally:
-            OWN_WORK.active = hidden
+        # A copy, because the engine may go on adding into the tensor it handed us.
+        with undisturbed():
+            self._sum = gradient.clone() if self._sum is None else self._sum + gradient
 
     def finish(self, task: int) -> None:
         """Hand out the sum, once; called when it is complete and again at the end of the pass."""
@@ -356,6 +351,7 @@ def _input_hook(edges: list[tuple[int, _Inflow]]) -> Callable[[Gradients, Gradie
                 if tap is not None:
                     tap.lost(inflow.call.site, error)
 
+    hide_from_compiler(passed)
     return passed
 
 

@@ -30,7 +30,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from driftline.adapters.torch.dispatch import OWN_WORK, has_values, watching
+from driftline.adapters.torch.dispatch import has_values, watching
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
@@ -222,7 +222,7 @@ class OperatorTap:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator and show its tensors to the session."""
-        if OWN_WORK.active or not self.active:
+        if not self.active:
             return func(*args, **kwargs)
         place = operator = None
         visit = 0
@@ -358,7 +358,7 @@ class OperatorTap:
             place.site,
             port,
             slot,
-            value.detach() if value.requires_grad else value,
+            value,
             alias=alias,
             class_name=operator.full_name,
             visit=visit,

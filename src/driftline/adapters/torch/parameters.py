@@ -1,7 +1,7 @@
 """Parameters and buffers: whose they are, their values when asked for, the gradients they get.
 
-Knows which module owns a parameter, when a root is called, when an optimizer steps. Does not know how
-a tensor is copied, summarised or stored: the session's `emit` does.
+Knows which module owns a parameter, when a root is called, when an optimizer steps. How a tensor is
+copied, summarised or stored it does not know: the session's `emit` does that.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -18,6 +18,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from driftline.adapters.torch.dispatch import hide_from_compiler
+from driftline.adapters.torch.snapshot import undisturbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,12 @@ class ParameterTap:
                 self._session.event_once("parameters-lost", f"parameters not captured: {error}")
         yield
 
+    def before_forward(self, frame: Any, inputs: Any) -> None:
+        pass  # parameters belong to the whole call
+
+    def on_forward(self, frame: Any, inputs: Any, outputs: Any) -> None:
+        pass
+
     def _write(self, root: nn.Module) -> None:
         session = self._session
         step: int = session.step
@@ -111,7 +120,8 @@ class ParameterTap:
                     waiting = True
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
-                session.emit(site, "param", name, tensor.detach(), class_name=class_name, step=step)
+                with undisturbed():
+                    session.emit(site, "param", name, tensor, class_name=class_name, step=step)
         if not waiting:
             self._done[root] = step
 
@@ -169,6 +179,7 @@ class ParameterGradients:
             if me is not None and me._active:
                 me._emit("param_grad", owner, gradient)
 
+        hide_from_compiler(arrived)
         # Without this mark, sharing the parameter between processes would print a warning.
         arrived.__torch_unserializable__ = True  # type: ignore[attr-defined]
         self._handles.append(parameter.register_hook(arrived))
@@ -199,15 +210,16 @@ class ParameterGradients:
             visit = self._counts.get(place, 0)
             self._counts[place] = visit + 1
             if session.wants(owner.site, owner.class_name, port):
-                session.emit(
-                    owner.site,
-                    port,
-                    owner.name,
-                    gradient.detach() if gradient.requires_grad else gradient,
-                    class_name=owner.class_name,
-                    visit=visit,
-                    step=step,
-                )
+                with undisturbed():
+                    session.emit(
+                        owner.site,
+                        port,
+                        owner.name,
+                        gradient,
+                        class_name=owner.class_name,
+                        visit=visit,
+                        step=step,
+                    )
         except Exception as error:
             session.event_once(
                 "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
