@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -48,7 +49,7 @@ _REMEMBERED_SUMMARIES = 512
 class Frame:
     """A module call that is under way."""
 
-    __slots__ = ("class_name", "inputs", "module", "phase", "place", "recompute", "site", "step", "visit")
+    __slots__ = ("around", "class_name", "inputs", "module", "phase", "place", "recompute", "site", "step", "visit")
 
     def __init__(
         self, place: Place, module: nn.Module, visit: int, step: int, *, recompute: bool
@@ -62,6 +63,7 @@ class Frame:
         self.phase: Phase = "recompute" if recompute else "forward"
         self.recompute = recompute
         self.inputs: Tensors = []
+        self.around: ExitStack | None = None
 
 
 class Look(NamedTuple):
@@ -73,11 +75,19 @@ class Look(NamedTuple):
 
 
 class Tap(Protocol):
-    """Something that notices tensors and hands them to `CaptureSession.emit`."""
+    """Something that notices tensors and hands them to `CaptureSession.emit`.
+
+    `around_root` encloses a call that no other module made; `before_forward` and `on_forward` come just
+    before and after every call, the latter not when the call raises.
+    """
 
     def install(self) -> None: ...
 
     def remove(self) -> None: ...
+
+    def around_root(self, module: nn.Module) -> AbstractContextManager[None]: ...
+
+    def before_forward(self, frame: Frame, inputs: Tensors) -> None: ...
 
     def on_forward(self, frame: Frame, inputs: Tensors, outputs: Tensors) -> None: ...
 
@@ -91,8 +101,7 @@ class CaptureSession:
     """Captures until it is stopped.
 
     Args:
-        sink: Where tensors go, or a function that makes the sink when the first tensor is there. A
-            function is asked again in a forked child, which is a process of its own.
+        sink: Where tensors go, or a function that makes the sink when there is something to write.
         selection: Which tensors.
         reduction: How much of each.
         levels: Any of modules, ops, gradients, params.
@@ -101,7 +110,6 @@ class CaptureSession:
         process: Tells processes of one rank apart.
         steps_by: What ends a step; see `steps.py`.
         module_types: If given, only modules of these classes (subclasses too).
-        max_bytes: Stop writing when this many bytes were taken; 0 is no limit.
     """
 
     def __init__(
@@ -116,7 +124,6 @@ class CaptureSession:
         process: int = 0,
         steps_by: StepsBy = "auto",
         module_types: tuple[type, ...] = (),
-        max_bytes: int = 0,
     ) -> None:
         self.levels = tuple(levels)
         for level in self.levels:
@@ -124,15 +131,14 @@ class CaptureSession:
                 raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
         self._make_sink = cast("Callable[[], Sink]", sink) if callable(sink) else None
         self._sink: Sink | None = None if callable(sink) else sink
-        self._waiting_events: list[tuple[str, str, dict[str, Any]]] = []
         self.selection = selection or Selection()
         self.reduction = reduction or Reduction()
         self.rank = rank
         self.process = process
         self._module_types = module_types
-        self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._thread = _Thread()
+        self._rank_wanted = self.selection.takes_rank(rank)
         self.names = ModuleNames(model, self._decide)
         self.clock = StepClock(steps_by, self.names.roots, self._step_done)
         self.global_scope = model is None
@@ -142,10 +148,8 @@ class CaptureSession:
         self._wanted: dict[tuple[str, str, str], bool] = {}
         self._said: set[tuple[str, str]] = set()
         self._summaries: OrderedDict[tuple[str, str, int], Summary] = OrderedDict()
-        self._rank_wanted = self.selection.takes_rank(rank)
         self.execution_order: dict[str, None] = {}
         self.tensors = 0
-        self.bytes_taken = 0
         self.bytes_in_first_step: int | None = None
         self.steps_seen: set[int] = set()
         self.full = False
@@ -286,12 +290,9 @@ class CaptureSession:
         )
 
     def event(self, kind: str, message: str, **details: Any) -> None:
-        """Note something for the reader of the run. Kept back until there is a sink."""
+        """Note something for the reader of the run."""
         with self._lock:
-            if self._sink is None:
-                self._waiting_events.append((kind, message, details))
-            else:
-                self._sink.event(kind, message, **details)
+            self._open_sink().event(kind, message, **details)
 
     def event_once(self, kind: str, message: str, **details: Any) -> None:
         """The same, but only the first time for this kind and site."""
@@ -299,10 +300,6 @@ class CaptureSession:
         if key not in self._said:
             self._said.add(key)
             self.event(kind, message, **details)
-
-    def waiting_events(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """Events of a session that has had no tensor yet: why a dump is empty."""
-        return list(self._waiting_events)
 
     def shielded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
         """Do something for the capture's sake; whatever goes wrong is an event, not the program's problem."""
@@ -377,16 +374,6 @@ class CaptureSession:
             data = snapshots.every_nth(shot, stride)
         elif kept == "describe":
             data = None
-        taken = 0 if data is None else data.nbytes
-        if self._max_bytes and self.bytes_taken + taken > self._max_bytes:
-            self.full = True
-            self.event(
-                "max-bytes",
-                f"the limit of {self._max_bytes} bytes was reached; nothing more was captured",
-                site=key.site,
-                step=key.step,
-            )
-            return
         record = Record(
             key,
             0,
@@ -404,7 +391,6 @@ class CaptureSession:
         )
         self._open_sink().put(record, data)
         self.tensors += 1
-        self.bytes_taken += taken
 
     def _summary(self, digest: str, shot: snapshots.Snapshot) -> Summary:
         """The output of one module is the input of the next: what was summarised is not read again."""
@@ -422,9 +408,6 @@ class CaptureSession:
         if self._sink is None:
             assert self._make_sink is not None
             self._sink = self._make_sink()
-            for kind, message, details in self._waiting_events:
-                self._sink.event(kind, message, **details)
-            self._waiting_events.clear()
         return self._sink
 
     # --- calls -----------------------------------------------------------------------------------------
@@ -460,15 +443,15 @@ class CaptureSession:
         if self._sink is None:
             return
         if self.bytes_in_first_step is None and self.tensors:
-            self.bytes_in_first_step = self.bytes_taken
+            taken = self.bytes_in_first_step = self._sink.bytes_written
             steps = self.selection.step_count()
             self.event(
                 "estimate",
-                f"the first step took {self.bytes_taken} bytes in {self.tensors} tensors",
-                bytes=self.bytes_taken,
+                f"the first step took {taken} bytes in {self.tensors} tensors",
+                bytes=taken,
                 tensors=self.tensors,
                 steps=steps,
-                total=None if steps is None else self.bytes_taken * steps,
+                total=None if steps is None else taken * steps,
             )
         self._write_topology()
         self._sink.step_done(step)
@@ -482,12 +465,8 @@ class CaptureSession:
             self._sink.topology(module_tree(self.names, self.execution_order).to_json())
 
     def after_fork(self) -> None:
-        """This process is a forked child: it writes a run folder of its own, from its first tensor on."""
+        """This process is a forked child: nothing is under way, and its sink begins anew by itself."""
         self._lock = threading.RLock()
         self._thread = _Thread()
-        self._waiting_events = []
         self._topology_places = 0
-        self.tensors = self.bytes_taken = 0
-        self._sink = None
-        if self._make_sink is None:  # a sink that cannot be shared: the parent keeps it
-            self.running = False
+        self.tensors = 0

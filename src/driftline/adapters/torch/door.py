@@ -1,0 +1,126 @@
+"""The Python door to capture: `with driftline.capture(model, "run"):` and `driftline.step()`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from driftline import settings
+from driftline.adapters.reduction import Reduction
+from driftline.adapters.selection import Selection, patterns
+from driftline.adapters.torch import modules
+from driftline.adapters.torch.session import CaptureSession
+from driftline.adapters.torch.steps import StepsBy
+from driftline.errors import BadInput
+from driftline.runs.manifest import create_run
+from driftline.runs.sink import Sink
+from driftline.runs.writer import RunWriter
+
+Filter = str | int | Iterable[str | int] | None
+
+
+class Capture:
+    """A capture that runs inside a `with` block.
+
+    Attributes:
+        path: The run's folder; None when a sink was given instead.
+        session: What does the work.
+    """
+
+    def __init__(self, session: CaptureSession, path: Path | None) -> None:
+        self.session = session
+        self.path = path
+
+    def step(self) -> None:
+        """Say that a step is over. From then on only this counts steps."""
+        self.session.step_over()
+
+    def __enter__(self) -> Self:
+        self.session.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.session.stop()
+
+
+def capture(
+    model: nn.Module,
+    path: str | os.PathLike[str] | Sink,
+    *,
+    sites: Filter = None,
+    classes: Filter = None,
+    ports: Filter = None,
+    steps: Filter = None,
+    ranks: Filter = None,
+    keep: str = "full",
+    levels: Iterable[str] = ("modules",),
+    steps_by: StepsBy = "auto",
+    selection: Selection | None = None,
+    max_bytes: int | None = None,
+    force: bool = False,
+) -> Capture:
+    """Capture what a model computes inside a `with` block, into a run.
+
+    Args:
+        model: The model to watch; its results are bitwise what they are without.
+        path: The run's folder, or a sink to write to.
+        sites: Globs on module paths (`model.layers.*.mlp`); a text, or several.
+        classes: Globs on class names.
+        ports: Globs on ports: input, output, grad_input, grad_output, param, param_grad, optimizer_grad.
+        steps: Numbers, `3-5`, or a `range`. Every step by default.
+        ranks: The same for ranks.
+        keep: full, summary, digest, sample, sample(n) or describe.
+        levels: Any of modules, ops, gradients, params.
+        steps_by: auto, or what alone ends a step: call, optimizer, manual.
+        selection: Instead of the filters above, for those it has and they have not.
+        max_bytes: Store no more tensor bytes than this.
+        force: Replace a run that is there already.
+
+    Raises:
+        AlreadyThere: The folder exists and `force` was not given.
+        BadInput: A filter, level or reduction that cannot mean anything.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadInput(
+            f"{type(model).__name__} is not a torch module", hint="give the model itself, an nn.Module"
+        )
+    filters = [patterns(f) for f in (sites, classes, ports, steps, ranks)]
+    if selection is None:
+        selection = Selection(*filters)
+    elif any(filters):
+        raise BadInput("both a selection and filters were given", hint="put the filters into the selection")
+    reduction = Reduction.parse(keep)
+    place = settings.job_place()
+    if isinstance(path, str | os.PathLike):
+        folder = create_run(path, force=force, world_size=place.world_size)
+        sink: Sink = RunWriter(
+            folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes
+        )
+    else:
+        folder, sink = None, path
+    session = CaptureSession(
+        sink,
+        selection,
+        reduction,
+        levels,
+        model=model,
+        rank=place.rank,
+        steps_by=steps_by,
+    )
+    return Capture(session, folder)
+
+
+def step() -> None:
+    """Say that a step is over, to every capture of this process; nothing happens when there is none."""
+    for session in modules.active():
+        session.step_over()

@@ -1,0 +1,289 @@
+"""Notices every call of a module: what went in, before it runs, and what came out.
+
+`nn.Module.__call__` is wrapped once for all sessions. Hooks would not do: the global ones see no keyword
+arguments before the call, fire for wrappers twice and cut compiled graphs. While Dynamo traces, the wrapper
+is the plain call, so a compiled model is compiled to what it is without capture.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from driftline.adapters.torch import flatten
+from driftline.adapters.torch.names import Place, is_compiled
+from driftline.adapters.torch.session import CaptureSession, Frame
+from driftline.adapters.torch.snapshot import undisturbed
+
+_lock = threading.Lock()
+_sessions: tuple[CaptureSession, ...] = ()
+_original: Callable[..., Any] = nn.Module.__call__
+_optimizer_hook: Any = None
+_fork_hook_set = False
+
+_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def _set_eval_frame(callback: Any) -> Any:
+    return None
+
+
+if _eval_frame is not None:
+    _set_eval_frame = _eval_frame.set_eval_frame
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What stands in for `nn.Module.__call__` while a session runs."""
+    if torch.compiler.is_compiling():
+        return _original(self, *args, **kwargs)
+    call = _original
+    for session in _sessions:
+        call = partial(_watched, session, call)
+    return call(self, *args, **kwargs)
+
+
+def _watched(
+    session: CaptureSession, call: Callable[..., Any], self: nn.Module, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a module under the eyes of one session. The program's exceptions pass through untouched."""
+    # Inside a compiled program Dynamo looks at every frame it meets: not at those of the capture itself.
+    compiler = _set_eval_frame(None)
+    stack = session._thread.stack
+    depth = len(stack)
+    frame: Frame | None = None
+    try:
+        frame = enter(session, stack, self, args, kwargs)
+    except Exception as error:
+        _fault(session, self, error)
+    finally:
+        _set_eval_frame(compiler)
+    if frame is None:
+        return call(self, *args, **kwargs)
+    try:
+        result = call(self, *args, **kwargs)
+    except BaseException as error:
+        compiler = _set_eval_frame(None)
+        try:
+            if len(stack) == depth + 1:
+                session.shielded(frame.site, _note_failure, session, frame, error)
+        finally:
+            if frame.around is not None:
+                session.shielded(frame.site, frame.around.close)
+            del stack[depth:]
+            _set_eval_frame(compiler)
+        raise
+    compiler = _set_eval_frame(None)
+    try:
+        leave(session, frame, result)
+    except Exception as error:
+        _fault(session, self, error)
+    finally:
+        if frame.around is not None:
+            session.shielded(frame.site, frame.around.close)
+        del stack[depth:]
+        _set_eval_frame(compiler)
+    return result
+
+
+def enter(
+    session: CaptureSession,
+    stack: list[Frame],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Frame | None:
+    """A module is about to run: name it, count it, take its inputs."""
+    caller = stack[-1].place if stack else None
+    place = session.names.of(module, caller)
+    if place is None or not session.running or _is_unwelcome():
+        return None
+    recompute = _graph_task() != -1
+    if place.transparent:
+        _explain_compiled(session, place, module)
+        return None
+    clock = session.clock
+    if not stack and not recompute:
+        clock.enter(place, module)
+    step = clock.step_of(place.root)
+    visit = session.count_visit(place.site, step, recompute=recompute)
+    frame = Frame(place, module, visit, step, recompute=recompute)
+    stack.append(frame)
+    session.steps_seen.add(step)
+    session.execution_order.setdefault(place.site)
+    if is_compiled(module):
+        _explain_compiled(session, place, module)
+    look = place.look
+    if look.inputs_before or look.inputs_after or session.taps:
+        binding = flatten.binding_of(module.forward)
+        frame.inputs = flatten.inputs(binding, args, kwargs, _cache_part(module, stack))
+        if look.inputs_before and frame.inputs and session.selection.takes_step(step):
+            _take_all(session, frame, "input", frame.inputs, "before")
+    if session.taps:
+        _tell_taps(session, frame, outermost=len(stack) == 1)
+    return frame
+
+
+def _tell_taps(session: CaptureSession, frame: Frame, *, outermost: bool) -> None:
+    """The last thing before a module runs: an outermost call is wrapped, every call is announced."""
+    if outermost:
+        frame.around = contextlib.ExitStack()
+        for tap in session.taps:
+            session.shielded(
+                frame.site, frame.around.enter_context, tap.around_root(frame.module)
+            )
+    for tap in session.taps:
+        session.shielded(frame.site, tap.before_forward, frame, frame.inputs)
+
+
+def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
+    """A module has run: take its outputs, and its inputs again where asked."""
+    look = frame.place.look
+    taps = session.taps
+    if not (look.outputs or look.inputs_after or taps):
+        return
+    wanted = session.selection.takes_step(frame.step)
+    if look.inputs_after and wanted and frame.inputs:
+        _take_all(session, frame, "input", frame.inputs, "after")
+    found = flatten.outputs(result, _cache_part(frame.module, session._thread.stack))
+    if look.outputs and wanted and found:
+        _take_all(session, frame, "output", found, "after")
+    for tap in taps:
+        session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
+
+
+def _take_all(
+    session: CaptureSession, frame: Frame, port: str, tensors: flatten.Tensors, moment: str
+) -> None:
+    with undisturbed():
+        for slot, alias, tensor in tensors:
+            session.shielded(
+                frame.site,
+                session.take,
+                frame.site,
+                port,
+                slot,
+                tensor,
+                alias,
+                frame.class_name,
+                frame.visit,
+                frame.phase,
+                moment,
+                frame.step,
+            )
+
+
+def _cache_part(module: nn.Module, stack: list[Frame]) -> int:
+    """Which part of a key-value cache concerns a module: its own layer, all for a root, else none."""
+    if len(stack) <= 1:
+        return flatten.WHOLE_CACHE
+    layer = module.__dict__.get("layer_idx")
+    return layer if type(layer) is int else flatten.NO_CACHE
+
+
+def _is_unwelcome() -> bool:
+    """Places where looking would be noise or would leave traces: data workers, scripts being traced."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return worker is not None and worker._worker_info is not None
+
+
+def _explain_compiled(session: CaptureSession, place: Place, module: nn.Module) -> None:
+    session.event_once(
+        "compiled",
+        "this module is compiled: its inputs and outputs are captured, the modules inside only where the "
+        "compiled graph breaks; to see all of them run the program with TORCHDYNAMO_DISABLE=1",
+        site=place.site,
+    )
+
+
+def _note_failure(session: CaptureSession, frame: Frame, error: BaseException) -> None:
+    if frame.recompute:  # checkpointing stops its recomputation with an exception of its own
+        return
+    session.event(
+        "exception",
+        f"{type(error).__name__} was raised inside {frame.site}",
+        site=frame.site,
+        step=frame.step,
+    )
+
+
+def _fault(session: CaptureSession, module: nn.Module, error: Exception) -> None:
+    def again() -> None:
+        raise error
+
+    session.shielded(type(module).__name__, again)
+
+
+# --- switching on and off ------------------------------------------------------------------------------
+
+
+def watch(session: CaptureSession) -> None:
+    """Show a session every module call from now on."""
+    global _sessions, _original, _optimizer_hook, _fork_hook_set
+    with _lock:
+        if not _sessions:
+            if nn.Module.__call__ is not _call:
+                _original = nn.Module.__call__
+                nn.Module.__call__ = _call
+            _hide_from_compiler()
+            _optimizer_hook = register_optimizer_step_post_hook(_optimizer_stepped)
+            if not _fork_hook_set:
+                os.register_at_fork(after_in_child=_after_fork)
+                _fork_hook_set = True
+        _sessions = (*_sessions, session)
+
+
+def unwatch(session: CaptureSession) -> None:
+    """Show it no more; the last one to leave restores the plain call."""
+    global _sessions, _optimizer_hook
+    with _lock:
+        if session not in _sessions:
+            return
+        _sessions = tuple(s for s in _sessions if s is not session)
+        if not _sessions:
+            # Somebody else may have wrapped the call after us; then ours stays below, doing nothing.
+            if nn.Module.__call__ is _call:
+                nn.Module.__call__ = _original
+            if _optimizer_hook is not None:
+                _optimizer_hook.remove()
+                _optimizer_hook = None
+
+
+def active() -> tuple[CaptureSession, ...]:
+    return _sessions
+
+
+def _hide_from_compiler() -> None:
+    """Dynamo must not take our wrapper for the beginning of a graph; called inside one it is inlined."""
+    codes = (_call.__code__, _watched.__code__)
+    for code in codes:
+        if hasattr(_eval_frame, "set_code_exec_strategy"):
+            action = _eval_frame._FrameAction
+            _eval_frame.set_code_exec_strategy(
+                code, _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+            )
+        elif hasattr(_eval_frame, "skip_code"):
+            _eval_frame.skip_code(code)
+
+
+def _optimizer_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for session in _sessions:
+        session.shielded("optimizer", session.clock.optimizer_stepped)
+
+
+def _after_fork() -> None:
+    for session in _sessions:
+        session.after_fork()

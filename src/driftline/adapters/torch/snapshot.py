@@ -1,0 +1,215 @@
+"""A torch tensor as host bytes: without a copy where it can be, refused with a reason where it cannot.
+
+What is handed out for a plain host tensor is a window on live memory: it must be read, or copied, before
+the program goes on. Nothing here touches autograd, random state or the program's dispatch modes; callers
+hold `undisturbed()` around a group of snapshots. Knows nothing of names and sinks.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from driftline.numerics.dtypes import DTYPES
+
+Bytes = npt.NDArray[np.uint8]
+
+_NAMES: dict[torch.dtype, str] = {}
+"""torch dtype to our name, filled as dtypes are met; an empty name is a refusal."""
+
+_CPU = "cpu"
+_EMPTY: Bytes = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One tensor's description and, unless only described, its bytes in C order.
+
+    Attributes:
+        data: Flat bytes, possibly of live memory; None when only the description was wanted.
+        count: Logical elements.
+        placement: For a shard: how the whole lies over its ranks.
+        owner: Keeps the memory behind `data` alive.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes | None
+    device: str
+    device_index: int | None
+    count: int
+    placement: str
+    owner: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a tensor cannot be stored, as the end of the sentence "not stored: ..."."""
+
+    reason: str
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No modes of the program see what happens inside, and autograd records nothing of it."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Our name of a torch dtype; empty when its bytes mean nothing to us.
+
+    torch's own sub-byte integers (`uint4`, `int3`, ...) use a whole byte per element and are stored so.
+    """
+    name = _NAMES.get(dtype)
+    if name is None:
+        name = str(dtype).removeprefix("torch.")
+        if name not in DTYPES or (name in ("int4", "uint4")):
+            if name.startswith("uint") or name == "bits8":
+                name = "uint8"
+            elif name.startswith("int"):
+                name = "int8"
+            else:
+                name = ""
+        _NAMES[dtype] = name
+    return name
+
+
+def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal:
+    """Look at one tensor.
+
+    Args:
+        tensor: Any tensor.
+        values: Whether its bytes are wanted, or only dtype, shape and device.
+    """
+    kind = type(tensor)
+    placement = ""
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        plain = _plain(tensor)
+        if isinstance(plain, Refusal):
+            return plain
+        tensor, placement = plain
+    reason = _refusal(tensor, values=values)
+    if reason:
+        return Refusal(reason)
+    dtype = dtype_name(tensor.dtype)
+    if not dtype:
+        return Refusal(f"{tensor.dtype} elements are not understood")
+    shape = tuple(tensor.shape)
+    count = tensor.numel()
+    packed = dtype == "float4_e2m1fn_x2"
+    device = tensor.device
+    if values:
+        data, owner = _bytes(tensor)
+        if data is None:
+            return Refusal("its storage has been freed or is not in memory")
+    else:
+        data, owner = None, tensor
+    if packed:  # torch counts bytes of two elements each
+        count *= 2
+        shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
+    on_host = device.type == _CPU
+    return Snapshot(
+        dtype,
+        shape,
+        data,
+        _CPU if on_host else str(device),
+        None if on_host else device.index,
+        count,
+        placement,
+        owner,
+    )
+
+
+def every_nth(shot: Snapshot, stride: int) -> Bytes:
+    """The bytes of elements 0, stride, 2*stride, ... of a snapshot."""
+    assert shot.data is not None
+    width = DTYPES[shot.dtype].bits
+    if stride == 1:
+        return shot.data
+    if width < 8:  # two elements a byte: a sample of bytes is a sample of pairs, so unpack first
+        codes = np.stack((shot.data & 0x0F, shot.data >> 4), axis=1).reshape(-1)[::stride]
+        padded = np.append(codes, np.uint8(0)) if codes.size % 2 else codes
+        return (padded[0::2] | (padded[1::2] << 4)).astype(np.uint8)
+    size = width // 8
+    return np.ascontiguousarray(shot.data.reshape(-1, size)[::stride]).reshape(-1)
+
+
+def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
+    if tensor.layout is not torch.strided:
+        return f"{str(tensor.layout).removeprefix('torch.')} tensors are not stored"
+    if tensor.is_quantized:
+        return f"a quantised tensor ({tensor.dtype}) has no plain values; dequantise it to see it"
+    if values:
+        if tensor.is_meta:
+            return "a tensor on the meta device has no values"
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return "inside torch.func (vmap, grad) a tensor has no memory of its own"
+        if torch._is_functional_tensor(tensor):
+            return "a functional tensor exists only while a graph is traced"
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return (
+                "a CUDA graph is being recorded; capture the same model without CUDA graphs to see it"
+            )
+    return ""
+
+
+def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, str] | Refusal:
+    """The ordinary tensor behind a subclass."""
+    kind = type(tensor)
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        text = f"{_placements(tensor)} of {tuple(tensor.shape)} over mesh {_mesh(tensor)}"
+        local = tensor._local_tensor
+        if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
+            return Refusal(f"a DTensor whose local part is a {type(local).__name__}")
+        return local, text
+    if torch.nn.parameter.is_lazy(tensor):
+        return Refusal("a lazy parameter has no values yet")
+    dispatch = getattr(kind, "__torch_dispatch__", None)
+    if dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl:
+        if getattr(dispatch, "__func__", dispatch) is not torch.Tensor.__dict__.get(
+            "__torch_dispatch__"
+        ):
+            return Refusal(f"a {kind.__name__} decides itself what its values are")
+    return torch.Tensor.as_subclass(tensor, torch.Tensor), ""
+
+
+def _placements(tensor: Any) -> str:
+    return "[" + ", ".join(str(p) for p in tensor.placements) + "]"
+
+
+def _mesh(tensor: Any) -> str:
+    return str(tuple(tensor.device_mesh.shape))
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[Bytes | None, torch.Tensor]:
+    """Flat C-order bytes, and the tensor that owns them."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.device.type != _CPU:
+        tensor = tensor.detach().cpu()
+    if not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
+    length = tensor.numel() * tensor.element_size()
+    if length == 0:
+        return _EMPTY, tensor
+    address = tensor.data_ptr()
+    if address == 0:
+        return None, tensor
+    window = (ctypes.c_uint8 * length).from_address(address)
+    return np.frombuffer(window, np.uint8), tensor
