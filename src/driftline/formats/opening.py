@@ -1,0 +1,158 @@
+"""Any path → a run: our own layout first, then whichever format recognises the file.
+
+`driftline.open_run` is `open_run` here. A format is a module (or any object) with `NAME`,
+`sniff(path)` and `members(path)`; other packages announce theirs as entry points of the group
+`driftline.formats`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from driftline.errors import BadFile, BadInput, BadRun
+from driftline.formats.member import Member
+from driftline.numerics.dtypes import DTYPES
+from driftline.registry import Address, plugins
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Blob, Record
+from driftline.runs.run import Loss, Run, Storage
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+GROUP = "driftline.formats"
+LONE = "tensor"
+"""Site of the only tensor of a file, so that any two such files pair, whatever they call it."""
+
+BUILTIN: dict[str, Address] = {
+    "npy": Address("driftline.formats.npy"),
+    "npz": Address("driftline.formats.npz"),
+    "safetensors": Address("driftline.formats.safetensors"),
+    "torch": Address("driftline.formats.torchfile"),
+}
+
+
+class Format(Protocol):
+    """What a format must offer; `driftline.testing.formats` holds it to more."""
+
+    NAME: str
+
+    def sniff(self, path: Path, /) -> bool:
+        """Whether this looks like one of ours; reads a few bytes, never raises for content."""
+        ...
+
+    def members(self, path: Path, /) -> list[Member]:
+        """The tensors inside, unread; raises a DriftlineError for whatever cannot be believed."""
+        ...
+
+
+def open_run(path: StrPath) -> Run:
+    """Open a run, or a tensor file of another program as a run.
+
+    Raises:
+        BadRun: Nothing is there, or it is no run.
+        BadFile: It is a tensor file that cannot be believed.
+    """
+    place = Path(path)
+    if place.is_file():
+        return open_file(place)
+    from driftline.runs import reader
+
+    try:
+        return reader.open_run(place)
+    except BadRun as not_ours:
+        if place.is_dir():
+            if (place / "table.json").is_file():
+                raise BadRun(
+                    f"{place} is a comparison table, not a run",
+                    hint=f"look at it with: driftline show {place}",
+                ) from None
+            for format_ in _announced():
+                if format_.sniff(place):
+                    return FileRun(place, format_.NAME, format_.members(place))
+        raise not_ours
+
+
+def open_file(path: Path) -> FileRun:
+    """Open a single tensor file.
+
+    Raises:
+        BadFile: No format recognises it, or the one that does refuses it.
+    """
+    for format_ in (*_builtin(), *_announced()):
+        if format_.sniff(path):
+            return FileRun(path, format_.NAME, format_.members(path))
+    raise BadFile(
+        f"{path} is no tensor file that driftline can read",
+        hint="it reads folders written by `driftline dump`, and .npy, .npz, .pt, .pth and "
+        ".safetensors files",
+    )
+
+
+def _builtin() -> Iterator[Format]:
+    for address in BUILTIN.values():
+        yield address.load()
+
+
+def _announced() -> Iterator[Format]:
+    for name, address in plugins(GROUP).items():
+        if name not in BUILTIN:
+            yield address.load()
+
+
+class FileRun(Run):
+    """A tensor file as a run: each tensor is the output of a site of its name, uncopied."""
+
+    def __init__(self, path: Path, format_name: str, members: Sequence[Member]) -> None:
+        self.name = str(path)
+        self._format = format_name
+        self._members = {_key(member, len(members)): member for member in members}
+        if len(self._members) != len(members):
+            raise BadFile(f"{path} holds two tensors of one name")
+        self._records = [
+            _record(path, key, member, order)
+            for order, (key, member) in enumerate(self._members.items())
+        ]
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._records
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return {"format": self._format, "path": self.name}
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        return [
+            Loss(record.key.site, record.lost, record.key)
+            for record in self._records
+            if record.lost
+        ]
+
+    def raw(self, record: Record) -> Storage:
+        if record.lost:
+            raise BadInput(f"{record.key.site} of {self.name} has no values: {record.lost}")
+        values = self._members[record.key].fetch()
+        values.flags.writeable = False
+        return values
+
+
+def _key(member: Member, how_many: int) -> TensorKey:
+    return TensorKey.of(LONE if how_many == 1 else member.name or LONE, "output")
+
+
+def _record(path: Path, key: TensorKey, member: Member, order: int) -> Record:
+    known = DTYPES.get(member.dtype)
+    length = known.byte_count(math.prod(member.shape)) if known else 0
+    return Record(
+        key,
+        order,
+        member.dtype,
+        member.shape,
+        blob=None if member.trouble else Blob(path.name, 0, length),
+        lost=member.trouble,
+    )

@@ -1,0 +1,66 @@
+"""Every built-in format goes through the suite that third parties subclass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+
+from driftline.formats import npy, npz, safetensors, torchfile
+from driftline.testing.formats import Arrays, FormatConformance
+
+
+class TestNpy(FormatConformance):
+    format = npy
+    suffix = ".npy"
+    one_tensor = True
+
+    def write(self, path: Path, arrays: Arrays) -> None:
+        (array,) = arrays.values()
+        np.save(path, array)
+
+
+class TestNpz(FormatConformance):
+    format = npz
+    suffix = ".npz"
+
+    def write(self, path: Path, arrays: Arrays) -> None:
+        np.savez(path, **arrays)
+
+
+class TestCompressedNpz(FormatConformance):
+    format = npz
+    suffix = ".npz"
+
+    def write(self, path: Path, arrays: Arrays) -> None:
+        np.savez_compressed(path, **arrays)
+
+
+class TestSafetensors(FormatConformance):
+    format = safetensors
+    suffix = ".safetensors"
+
+    def write(self, path: Path, arrays: Arrays) -> None:
+        save_file(arrays, path)
+
+
+class TestTorchZip(FormatConformance):
+    format = torchfile
+    suffix = ".pt"
+
+    def write(self, path: Path, arrays: Arrays) -> None:
+        torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, path)
+
+
+class TestTorchLegacy(FormatConformance):
+    format = torchfile
+    suffix = ".pth"
+
+    def write(self, path: Path, arrays: Arrays) -> None:
+        torch.save(
+            {name: torch.from_numpy(array) for name, array in arrays.items()},
+            path,
+            _use_new_zipfile_serialization=False,
+        )

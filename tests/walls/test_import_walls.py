@@ -1,0 +1,188 @@
+"""Who may import whom. One table; every file of the package is parsed and held to it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "driftline"
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "settings", "registry"),
+    ("numerics",),
+    ("runs",),
+    ("adapters", "launch", "formats", "topology"),
+    ("alignment",),
+    ("comparison",),
+    ("tolerance",),
+    ("gating", "operators", "decoding", "experiments", "diagnosis"),
+    ("dialects", "suites", "reports"),
+    ("cli",),
+)
+"""A room may import itself and every room of a line above its own, never one beside or below it."""
+
+BESIDE = {
+    ("registry", "errors"): "an absent part is said in a sentence",
+    ("adapters", "topology"): "what capture writes down of a model is a module tree",
+    ("launch", "adapters"): "the woken process starts the capture session",
+}
+"""The few doors between rooms of one line, each with its reason."""
+
+UPWARD_ON_USE = {
+    (
+        "adapters",
+        "dialects",
+    ): "capture in a seed's layout is found by its address when it is asked for",
+    ("launch", "dialects"): "`dump --layout ait` writes the seed's tree from the launched process",
+}
+"""Inside a function only: the part is loaded when a user asks for it."""
+
+TYPES_ONLY = ("numpy", "torch", "_typeshed")
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Third-party packages of a room: at the top of a file, or inside a function only."""
+
+    top: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+
+
+def allow(top: str = "", inside: str = "") -> Allowance:
+    return Allowance(frozenset(top.split()), frozenset(inside.split()))
+
+
+# The capture side is put on the path of foreign Python environments: what it imports must be there.
+THIRD_PARTY: dict[str, Allowance] = {
+    "errors": allow(),
+    "settings": allow(),
+    "registry": allow(),
+    "numerics": allow(top="numpy"),
+    "runs": allow(top="numpy", inside="msgspec ml_dtypes"),
+    "adapters": allow(top="numpy"),
+    "adapters/torch": allow(top="numpy torch", inside="transformers"),
+    "launch": allow(inside="torch"),
+    "formats": allow(top="numpy", inside="torch"),
+    "topology": allow(top="numpy"),
+    "alignment": allow(top="numpy"),
+    "comparison": allow(top="numpy", inside="pyarrow torch"),
+    "tolerance": allow(top="numpy"),
+    "gating": allow(top="numpy", inside="torch"),
+    "dialects": allow(top="numpy", inside="torch"),
+    "reports": allow(),
+    "cli": allow(top="cyclopts", inside="torch"),
+    "testing": allow(top="numpy torch", inside="pytest transformers"),
+    "__init__": allow(),
+    "__main__": allow(),
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    module: str
+    kind: str  # "top", "inside" or "types"
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import of a file, also those made through `require` and `import_module`."""
+
+    def walk(node: ast.AST, kind: str) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inner = kind
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                inner = "types" if kind == "types" else "inside"
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                inner = "types"
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(child.lineno, alias.name, kind)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}:{child.lineno}: imports are absolute here"
+                assert child.module is not None
+                if child.module == "driftline":
+                    for alias in child.names:
+                        yield Import(child.lineno, f"driftline.{alias.name}", kind)
+                else:
+                    yield Import(child.lineno, child.module, kind)
+            elif isinstance(child, ast.Call):
+                name = ast.unparse(child.func).rpartition(".")[2]
+                if name in ("require", "import_module", "__import__") and child.args:
+                    first = child.args[0]
+                    if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                        yield Import(child.lineno, first.value, "inside")
+            yield from walk(child, inner)
+
+    yield from walk(ast.parse(path.read_text("utf-8")), "top")
+
+
+def layer_of(room: str) -> int | None:
+    return next((at for at, rooms in enumerate(LAYERS) if room in rooms), None)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_room_imports_only_what_lies_above_it(path: Path) -> None:
+    room = room_of(path)
+    if room in ("testing", "__init__", "__main__"):
+        return
+    own = layer_of(room)
+    assert own is not None, f"{room} is not in the table of rooms"
+    for found in imports_of(path):
+        top, _, rest = found.module.partition(".")
+        if top != "driftline" or not rest:
+            continue
+        other = rest.partition(".")[0]
+        if other in (room, "__version__"):
+            continue
+        theirs = layer_of(other)
+        where = f"{path.name}:{found.line} imports {found.module}"
+        assert theirs is not None, f"{where}, which is no room of the table"
+        allowed = theirs < own or (room, other) in BESIDE
+        if found.kind == "inside":
+            allowed = allowed or (room, other) in UPWARD_ON_USE
+        assert allowed, f"{where}: {room} stands above {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_room_uses_only_the_packages_it_is_allowed(path: Path) -> None:
+    room = room_of(path)
+    if path.is_relative_to(PACKAGE / "adapters" / "torch"):
+        room = "adapters/torch"
+    allowance = THIRD_PARTY[room]
+    for found in imports_of(path):
+        top = found.module.partition(".")[0]
+        if top in sys.stdlib_module_names or top == "driftline":
+            continue
+        if found.kind == "types" and top in TYPES_ONLY:
+            continue
+        allowed = allowance.top | (allowance.inside if found.kind != "top" else frozenset())
+        assert top in allowed, f"{path.name}:{found.line}: {room} may not import {top} {found.kind}"
+
+
+def test_the_wall_sees_a_planted_breach(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        "import torch\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import pyarrow\n"
+        "def f():\n    from driftline.cli import main\n    require('rich')\n"
+    )
+    found = {(i.module, i.kind) for i in imports_of(planted)}
+    assert found >= {
+        ("torch", "top"),
+        ("pyarrow", "types"),
+        ("driftline.cli", "inside"),
+        ("rich", "inside"),
+    }
