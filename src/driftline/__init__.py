@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from driftline.adapters.torch.door import capture as capture
     from driftline.adapters.torch.door import step as step
-    from driftline.comparison.door import compare as compare
-    from driftline.comparison.door import compare_models as compare_models
-    from driftline.comparison.door import open_table as open_table
+    from driftline.comparison.storage import open_table as open_table
     from driftline.dialects.ait import DumpConfig as DumpConfig
     from driftline.dialects.ait import register_hook as register_hook
     from driftline.dialects.ait import register_saving_hook as register_saving_hook
     from driftline.formats.opening import open_run as open_run
+    from driftline.gating.door import compare as compare
+    from driftline.gating.models import compare_models as compare_models
 
 __version__ = "0.1.0"
 
@@ -26,9 +26,9 @@ _DOORS = {
     "capture": "driftline.adapters.torch.door:capture",
     "step": "driftline.adapters.torch.door:step",
     "open_run": "driftline.formats.opening:open_run",
-    "compare": "driftline.comparison.door:compare",
-    "compare_models": "driftline.comparison.door:compare_models",
-    "open_table": "driftline.comparison.door:open_table",
+    "compare": "driftline.gating.door:compare",
+    "compare_models": "driftline.gating.models:compare_models",
+    "open_table": "driftline.comparison.storage:open_table",
     "DumpConfig": "driftline.dialects.ait:DumpConfig",
     "register_hook": "driftline.dialects.ait:register_hook",
     "register_saving_hook": "driftline.dialects.ait:register_saving_hook",

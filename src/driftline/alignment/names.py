@@ -47,11 +47,13 @@ def align_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> P
     return Plan(tuple(pairs), tuple(alone), extra)
 
 
-def select(records: Sequence[Record], sites: Sequence[str], ports: Sequence[str]) -> list[Record]:
+def select(
+    records: Sequence[Record], sites: Sequence[str], ports: Sequence[str], *, strict: bool = True
+) -> list[Record]:
     """The records whose site matches one of the globs and whose port is listed; none given is all.
 
     Raises:
-        BadInput: A glob or a port matches nothing.
+        BadInput: A glob or a port matches nothing, unless not `strict`.
     """
     known_sites = {record.key.site for record in records}
     wanted_sites = set(known_sites)
@@ -59,12 +61,12 @@ def select(records: Sequence[Record], sites: Sequence[str], ports: Sequence[str]
         wanted_sites.clear()
         for glob in sites:
             hits = fnmatch.filter(known_sites, glob)
-            if not hits:
+            if strict and not hits:
                 raise BadInput(f"no site matches '{glob}'", hint=did_you_mean(glob, known_sites))
             wanted_sites.update(hits)
     known_ports = {record.key.port for record in records}
     for port in ports:
-        if port not in known_ports:
+        if strict and port not in known_ports:
             raise BadInput(f"no tensor of port '{port}'", hint=did_you_mean(port, known_ports))
     return [
         record

@@ -1,0 +1,302 @@
+"""Pairs become rows: the engine that reads two runs once, in bounded memory, on every core.
+
+Knows no limits: its rows are measured, not judged. A pair that cannot be measured is a row with a
+reason, never a row left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.metrics.catalogue import STANDARD, Metric
+from driftline.comparison.row import Row
+from driftline.comparison.summaries import ESTIMATED, measure_summaries
+from driftline.comparison.table import Side, Table
+from driftline.comparison.values import blocks_of, measure_moments, measure_values, open_values
+from driftline.errors import DriftlineError
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.moments import PairMoments
+from driftline.numerics.summary import Summary
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+Progress = Callable[[int, int], None]
+"""Called with (pairs done, pairs in all); from any thread, one call at a time."""
+
+_LARGE = 64 << 20
+"""Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
+_ABOUT = ("id", "command", "argv", "created", "versions", "framework", "devices", "git", "seeds")
+_SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
+
+
+def measure(
+    plan: Plan,
+    reference: Run,
+    candidate: Run,
+    *,
+    metrics: Sequence[Metric] = STANDARD,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Table:
+    """Measure every pair of a plan.
+
+    Args:
+        plan: What to set against what.
+        reference: Where the reference's bytes are.
+        candidate: Where the candidate's bytes are.
+        metrics: What to measure.
+        rtol: For `outside_share`: an element is inside when `|c - r| <= atol + rtol |r|`.
+        atol: See `rtol`.
+        threads: Worker threads; one per usable core when not given.
+        progress: Told how far it is.
+
+    Returns:
+        A table whose compared rows are `unjudged`, in the reference's execution order, extra last.
+    """
+    work = _Work(plan.pairs, reference, candidate, tuple(metrics), rtol, atol, progress)
+    rows = work.run(threads or len(os.sched_getaffinity(0)))
+    alone = [_lone(record, "missing", "only in the reference") for record in plan.missing]
+    extra = [_lone(record, "extra", "only in the candidate") for record in plan.extra]
+    if alone:
+        rows = sorted([*rows, *alone], key=lambda row: (row.key.rank, row.key.process, row.order))
+    return Table(
+        rows=(*rows, *extra),
+        columns=tuple(metric.column for metric in metrics),
+        reference=_side(reference),
+        candidate=_side(candidate),
+    )
+
+
+class _Work:
+    """Pairs shared out among threads; the blocks of a large pair go to whoever is free."""
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        reference: Run,
+        candidate: Run,
+        metrics: tuple[Metric, ...],
+        rtol: float,
+        atol: float,
+        progress: Progress | None,
+    ) -> None:
+        self.pairs = pairs
+        self.reference = reference
+        self.candidate = candidate
+        self.metrics = metrics
+        self.rtol = rtol
+        self.atol = atol
+        self.progress = progress
+        self.rows: list[Row | None] = [None] * len(pairs)
+        self.units = [
+            (at, block, len(blocks))
+            for at, pair in enumerate(pairs)
+            for blocks in [_blocks(pair)]
+            for block in range(len(blocks))
+        ]
+        self.parts: dict[int, dict[int, PairMoments]] = {}
+        self.failure: BaseException | None = None
+        self.done = 0
+        self.lock = threading.Lock()
+        self.large = threading.Lock()
+        self.ticket = itertools.count()
+
+    def run(self, threads: int) -> list[Row]:
+        """All rows, in the order of the pairs. The calling thread works too."""
+        helpers = [
+            threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
+            for n in range(1, min(threads, len(self.units)))
+        ]
+        for helper in helpers:
+            helper.start()
+        self._worker()
+        for helper in helpers:
+            helper.join()
+        if self.failure is not None:
+            raise self.failure
+        return [row for row in self.rows if row is not None]
+
+    def _worker(self) -> None:
+        try:
+            while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
+                at, block, blocks = self.units[ticket]
+                row = self._row(at, block, blocks)
+                if row is not None:
+                    self._finish(at, row)
+        except BaseException as bug:  # carried to the calling thread, which raises it
+            self.failure = bug
+
+    def _finish(self, at: int, row: Row) -> None:
+        with self.lock:
+            if self.rows[at] is None:  # a pair of many blocks may fail in several
+                self.rows[at] = row
+                self.done += 1
+                if self.progress is not None:
+                    self.progress(self.done, len(self.pairs))
+
+    def _row(self, at: int, block: int, blocks: int) -> Row | None:
+        """The row of a pair; None while other blocks of it are still under way."""
+        pair = self.pairs[at]
+        row = _paired(pair)
+        if trouble := _clash(pair):
+            return replace(row, status="incomparable", reason=trouble)
+        try:
+            if _has_values(self.reference, pair.reference) and _has_values(
+                self.candidate, pair.candidate
+            ):
+                return self._from_values(at, block, blocks, row)
+            return _from_the_rest(self.reference, self.candidate, pair, row)
+        except (DriftlineError, OSError, ValueError) as trouble:
+            reason = str(trouble) or type(trouble).__name__
+            return replace(row, status="incomparable", reason=reason)
+
+    def _from_values(self, at: int, block: int, blocks: int, row: Row) -> Row | None:
+        pair = self.pairs[at]
+        values = open_values(self.reference, pair.reference, self.candidate, pair.candidate)
+        start, stop = blocks_of(values.count)[block] if blocks > 1 else (0, values.count)
+        part = values.moments(start, stop, atol=self.atol, rtol=self.rtol)
+        if blocks == 1:
+            parts = [part]
+        else:
+            with self.lock:
+                known = self.parts.setdefault(at, {})
+                known[block] = part
+                if len(known) < blocks:
+                    return None
+                del self.parts[at]
+            parts = [known[n] for n in range(blocks)]
+        found = measure_moments(parts, self.metrics)
+        if values.count * 8 > _LARGE:
+            with self.large:
+                found = measure_values(values, found, self.metrics)
+        else:
+            found = measure_values(values, found, self.metrics)
+        basis = "values" if values.shape is not None else "sample"
+        return replace(row, metrics=found, basis=basis)
+
+
+def _blocks(pair: Pair) -> list[tuple[int, int]]:
+    """How a pair will be cut, known before it is opened; one piece for all but large tensors."""
+    ours, theirs = pair.reference, pair.candidate
+    if ours.kept == theirs.kept == "full" and not _clash(pair):
+        return blocks_of(math.prod(ours.shape))
+    return [(0, 0)]
+
+
+def _paired(pair: Pair) -> Row:
+    ours, theirs = pair.reference, pair.candidate
+    return Row(
+        key=ours.key,
+        status="unjudged",
+        order=ours.order,
+        candidate_slot=theirs.key.slot if pair.by == "alias" else "",
+        class_name=ours.class_name or theirs.class_name,
+        reference_dtype=ours.dtype,
+        candidate_dtype=theirs.dtype,
+        reference_shape=ours.shape,
+        candidate_shape=theirs.shape,
+    )
+
+
+def _clash(pair: Pair) -> str:
+    """Why two tensors cannot be set against each other whatever their values; empty if they can."""
+    ours, theirs = pair.reference, pair.candidate
+    if ours.shape != theirs.shape:
+        return f"the shapes differ: {_dims(ours)} against {_dims(theirs)}"
+    unknown = [name for name in (ours.dtype, theirs.dtype) if name not in DTYPES]
+    if unknown:
+        return f"the element type {unknown[0]} is not known"
+    if (DTYPES[ours.dtype].kind == "complex") != (DTYPES[theirs.dtype].kind == "complex"):
+        return f"a complex tensor against a real one: {ours.dtype} against {theirs.dtype}"
+    if "bits" in (DTYPES[ours.dtype].kind, DTYPES[theirs.dtype].kind):
+        return f"{ours.dtype} and {theirs.dtype} hold bits, not numbers"
+    if ours.placement != theirs.placement:
+        return (
+            f"placed differently: {ours.placement or 'whole'} against {theirs.placement or 'whole'}"
+        )
+    return ""
+
+
+def _has_values(run: Run, record: Record) -> bool:
+    return record.kept in ("full", "sample") and not run.lost(record)
+
+
+def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
+    """A pair of which at least one side has no values: by digest, by summary, or not at all."""
+    ours, theirs = pair.reference, pair.candidate
+    known_apart = _digests(ours, theirs)
+    if known_apart is False:
+        return replace(row, basis="digest", metrics=dict(_SAME))
+    here, there = _summary(reference, ours), _summary(candidate, theirs)
+    exact = not DTYPES[ours.dtype].is_floating
+    if known_apart and (exact or here is None or there is None):
+        return replace(
+            row,
+            basis="digest",
+            status="fail",
+            reason="the bytes differ; only digests were kept, so how much is not known",
+            severity=math.inf,
+        )
+    if here is not None and there is not None:
+        found = measure_summaries(here, there)
+        return replace(row, basis="summary", estimated=ESTIMATED, metrics=found)
+    lost = reference.lost(ours) or candidate.lost(theirs)
+    if lost:
+        return replace(row, status="incomparable", reason=f"the values are lost: {lost}")
+    kept = " and ".join(dict.fromkeys((ours.kept, theirs.kept)))
+    why = f"nothing of it can be compared: kept as {kept}"
+    if "describe" in kept:
+        why += "; shapes agree" + (", dtypes too" if ours.dtype == theirs.dtype else "")
+    elif ours.dtype != theirs.dtype:
+        why += f"; digests of {ours.dtype} and {theirs.dtype} say nothing about each other"
+    return replace(row, status="incomparable", reason=why, basis="describe")
+
+
+def _digests(ours: Record, theirs: Record) -> bool | None:
+    """True when digests prove the bytes different, False the same, None when they cannot say."""
+    if not ours.digest or not theirs.digest or ours.dtype != theirs.dtype:
+        return None
+    if "sample" in (ours.kept, theirs.kept) and (
+        ours.kept != theirs.kept or ours.sample_stride != theirs.sample_stride
+    ):
+        return None
+    if ours.digest.partition(":")[0] != theirs.digest.partition(":")[0]:
+        return None
+    return ours.digest != theirs.digest
+
+
+def _summary(run: Run, record: Record) -> Summary | None:
+    """The summary that was kept, or one made now from values that were."""
+    if record.summary is not None:
+        return record.summary
+    if record.kept == "full" and not run.lost(record):
+        count = math.prod(record.shape)
+        return kernel.summarize(run.raw(record), DTYPES[record.dtype], count=count)
+    return None
+
+
+def _lone(record: Record, status: Literal["missing", "extra"], reason: str) -> Row:
+    row = Row(record.key, status, reason, order=record.order, class_name=record.class_name)
+    if status == "missing":
+        return replace(row, reference_dtype=record.dtype, reference_shape=record.shape)
+    return replace(row, candidate_dtype=record.dtype, candidate_shape=record.shape)
+
+
+def _side(run: Run) -> Side:
+    manifest: Mapping[str, Any] = run.manifest
+    about = {name: manifest[name] for name in _ABOUT if name in manifest}
+    return Side(run.name, about, tuple(str(loss) for loss in run.losses))
+
+
+def _dims(record: Record) -> str:
+    return "x".join(str(size) for size in record.shape) or "scalar"

@@ -1,0 +1,188 @@
+"""Two tensors whose values were kept: from stored bytes to the measurements of the pair.
+
+Bytes go to the kernel as they lie in the file, without a copy, block by block for large tensors.
+Only metrics that the kernel's pass does not hold need the values as float64 arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.comparison.metrics.catalogue import KNOWN, Metric
+from driftline.comparison.metrics.derivation import needs_definition
+from driftline.comparison.row import Number
+from driftline.errors import BadInput
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES, DType, to_float64
+from driftline.numerics.moments import PairMoments, merge_moments
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+Storage = npt.NDArray[Any]
+F64 = npt.NDArray[np.float64]
+
+BLOCK = 4 << 20
+"""Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
+FALLBACK_BLOCK = 1 << 18
+"""The same without the C kernel, whose numpy stand-in makes float64 temporaries."""
+
+_SCALED = ("relative_l2", "cosine", "projection", "rmse")
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePair:
+    """The stored values of both sides, and how many elements they hold.
+
+    Attributes:
+        reference: Flat storage values, as `Run.raw` gives them.
+        reference_dtype: What they mean.
+        count: Logical elements on each side.
+        shape: The tensor's shape; None when the values are a sample of it.
+    """
+
+    reference: Storage
+    reference_dtype: DType
+    candidate: Storage
+    candidate_dtype: DType
+    count: int
+    shape: tuple[int, ...] | None
+
+    def moments(self, start: int, stop: int, *, atol: float, rtol: float) -> PairMoments:
+        """What one pass over a block knows."""
+        return kernel.pair_moments(
+            _part(self.reference, self.reference_dtype, start, stop),
+            self.reference_dtype,
+            _part(self.candidate, self.candidate_dtype, start, stop),
+            self.candidate_dtype,
+            count=stop - start,
+            atol=atol,
+            rtol=rtol,
+        )
+
+    def decoded(self) -> tuple[F64, F64]:
+        """Both sides as flat float64, mask sentinels as -inf; a complex number is two reals."""
+        return (
+            _decoded(self.reference, self.reference_dtype, self.count),
+            _decoded(self.candidate, self.candidate_dtype, self.count),
+        )
+
+
+def blocks_of(count: int) -> list[tuple[int, int]]:
+    """First and last-plus-one element of each block of so many; a single one for most tensors."""
+    size = FALLBACK_BLOCK if kernel.active() == "numpy" else BLOCK
+    if count <= 2 * size:
+        return [(0, count)]
+    return [(at, min(at + size, count)) for at in range(0, count, size)]
+
+
+def open_values(reference: Run, ours: Record, candidate: Run, theirs: Record) -> ValuePair:
+    """The kept values of a pair; a sample is set against the same elements of the other side.
+
+    Raises:
+        DriftlineError: The values of a side cannot be read, or the samples share no elements.
+    """
+    our_dtype, their_dtype = DTYPES[ours.dtype], DTYPES[theirs.dtype]
+    same = (
+        ours.dtype == theirs.dtype
+        and ours.kept == theirs.kept
+        and ours.sample_stride == theirs.sample_stride
+        and bool(ours.digest)
+        and ours.digest == theirs.digest
+    )
+    here = reference.raw(ours)
+    # The same bytes twice: one read serves for both, and every measurement comes out as it would.
+    there = here if same else candidate.raw(theirs)
+    elements = math.prod(ours.shape)
+    if ours.kept == theirs.kept == "full":
+        return ValuePair(here, our_dtype, there, their_dtype, elements, ours.shape)
+    our_stride = ours.sample_stride if ours.kept == "sample" else 1
+    their_stride = theirs.sample_stride if theirs.kept == "sample" else 1
+    common = math.lcm(our_stride, their_stride)
+    here = _thinned(here, our_dtype, common // our_stride)
+    there = _thinned(there, their_dtype, common // their_stride)
+    return ValuePair(here, our_dtype, there, their_dtype, -(-elements // common), None)
+
+
+def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -> dict[str, Number]:
+    """The measurements that the kernel's pass holds."""
+    whole = moments[0] if len(moments) == 1 else merge_moments(moments)
+    found: dict[str, Number] = {}
+    for metric in metrics:
+        if metric.derive is not None:
+            value = metric.derive(whole)
+            if value is not None:
+                found[metric.name] = value
+    if needs_definition(whole):
+        found["_scaled"] = 1  # taken out again by `measure_values`
+    return found
+
+
+def measure_values(
+    pair: ValuePair, found: dict[str, Number], metrics: Sequence[Metric]
+) -> dict[str, Number]:
+    """Complete the measurements with those that need every value at once."""
+    wanted = [metric for metric in metrics if metric.derive is None]
+    if found.pop("_scaled", 0):
+        wanted += [KNOWN[name] for name in _SCALED]
+    if not wanted:
+        return found
+    ours, theirs = pair.decoded()
+    both = np.isfinite(ours) & np.isfinite(theirs)
+    flat_ours, flat_theirs = (ours, theirs) if both.all() else (ours[both], theirs[both])
+    for metric in wanted:
+        here, there = flat_ours, flat_theirs
+        if metric.whole:
+            here, there = _shaped(ours, pair), _shaped(theirs, pair)
+        try:
+            # Copies for users' functions: nothing they write may reach the next metric.
+            value = (
+                metric.define()(here, there)
+                if metric.function is None
+                else float(metric.function(here.copy(), there.copy()))
+            )
+        except Exception as trouble:
+            if metric.function is None:
+                raise
+            raise BadInput(
+                f"the metric '{metric.name}' failed: {type(trouble).__name__}: {trouble}"
+            ) from trouble
+        found[metric.name] = value
+    return found
+
+
+def _part(values: Storage, dtype: DType, start: int, stop: int) -> Storage:
+    if dtype.bits == 4:
+        return values[start // 2 : (stop + 1) // 2]  # blocks start at even elements
+    return values[start:stop]
+
+
+def _decoded(values: Storage, dtype: DType, count: int) -> F64:
+    decoded = to_float64(values, dtype, count).reshape(-1)
+    if dtype.kind == "complex":
+        return decoded.view(np.float64)
+    numbers = decoded.astype(np.float64, copy=False)
+    if dtype.kind == "float" and dtype.bits >= 16:
+        numbers = np.where(numbers == dtype.lowest, -np.inf, numbers)
+    return numbers
+
+
+def _shaped(values: F64, pair: ValuePair) -> F64:
+    if pair.shape is None:
+        return values
+    if pair.reference_dtype.kind == "complex":
+        return values.reshape(*pair.shape, 2)
+    return values.reshape(pair.shape)
+
+
+def _thinned(values: Storage, dtype: DType, stride: int) -> Storage:
+    if stride == 1:
+        return values
+    if dtype.bits == 4:
+        raise BadInput(f"samples of packed {dtype.name} with different strides share no bytes")
+    return np.ascontiguousarray(values[::stride])

@@ -1,0 +1,113 @@
+"""The Python door to comparison: `driftline.compare(reference, candidate)` gives a judged table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from driftline.alignment.names import align_by_name, select
+from driftline.alignment.plan import Plan
+from driftline.comparison.engine import Progress, measure
+from driftline.comparison.metrics.catalogue import requested
+from driftline.comparison.table import Table
+from driftline.errors import BadInput
+from driftline.gating.judge import judge
+from driftline.runs.run import Run
+from driftline.tolerance.limits import Limit, Tolerance, limits_from
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+Source: TypeAlias = "Run | StrPath"
+"""A run, or the path of one or of a foreign dump."""
+Limits: TypeAlias = Mapping[str, float] | Sequence[Limit] | None
+
+
+def compare(
+    reference: Source,
+    candidate: Source,
+    *,
+    metrics: Sequence[str] = (),
+    limits: Limits = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    min_coverage: float = 0.0,
+    sites: Sequence[str] = (),
+    ports: Sequence[str] = (),
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Table:
+    """Compare two runs tensor by tensor.
+
+    Args:
+        reference: What is right: a run, or the path of one (or of a file of tensors).
+        candidate: What is in question.
+        metrics: Measured besides the standard ones: `kl`, a plug-in's name, `file.py:function`.
+        limits: Metric → worst value that passes, in place of the limits of the coarser dtype.
+        rtol: With `atol`, every element must keep `|c - r| <= atol + rtol |r|`.
+        atol: See `rtol`.
+        min_coverage: The share of all tensors that must have been compared for a pass.
+        sites: Globs; only sites that match one of them. All, when none is given.
+        ports: Only these ports. All, when none is given.
+        threads: Worker threads; one per usable core when not given.
+        progress: Called with (pairs done, pairs in all).
+
+    Raises:
+        DriftlineError: A path, metric, glob or limit that cannot mean anything, or two runs that
+            share no name. Numbers that differ are no exception: they are rows.
+    """
+    wanted = requested([metrics] if isinstance(metrics, str) else metrics)
+    columns = [metric.column for metric in wanted]
+    if limits is None or isinstance(limits, Mapping):
+        allowed = limits_from(limits, columns)
+    else:
+        allowed = tuple(limits)
+    tolerance = Tolerance(allowed, rtol, atol, min_coverage)
+    ours, theirs = open_source(reference), open_source(candidate)
+    plan = align(ours, theirs, sites=sites, ports=ports)
+    table = measure(
+        plan,
+        ours,
+        theirs,
+        metrics=wanted,
+        rtol=rtol or 0.0,
+        atol=atol or 0.0,
+        threads=threads,
+        progress=progress,
+    )
+    return judge(table, tolerance)
+
+
+def align(
+    reference: Source,
+    candidate: Source,
+    *,
+    sites: Sequence[str] = (),
+    ports: Sequence[str] = (),
+) -> Plan:
+    """What `compare` would set against what; nothing is read but the two indexes.
+
+    Raises:
+        DriftlineError: A path that is no run, a glob that matches nothing, no name in common.
+    """
+    ours, theirs = open_source(reference), open_source(candidate)
+    for run in (ours, theirs):
+        if not len(run):
+            raise BadInput(f"run '{run.name}' holds no tensor", hint="was anything captured?")
+    here, there = ours.records, theirs.records
+    if sites or ports:
+        globs = [sites] if isinstance(sites, str) else sites
+        named = [ports] if isinstance(ports, str) else ports
+        here = select(here, globs, named)
+        # A glob that matches in the reference only is a finding, not a mistake.
+        there = select(there, globs, named, strict=False)
+    return align_by_name(here, there)
+
+
+def open_source(source: Source) -> Run:
+    """A run as it is, or opened from its path, in whatever format it is."""
+    if isinstance(source, Run):
+        return source
+    from driftline.formats.opening import open_run
+
+    return open_run(source)

@@ -1,0 +1,121 @@
+"""Two live models in one process: capture both in memory, compare, judge. Nothing touches a disk."""
+
+# torch objects have no complete types
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from driftline.comparison.table import Table
+from driftline.errors import BadInput
+from driftline.gating.door import Limits, compare
+from driftline.registry import require
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def compare_models(
+    reference: nn.Module,
+    candidate: nn.Module,
+    inputs: Any,
+    *,
+    metrics: Sequence[str] = (),
+    limits: Limits = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    min_coverage: float = 0.0,
+    sites: Sequence[str] = (),
+    ports: Sequence[str] = (),
+    keep: str = "full",
+    threads: int | None = None,
+) -> Table:
+    """Run two models on the same inputs and compare what every module took and gave.
+
+    Both run without gradients, in the mode they are in, from the same random state. Floating inputs
+    are moved to the device and cast to the dtype of the candidate's parameters.
+
+    Args:
+        reference: The model that is right.
+        candidate: The model in question.
+        inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+        metrics: As for `compare`, and so for the others.
+        keep: full, or summary when two copies of every activation do not fit into memory.
+
+    Raises:
+        NotInstalled: There is no torch here.
+        DriftlineError: As `compare` does.
+    """
+    require("torch", install="driftline[torch]")
+    ours = _run(reference, inputs, keep, "reference")
+    theirs = _run(candidate, inputs, keep, "candidate")
+    return compare(
+        ours,
+        theirs,
+        metrics=metrics,
+        limits=limits,
+        rtol=rtol,
+        atol=atol,
+        min_coverage=min_coverage,
+        sites=sites,
+        ports=ports,
+        threads=threads,
+    )
+
+
+def _run(model: nn.Module, inputs: Any, keep: str, name: str) -> Any:
+    import torch
+
+    from driftline.adapters.torch.door import capture
+    from driftline.runs.memory import MemorySink
+
+    args, kwargs = _call(inputs)
+    move = _mover(model)
+    sink = MemorySink(name=name)
+    with torch.no_grad(), torch.random.fork_rng(), capture(model, sink, keep=keep):
+        torch.manual_seed(0)
+        model(*_mapped(args, move), **_mapped(kwargs, move))
+    return sink.run()
+
+
+def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(cast("Mapping[str, Any]", inputs))
+    if isinstance(inputs, (tuple, list)):
+        return tuple(cast("Sequence[Any]", inputs)), {}
+    if inputs is None:
+        raise BadInput("there are no inputs to run the models on")
+    return (inputs,), {}
+
+
+def _mover(model: nn.Module) -> Callable[[Any], Any]:
+    """Puts a tensor where the model is; a model without parameters takes it as it comes."""
+    import torch
+
+    parameters = list(model.parameters())
+    devices = {parameter.device for parameter in parameters}
+    dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # A clone: a model that works in place must not change what the other one is given.
+        value = value.clone()
+        if len(devices) == 1:
+            value = value.to(next(iter(devices)))
+        if value.is_floating_point() and len(dtypes) == 1:
+            value = value.to(next(iter(dtypes)))
+        return value
+
+    return move
+
+
+def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(item, move) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(item, move) for item in cast("list[Any]", value)]
+        return items if isinstance(value, list) else tuple(items)
+    return move(value)
