@@ -40,12 +40,13 @@ def usual_moment(port: str) -> Moment:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TensorKey:
-    """The address of one tensor inside one run. Execution order is the record's `order`, not the key's.
+    """The address of one tensor inside one run. Execution order is the record's, not the key's.
 
     Attributes:
         site: Place in the model: module path, graph node or op call.
         port: Which side of the site.
-        slot: Which tensor of that port: an argument's name, a position, a path through nested containers.
+        slot: Which tensor of that port: an argument's name, a position, a path through nested
+            containers.
         step: Training step or generated token.
         visit: The nth call of the site within the step.
         rank: Rank of the process in its distributed job.

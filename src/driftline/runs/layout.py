@@ -65,7 +65,7 @@ def align(offset: int) -> int:
 
 
 def header_bytes(number: int, first: int = FIRST_HEADER) -> int:
-    """Bytes reserved at the start of the nth shard (length field included): four times as many each time.
+    """Bytes reserved at the start of the nth shard, length field included; it grows fourfold.
 
     A small run wastes little, a run of a hundred thousand tensors needs few shards.
     """
@@ -74,7 +74,10 @@ def header_bytes(number: int, first: int = FIRST_HEADER) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a shard, for its safetensors header; `start` counts from the file's first byte."""
+    """One tensor of a shard, for its safetensors header.
+
+    `start` counts from the file's first byte.
+    """
 
     name: str
     tag: str

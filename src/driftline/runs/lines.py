@@ -1,7 +1,8 @@
-"""One index line: a record as JSON, and back. Nothing a line claims is believed before it is checked.
+"""One index line: a record as JSON, and back. Nothing a line claims is believed unchecked.
 
-Fields that have their usual value are left out. Rank and process are not in a line: the folder says them.
-The writing half needs only the standard library; the reading half uses msgspec where it is installed.
+Fields that have their usual value are left out. Rank and process are not in a line: the folder says
+them. The writing half needs only the standard library; the reading half uses msgspec where it is
+installed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class BadLine(ValueError):
 
 
 def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> str:
-    """The JSON of one record, without a line end; written by hand because 20 000 of them take a second else."""
+    """The JSON of one record, without a line end.
+
+    Written by hand because 20 000 of them take a second else.
+    """
     key = record.key
     shape = ",".join(map(str, record.shape))
     parts = [
@@ -109,9 +113,9 @@ def decode_summary(value: object) -> Summary:
             sketch = _SKETCH.unpack(base64.b64decode(cast("str", packed), validate=True))
         except (TypeError, ValueError, binascii.Error, struct.error) as error:
             raise BadLine(f"the sketch cannot be read: {error}") from None
-    counts = {name: _whole(fields.get(name), name) for name in _COUNTS}
-    numbers = {name: _number_of(fields.get(name)) for name in _NUMBERS}
-    return Summary(**counts, **numbers, sketch=sketch)
+    count, zeros, nan, pos_inf, neg_inf = (_whole(fields.get(name), name) for name in _COUNTS)
+    low, high, mean, std, l2 = (_number_of(fields.get(name)) for name in _NUMBERS)
+    return Summary(count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch=sketch)
 
 
 def _whole(value: object, name: str) -> int:
@@ -122,7 +126,7 @@ def _whole(value: object, name: str) -> int:
 
 @dataclass(slots=True)
 class Line:
-    """One decoded line, as it was written; `check_line` has to pass before `record_of` may be called.
+    """One decoded line, as it was written; `check_line` comes before `record_of`.
 
     msgspec fills a class with the same fields, several times faster (see `decoder`).
     """
@@ -163,7 +167,10 @@ def _decode_with_json(text: bytes) -> Line:
 
 @functools.cache
 def decoder() -> Callable[[bytes], Line]:
-    """The fastest function at hand that turns one line into a `Line`; raises ValueError on what is none."""
+    """The fastest function at hand that turns one line into a `Line`.
+
+    Raises ValueError on what is none.
+    """
     try:
         import msgspec
     except ImportError:
@@ -201,10 +208,11 @@ def check_line(line: Line) -> int:
         raise BadLine(f"dtype {str(line.dtype)[:40]!r} is not known")
     if line.kept not in _KEPT:
         raise BadLine(f"kept is {str(line.kept)[:40]!r}")
-    if type(line.shape) is not list:
+    shape: object = line.shape
+    if not isinstance(shape, list):
         raise BadLine("the shape is not a list")
     elements = 1
-    for extent in cast("list[object]", line.shape):
+    for extent in cast("list[object]", shape):
         if type(extent) is not int or not 0 <= extent < _LARGEST:
             raise BadLine(f"the shape has {str(extent)[:40]} in it")
         elements *= extent
@@ -226,7 +234,7 @@ def check_line(line: Line) -> int:
 
 
 def record_of(line: Line, rank: int, process: int) -> Record:
-    """The record of a checked line; only its summary can still turn out unreadable, and `lost` says so then."""
+    """The record of a checked line; `lost` says so if its summary is unreadable."""
     port = cast("Port", line.port)
     summary, lost = None, cast("str", line.lost)
     if line.summary is not None:

@@ -1,4 +1,4 @@
-"""Where a run comes from: `run.json`, written once by whoever comes first, and one `process.json` per process.
+"""Where a run comes from: one `run.json`, by whoever comes first, one `process.json` per process.
 
 Everything that a person or a cluster might have put a secret into goes through `redaction` first.
 It imports no framework: versions are those of what the program itself has imported.
@@ -116,7 +116,7 @@ def library_versions() -> dict[str, str]:
 
 
 def plain_json(value: object, depth: int = 0) -> JSON:
-    """A value as JSON can hold it: non-finite numbers and strangers become strings, depth is bounded."""
+    """A value as JSON can hold it: non-finite numbers and strangers become strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -245,7 +245,7 @@ def create_run(
     force: bool = False,
     world_size: int = 1,
 ) -> Path:
-    """Starts a new run: an empty folder with a manifest, which any number of processes may then write into.
+    """Starts a new run: a folder with a manifest, for any number of processes to write into.
 
     Args:
         force: Replace a run that is there already. A folder that is not a run is never deleted.

@@ -64,7 +64,7 @@ class MemorySink:
             )
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
-        event = {"kind": kind, "message": message, "rank": self.rank, "process": 0}
+        event: dict[str, Any] = {"kind": kind, "message": message, "rank": self.rank, "process": 0}
         event["order"] = len(self._records)
         if details:
             event["details"] = plain_json(details)

@@ -1,8 +1,8 @@
 """Opens a run folder: reads the index at first use, maps shards when values are asked for.
 
-A run may have been killed, copied in part, or made by a stranger. So nothing in it is trusted: names of shards
-are matched, links out of the folder refused, sizes checked before anything is allocated. What is missing is
-listed in `losses`, and everything else stays readable.
+A run may have been killed, copied in part, or made by a stranger. So nothing in it is trusted:
+names of shards are matched, links out of the folder refused, sizes checked before anything is
+allocated. What is missing is listed in `losses`, and everything else stays readable.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
     if not place.is_dir():
         raise _no_folder(place)
     try:
-        names = sorted(os.listdir(place))
+        names = sorted(child.name for child in place.iterdir())
     except OSError as error:
         raise BadRun(f"'{place}' cannot be read: {error.strerror}") from None
     root = place.resolve()
@@ -88,7 +88,8 @@ def _no_folder(place: Path) -> BadRun:
         )
     hint = ""
     if place.parent.is_dir():
-        near = difflib.get_close_matches(place.name, os.listdir(place.parent), n=2)
+        names = [child.name for child in place.parent.iterdir()]
+        near = difflib.get_close_matches(place.name, names, n=2)
         if near:
             hint = "did you mean " + " or ".join(f"'{place.parent / name}'" for name in near) + "?"
     return BadRun(f"there is no '{place}'", hint=hint)
@@ -98,7 +99,8 @@ def _check_schema(place: Path, manifest: Mapping[str, Any]) -> None:
     schema = manifest.get("schema")
     if manifest.get("format") != FORMAT or type(schema) is not int or schema < 1:
         raise BadRun(
-            f"'{place}' is no run: its {MANIFEST} does not say format '{FORMAT}' and a schema number"
+            f"'{place}' is no run: its {MANIFEST} does not say format '{FORMAT}' "
+            "and a schema number"
         )
     if schema > SCHEMA:
         raise BadRun(
@@ -230,7 +232,8 @@ class _Part:
             losses.append(
                 Loss(
                     self.name,
-                    "was not closed (killed, or still running): at most its last 64 MB or 2 s are missing",
+                    "was not closed (killed, or still running): "
+                    "at most its last 64 MB or 2 s are missing",
                 )
             )
             return
@@ -280,7 +283,10 @@ class _Part:
 
 
 class _Records(Sequence[Record]):
-    """The records of a run, built from its lines when asked for: a hundred thousand cost nothing until then."""
+    """The records of a run, built from its lines when asked for.
+
+    A hundred thousand cost nothing until then.
+    """
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self._lines = [(line, part) for part in parts for line in part.lines]
@@ -333,7 +339,7 @@ class DiskRun(Run):
 
     def _load(self) -> _Records:
         if self._records is None:
-            # A hundred thousand small lists make the collector run for longer than the decoding takes.
+            # A hundred thousand small lists keep the collector busier than the decoder.
             collecting = gc.isenabled()
             gc.disable()
             try:

@@ -13,7 +13,7 @@ Kept = Literal["full", "sample", "summary", "digest", "describe"]
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Where bytes lie: `length` bytes at `offset` of a shard file, counted from the file's first byte."""
+    """Where bytes lie: `length` bytes of a shard, from `offset`, counted from its first byte."""
 
     shard: str
     offset: int
@@ -38,7 +38,7 @@ class Record:
         sample_stride: For `sample`: every nth element of the flattened tensor was kept.
         summary: For `summary`, and wherever it was computed anyway.
         placement: How a sharded tensor lies over its ranks, in words; empty for a plain one.
-        lost: Why its bytes are missing although they were to be kept (disk full, size limit); empty otherwise.
+        lost: Why its bytes are missing although they were to be kept: disk full, size limit.
     """
 
     key: TensorKey

@@ -1,8 +1,8 @@
-"""What must not leave the machine: anything that looks like a token, key, secret or password becomes `***`.
+"""What must not leave the machine: tokens, keys, secrets and passwords become `***`.
 
-Runs and reports get attached to bugs, so this errs on the side of hiding: a harmless value behind a suspicious
-name is lost from the provenance, and nothing else depends on it. It cannot recognise a secret that has neither
-a telling name nor a known shape.
+Runs and reports get attached to bugs, so this errs on the side of hiding: a harmless value behind a
+suspicious name is lost from the provenance, and nothing else depends on it. It cannot recognise a
+secret that has neither a telling name nor a known shape.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _SHAPES = re.compile(
     | \b AIza[\w-]{16,}
     | \b ya29\.[\w-]{8,}
     | \b xox[a-z]-[\w-]{8,}
-    | \b (?:npm|pypi|dop_v1|doo_v1|r8|gsk|tgp|nvapi|key|secret|pat|lin_api|shpat|dckr_pat|ntn)[-_](?=[\w-]*\d)[A-Za-z0-9_-]{16,}
+    | \b (?:npm|pypi|dop_v1|doo_v1|r8|gsk|tgp|nvapi|key|secret|pat|lin_api|shpat|dckr_pat|ntn)
+         [-_](?=[\w-]*\d)[A-Za-z0-9_-]{16,}
     | \b SG\.[\w-]{8,}\.[\w-]{8,}
     | \b AGE-SECRET-KEY-[A-Z0-9]{8,}
     """,
@@ -79,8 +80,8 @@ _FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]\Z")
 def names_a_secret(name: str, value: str = "x") -> bool:
     """Whether a variable, option or field of this name may hold a secret.
 
-    >>> names_a_secret("--hf-token"), names_a_secret("max_new_tokens", "20"), names_a_secret("tokenizer")
-    (True, False, False)
+    >>> names_a_secret("--hf-token"), names_a_secret("max_new_tokens", "20")
+    (True, False)
     """
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     if any(word in plain for word in _STRONG):
@@ -91,17 +92,16 @@ def names_a_secret(name: str, value: str = "x") -> bool:
         if word in _STRONG_WORDS:
             return True
         last = position == len(words) - 1
-        if word in _PLURALS or word.endswith(_PLURALS):
-            if not counts:
-                return True
-        elif word in _WEAK_WORDS or word.endswith(("token", "key")):
-            if last or not counts:
-                return True
+        if word.endswith(_PLURALS) and not counts:
+            return True
+        weak = word in _WEAK_WORDS or word.endswith(("token", "key"))
+        if weak and (last or not counts):
+            return True
     return False
 
 
 def redact_text(text: str) -> str:
-    """A text with everything in it hidden that looks like a secret, by its shape or by the name before it.
+    """A text with everything hidden that looks like a secret, by its shape or the name before it.
 
     >>> redact_text("API_KEY=abc python x.py --password 'a b' https://me:pw@host/x")
     'API_KEY=*** python x.py --password *** https://***@host/x'
@@ -153,5 +153,5 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
 
 def redact_value(name: str, value: str) -> str:
-    """The value of a named thing (an environment variable), hidden if its name or its shape tells."""
+    """The value of an environment variable, hidden if its name or its shape tells."""
     return HIDDEN if names_a_secret(name, value) else redact_text(value)

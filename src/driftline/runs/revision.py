@@ -1,4 +1,4 @@
-"""Which commit a program ran from. Read from `.git` by hand; git itself is asked only whether files changed.
+"""Which commit a program ran from, read from `.git` by hand; git is only asked if files changed.
 
 Nothing of the repository is executed: no hooks, no file-system monitor.
 """

@@ -1,7 +1,7 @@
 """What a run is to everybody who reads one: records in execution order, and the bytes behind them.
 
-A run may lie on disk in our format, in memory, or be somebody else's dump; `Run` asks of each only its records
-and `raw`. How bytes become numbers is here; how they are stored is not.
+A run may lie on disk in our format, in memory, or be somebody else's dump; `Run` asks of each only
+its records and `raw`. How bytes become numbers is here; how they are stored is not.
 """
 
 from __future__ import annotations
@@ -87,20 +87,22 @@ class TensorHandle:
     def raw(self) -> Storage:
         """The kept values as one flat read-only array of the storage type, without a copy.
 
-        Foreign floats come as unsigned integers and 4-bit types as packed bytes; see `numerics.dtypes`.
+        Foreign floats come as unsigned integers and 4-bit types as packed bytes; see
+        `numerics.dtypes`.
         """
         return self.run.raw(self.record)
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The values as a read-only array of the tensor's shape; of a sample, flat, the kept elements.
+        """The values as a read-only array of the tensor's shape; a sample's are flat.
 
-        bfloat16 and the 8- and 4-bit floats have ml_dtypes types; int4 and uint4 come unpacked as int8
-        and uint8, one element each; complex32 comes as complex64. Everything else has numpy's own type.
+        bfloat16 and the 8- and 4-bit floats have ml_dtypes types; int4 and uint4 come unpacked as
+        int8 and uint8, one element each; complex32 comes as complex64. Everything else has numpy's
+        own type.
         """
         return as_numpy(self.raw(), self.record)
 
     def float64(self) -> npt.NDArray[Any]:
-        """The values decoded to float64 (complex128 for complex types), in the shape of `numpy()`."""
+        """The values decoded to float64 (complex128 for complex types), shaped as `numpy()`."""
         record = self.record
         decoded = to_float64(self.raw(), DTYPES[record.dtype], kept_elements(record))
         return decoded if record.kept == "sample" else decoded.reshape(record.shape)

@@ -56,7 +56,7 @@ class Shard:
 
     def write(self, data: Bytes, offset: int) -> int:
         """Writes at an offset; returns how many bytes the system took."""
-        return os.pwrite(self.file, memoryview(data), offset)
+        return os.pwrite(self.file, data.data, offset)
 
     def seal(self, good_end: int | None) -> None:
         """Writes the header and closes the file.
@@ -73,7 +73,8 @@ class Shard:
             os.ftruncate(self.file, end)
             header = build_header(_entries(stored), reserved=self.reserved, end=end)
             view = memoryview(header)
-            # The length field goes last: a file is either an ordinary safetensors file or says header length 0.
+            # The length field goes last: a file is either an ordinary safetensors file or says
+            # header length 0.
             done = 8
             while done < len(view):
                 done += os.pwrite(self.file, view[done:], done)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from driftline.runs.record import Record
 
-JSON: TypeAlias = "str | int | float | bool | None | Sequence[JSON] | Mapping[str, JSON]"
+JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
@@ -31,14 +31,14 @@ class Sink(Protocol):
     def put(self, record: Record, data: Bytes | None) -> None:
         """Takes one record and, for `full` and `sample`, its bytes.
 
-        `order` is assigned here, `blob` too, and `digest` if the record has none and there are bytes.
-        `rank` and `process` of the key become the sink's own.
+        `order` is assigned here, `blob` too, and `digest` if the record has none and there are
+        bytes. `rank` and `process` of the key become the sink's own.
 
         Args:
             record: What was captured.
-            data: The flat C-order bytes, in live memory; digested, and copied where new, before this
-                returns, so that an in-place operation may follow at once. For `sample`, the bytes of
-                the sampled elements. For `digest`, what is to be digested and not kept.
+            data: The flat C-order bytes, in live memory; digested, and copied where new, before
+                this returns, so that an in-place operation may follow at once. For `sample`, the
+                bytes of the sampled elements. For `digest`, what is to be digested and not kept.
         """
         ...
 

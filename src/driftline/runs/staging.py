@@ -1,8 +1,9 @@
 """Between the captured program and the disk: a few buffers, and a thread that empties them.
 
-The program's thread copies into a buffer and goes on; when all buffers are full it waits, so that memory stays
-bounded and at most `BUFFERS * BUFFER_BYTES` bytes can be lost to a kill. What a task means is the writer's
-business; this file only keeps tasks in order and never lets the program hang on a dead thread.
+The program's thread copies into a buffer and goes on; when all buffers are full it waits, so that
+memory stays bounded and at most `BUFFERS * BUFFER_BYTES` bytes can be lost to a kill. What a task
+means is the writer's business; this file only keeps tasks in order and never lets the program hang
+on a dead thread.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Staging:
             self._wait_or_help()
 
     def submit_now(self, task: Task) -> None:
-        """Queues a task whatever the length of the queue: for the thread itself, which must not wait for itself."""
+        """Queues a task at once: for the thread itself, which must not wait for itself."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
@@ -103,7 +104,7 @@ class Staging:
             try:
                 thread.start()
             except RuntimeError:
-                return  # the interpreter is shutting down: whoever waits does the work, see _wait_or_help
+                return  # the interpreter is ending: whoever waits helps, see _wait_or_help
             self._thread = thread
 
     def _wait_or_help(self) -> None:

@@ -15,8 +15,8 @@ from driftline.runs.run import Loss, Run, Storage
 def verify(run: Run) -> Iterator[Loss]:
     """Every tensor whose values cannot be read or are not those of its digest.
 
-    Tensors whose digest was made by an algorithm that is not at hand here are reported too: they are
-    unverified. Tensors kept without values are passed over. Shared bytes are read once.
+    Tensors whose digest was made by an algorithm that is not at hand here are reported too: they
+    are unverified. Tensors kept without values are passed over. Shared bytes are read once.
     """
     seen: dict[tuple[object, ...], str] = {}
     for tensor in run.tensors():

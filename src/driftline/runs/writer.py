@@ -1,8 +1,9 @@
 """A run on disk, as one process writes it: `rankN/` with its index, shards, events and facts.
 
-Bytes first, then the line that names them: a killed process leaves a run that opens, and loses at most what was
-still staged. A disk that is full or a folder that cannot be written never stops the captured program; the run
-then says what is missing. Which tensors are worth keeping is decided elsewhere.
+Bytes first, then the line that names them: a killed process leaves a run that opens, and loses at
+most what was still staged. A disk that is full or a folder that cannot be written never stops the
+captured program; the run then says what is missing. Which tensors are worth keeping is decided
+elsewhere.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ OVER_LIMIT = "beyond the size limit of the dump"
 
 
 def digest_for(record: Record, data: Bytes | None) -> str:
-    """The record's own digest, or that of the bytes; a sample's is always that of the bytes it keeps."""
+    """The record's own digest, or that of the bytes.
+
+    A sample's is always that of the bytes it keeps.
+    """
     if data is None or record.kept == "describe" or (record.digest and record.kept != "sample"):
         return record.digest
     return digest_of(data)
@@ -63,7 +67,7 @@ def digest_for(record: Record, data: Bytes | None) -> str:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Consecutive bytes of one shard, and the index lines that become true once they are written."""
+    """Consecutive bytes of one shard, and the index lines that are true once they are written."""
 
     born: float
     shard: Shard | None = None
@@ -78,8 +82,9 @@ class _Chunk:
 class RunWriter:
     """The sink that writes a run's folder for one process; see `Sink` for what the methods promise.
 
-    The folder `rankN` (or `rankN.p1`, ... when that is taken) is made at the first tensor, so that launchers
-    and helper processes leave nothing behind. After a fork, the child's copy starts a folder of its own.
+    The folder `rankN` (or `rankN.p1`, ... when that is taken) is made at the first tensor, so that
+    launchers and helper processes leave nothing behind. After a fork, the child's copy starts a
+    folder of its own.
 
     Attributes:
         failure: Why nothing more is stored; empty as long as all is well.
@@ -213,13 +218,13 @@ class RunWriter:
             self.event("step", f"step {step} done", step=step)
 
     def open(self) -> None:
-        """Makes this process's folder although there is no tensor yet: a dump of module trees has none."""
+        """Makes this process's folder without a tensor: a dump of module trees has none."""
         with self._lock:
             if not self._closed and not self._opened:
                 self._open()
 
     def flush(self) -> None:
-        """Returns when everything put so far is on its way to the disk: a kill can no longer lose it."""
+        """Returns when everything put so far is with the system: no kill can lose it now."""
         with self._lock:
             self._hand_over(self._staging.submit)
         self._staging.drain()
@@ -284,7 +289,7 @@ class RunWriter:
         return True
 
     def _store(self, record: Record, data: Bytes, digest: str) -> tuple[Blob | None, str]:
-        """Copies new bytes to the staging area; returns where they will be, or why they will not."""
+        """Copies new bytes to the staging area; returns where they will be, or why nowhere."""
         length = data.nbytes
         known = self._known.get((digest, length))
         if known is not None:
@@ -297,8 +302,8 @@ class RunWriter:
                 self._over_limit = True
                 self.event(
                     "limit",
-                    f"the dump reached its size limit of {self._max_bytes} bytes: tensors that do not "
-                    "fit are listed without their values",
+                    f"the dump reached its size limit of {self._max_bytes} bytes: tensors that do "
+                    "not fit are listed without their values",
                     max_bytes=self._max_bytes,
                 )
             return None, OVER_LIMIT
@@ -480,7 +485,7 @@ class RunWriter:
                 "failure": self.failure,
             }
         text = dump_json(content)
-        # Blanks at first, so that the last word can be written in place on a disk that is full by then.
+        # Blanks at first, so that the last word can be written in place on a disk full by then.
         room = 0 if sealed else len(text) + _PROCESS_ROOM
         self._replace(self.folder / PROCESS, text.ljust(room))
 
@@ -515,7 +520,10 @@ class RunWriter:
             os.write(self._events, line)
 
     def _leave_orphan_events(self) -> None:
-        """A process without tensors has no folder; what it had to say goes into the run's own events."""
+        """A process without tensors has no folder.
+
+        What it had to say goes into the run's own events.
+        """
         if not self._early:
             return
         with contextlib.suppress(OSError):
