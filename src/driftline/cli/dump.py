@@ -37,7 +37,10 @@ def dump(
     ids: Annotated[
         list[str] | None,
         Parameter(
-            name=["--save-operation-ids", "-ids"], consume_multiple=True, metavar="IDS", group=_WHICH
+            name=["--save-operation-ids", "-ids"],
+            consume_multiple=True,
+            metavar="IDS",
+            group=_WHICH,
         ),
     ] = None,
     execute_range: Annotated[
@@ -115,8 +118,9 @@ def dump(
         driftline dump -o ref --exec "python infer.py --dtype float32"
         driftline dump -o ref -- python infer.py --dtype float32
 
-    Every Python process that the program starts and that imports torch is captured: scripts, `python
-    -m`, shell scripts, torchrun, subprocesses. The program keeps its terminal, input and exit status.
+    Every Python process that the program starts and that imports torch is captured: scripts,
+    `python -m`, shell scripts, torchrun, subprocesses. The program keeps its terminal, input and
+    exit status.
 
     Args:
         program: The program and its arguments, after two dashes.
@@ -124,9 +128,11 @@ def dump(
         type_: tensor stores tensors, model and layer the module tree. Default: tensor.
         ids: Only modules at these places of the tree: child indices joined by '_', such as 2,3_1.
             `driftline show RUN` prints them.
-        execute_range: Steps, as pairs with both ends included: 3,5,7,7 is 3, 4, 5 and 7. Default: step 0.
+        execute_range: Steps, as pairs with both ends included: 3,5,7,7 is 3, 4, 5 and 7. Default:
+            step 0.
         child: With -ids: also everything below those modules.
-        time: Take inputs 0 before the call, 1 after it, 2 both. Not given: inputs before, outputs after.
+        time: Take inputs 0 before the call, 1 after it, 2 both. Not given: inputs before, outputs
+            after.
         opname: Only modules whose class or own name begins like this, in any case; comma list.
         part: 0 inputs, 1 outputs, 2 both.
         device: Only tensors on the device with this index.
@@ -245,12 +251,17 @@ def _shown(path: str) -> str:
 def _reduction(keep: str | None, only_save_desc: bool) -> Reduction:
     if only_save_desc:
         if keep is not None:
-            raise BadInput(f"-sd keeps descriptions only, --keep {keep} asks for more", hint="give one of them")
+            raise BadInput(
+                f"-sd keeps descriptions only, --keep {keep} asks for more", hint="give one of them"
+            )
         return Reduction("describe")
     return Reduction.parse(keep or "full")
 
 
-def _types(given: list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]] | None) -> tuple[DumpType, ...]:
+def _types(
+    given: list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]]
+    | None,
+) -> tuple[DumpType, ...]:
     chosen: list[DumpType] = []
     for one in given or ["tensor"]:
         if one == "tensor" or one == "model" or one == "layer":
@@ -263,5 +274,7 @@ def _types(given: list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_
     return tuple(dict.fromkeys(chosen))
 
 
-def _levels(given: list[Literal["modules", "ops", "gradients", "params"]] | None) -> tuple[Level, ...]:
+def _levels(
+    given: list[Literal["modules", "ops", "gradients", "params"]] | None,
+) -> tuple[Level, ...]:
     return tuple(dict.fromkeys(given or ["modules"]))

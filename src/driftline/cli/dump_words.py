@@ -1,4 +1,5 @@
-"""The words of `driftline dump`, read leniently where the seed is loose and refused where they mean nothing.
+"""The words of `driftline dump`, read leniently where the seed is loose and refused where they mean
+nothing.
 
 Each function takes what was typed and returns a value or raises one sentence; none of them acts.
 """
@@ -87,7 +88,9 @@ def steps_of(execute_range: str, step: Sequence[str] | None) -> tuple[str, ...]:
     """
     if step is not None:
         if execute_range:
-            raise BadInput("the steps are given twice, by -er and by --step", hint="give one of them")
+            raise BadInput(
+                "the steps are given twice, by -er and by --step", hint="give one of them"
+            )
         chosen = patterns(step)
         return () if "*" in chosen else chosen
     if not execute_range:

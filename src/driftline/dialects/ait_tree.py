@@ -1,23 +1,26 @@
-"""The seed's tree of tensors, as a sink: `dump --layout ait` and `DumpConfig` both write through it.
+"""The seed's tree of tensors, as a sink: `dump --layout ait` and `DumpConfig` both write through
+it.
 
     {dump_path}/ait_dump/torch_tensors/{device}_{pid}/model_tree.json
     {dump_path}/ait_dump/torch_tensors/{device}_{pid}/{token}/{module path}/{file}.pth
 
-One `torch.save` of one plain CPU tensor per file, loadable with `weights_only=True`. Names of files,
-and where they go beyond the seed, are decided in `file_stem`; docs/seed-differences.md lists them.
-Values only: what was reduced to a summary or a digest has no file here.
+One `torch.save` of one plain CPU tensor per file, loadable with `weights_only=True`. Names of
+files, and where they go beyond the seed, are decided in `file_stem`; docs/seed-differences.md lists
+them. Values only: what was reduced to a summary or a digest has no file here.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +31,8 @@ from driftline.runs.sink import JSON, Bytes
 TENSORS = Path("ait_dump") / "torch_tensors"
 EVENTS = "driftline_events.jsonl"
 ROOT = "root"
+RUN_ROOT = "(root)"
+"""What a run calls the model itself."""
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=-]")
 _LONGEST_NAME = 200  # a file system allows 255 bytes; suffix and extension come on top
 
@@ -35,10 +40,10 @@ _LONGEST_NAME = 200  # a file system allows 255 bytes; suffix and extension come
 def module_folder(site: str) -> str:
     """`root`, `root.layers.0.mlp`: the seed's name of a module path.
 
-    >>> module_folder(""), module_folder("layers.0")
+    >>> module_folder("(root)"), module_folder("layers.0")
     ('root', 'root.layers.0')
     """
-    return _safe(f"{ROOT}.{site}" if site else ROOT)
+    return _safe(ROOT if site in ("", RUN_ROOT) else f"{ROOT}.{site}")
 
 
 def file_stem(key: TensorKey, alias: str = "", *, alone: bool = False) -> str:
@@ -77,14 +82,6 @@ def _safe(name: str) -> str:
     return "_" if plain in ("", ".", "..") else plain
 
 
-@dataclass(slots=True)
-class _Call:
-    """The outputs of one module call, kept back until it is known whether there is only one."""
-
-    token: tuple[str, int, int, str, str]
-    waiting: list[tuple[Record, Any]] = field(default_factory=lambda: list[tuple[Record, Any]]())
-
-
 class AitTree:
     """A sink that writes the seed's tree; see the module's first lines for its shape."""
 
@@ -99,7 +96,8 @@ class AitTree:
         self._device = device.replace(":", "")
         self._max_bytes = max_bytes
         self._folder: Path | None = None
-        self._call: _Call | None = None
+        self._pid = os.getpid()
+        self._bare: tuple[TensorKey, Path] | None = None
         self._tree: Mapping[str, JSON] | None = None
         self._lock = threading.RLock()
         self._bytes = 0
@@ -122,25 +120,23 @@ class AitTree:
         return self._folder
 
     def put(self, record: Record, data: Bytes | None) -> None:
-        if data is None or record.kept not in ("full", "sample") or self._broken or self._capped:
-            return
-        if self._max_bytes and self._bytes + data.nbytes > self._max_bytes:
-            self._capped = True
-            self.event("capped", f"stopped before {record.key}: {self._max_bytes} bytes are reached")
-            return
-        tensor = _tensor(record, data)
-        if tensor is None:
-            self.event("refused", f"{record.key}: torch cannot hold {record.dtype} in a file")
+        if data is None or record.kept not in ("full", "sample"):
             return
         with self._lock:
+            if self._broken or self._capped:
+                return
             self._ensure_folder(record.device)
-            key = record.key
-            token = (key.site, key.step, key.visit, key.phase, key.port)
-            if self._call is not None and self._call.token != token:
-                self._write_call()
-            if self._call is None:
-                self._call = _Call(token)
-            self._call.waiting.append((record, tensor))
+            if self._max_bytes and self._bytes + data.nbytes > self._max_bytes:
+                self._capped = True
+                self.event(
+                    "limit", f"stopped before {record.key}: {self._max_bytes} bytes are reached"
+                )
+                return
+            tensor = _tensor(record, data)
+            if tensor is None:
+                self.event("refused", f"{record.key}: torch cannot hold {record.dtype} in a file")
+                return
+            self._save(tensor, self._path_of(record))
             self._bytes += data.nbytes
             self._tensors += 1
 
@@ -161,50 +157,68 @@ class AitTree:
             if self._folder is not None:
                 self._write_tree()
 
-    def ensure_topology(self, device: str = "cpu") -> None:
-        """Write the tree even if no tensor comes: `--type model` asks for nothing else."""
+    def open(self) -> None:
+        """Make the folder even if no tensor comes: `--type model` asks for nothing else."""
         with self._lock:
-            self._ensure_folder(device)
+            self._ensure_folder("cpu")
 
     def step_done(self, step: int) -> None:
-        with self._lock:
-            self._write_call()
+        """Every tensor is in its file already."""
 
     def close(self) -> None:
-        with self._lock:
-            self._write_call()
+        """Every tensor is in its file already."""
+
+    def _path_of(self, record: Record) -> Path:
+        """The file of a record. The first output of a call is bare until a second one shows that it
+        is not.
+        """
+        assert self._folder is not None
+        key = record.key
+        folder = self._folder / str(key.step) / module_folder(key.site)
+        bare, self._bare = self._bare, None
+        if key.port == "output":
+            if key.slot == "0" and not record.alias:
+                path = folder / f"{file_stem(key, alone=True)}.pth"
+                self._bare = (key, path)
+                return path
+            if bare is not None and replace(key, slot="0") == bare[0]:
+                with contextlib.suppress(OSError):
+                    bare[1].replace(folder / f"{file_stem(bare[0])}.pth")
+        return folder / f"{file_stem(key, record.alias)}.pth"
 
     def _ensure_folder(self, device: str) -> None:
-        if self._folder is not None:
+        if self._folder is not None and self._pid == os.getpid():
             return
-        name = self._device or _main_device(device).replace(":", "")
-        folder = self._root / f"{_safe(name)}_{os.getpid()}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            self._give_up(problem)
+        self._pid = os.getpid()  # a forked child writes a folder of its own
+        self._bare = None
+        name = _safe((self._device or _main_device(device)).replace(":", ""))
+        count = 0
+        while True:
+            # Two models of one process, or an old process of the same number, never share a folder.
+            suffix = f".{count}" if count else ""
+            folder = self._root / f"{name}_{os.getpid()}{suffix}"
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                count += 1
+            except OSError as problem:
+                self._give_up(problem)
+                break
         self._folder = folder
         self._append_events(self._early_events)
         self._early_events = []
         self._write_tree()
 
-    def _write_call(self) -> None:
-        call, self._call = self._call, None
-        if call is None or self._folder is None:
-            return
-        alone = len(call.waiting) == 1 and call.waiting[0][0].key.slot in ("", "0")
-        for record, tensor in call.waiting:
-            folder = self._folder / str(record.key.step) / module_folder(record.key.site)
-            stem = file_stem(record.key, record.alias, alone=alone)
-            self._save(tensor, folder, stem)
-
-    def _save(self, tensor: Any, folder: Path, stem: str) -> None:
+    def _save(self, tensor: Any, path: Path) -> None:
         if self._broken:
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            sys.modules["torch"].save(tensor, folder / f"{stem}.pth")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sys.modules["torch"].save(tensor, path)
         except (OSError, RuntimeError) as problem:  # torch reports a full disk as RuntimeError
+            with contextlib.suppress(OSError):
+                path.unlink()
             self._give_up(problem)
 
     def _give_up(self, problem: Exception) -> None:
@@ -232,8 +246,33 @@ class AitTree:
             self._give_up(problem)
 
 
+def model_tree(topology: Mapping[str, JSON]) -> dict[str, Any]:
+    """The seed's `model_tree.json` of a run's topology: name, type, children, in order of
+    registration.
+
+    Models after the first one of a process stand in an additional list, `more`.
+    """
+    roots = [_tree_node(root) for root in _nodes(topology.get("roots"))]
+    if not roots:
+        return {"name": ROOT, "type": "", "children": []}
+    first = roots[0]
+    return {**first, "more": roots[1:]} if len(roots) > 1 else first
+
+
+def _tree_node(node: Mapping[str, JSON]) -> dict[str, Any]:
+    return {
+        "name": module_folder(str(node["site"])),
+        "type": str(node["class"]),
+        "children": [_tree_node(child) for child in _nodes(node.get("children"))],
+    }
+
+
+def _nodes(value: JSON) -> Sequence[Mapping[str, JSON]]:
+    return cast("Sequence[Mapping[str, JSON]]", value or ())
+
+
 def _main_device(device: str) -> str:
-    """An int input may live on the CPU while the model does not: the accelerator names the folder."""
+    """The accelerator names the folder: an int input may be on the CPU while the model is not."""
     if device not in ("", "cpu"):
         return device
     torch = sys.modules.get("torch")

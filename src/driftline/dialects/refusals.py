@@ -1,4 +1,4 @@
-"""What the seeds' surfaces raise: Driftline's sentences, under the types the seeds' callers expect."""
+"""What the seeds' surfaces raise: our sentences, under the types the seeds' callers expect."""
 
 from __future__ import annotations
 

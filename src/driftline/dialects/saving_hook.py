@@ -3,8 +3,8 @@
     {path}/tensors/rank_{r}/tensor_idx_{i}_layer_class_{C}_layer_name_{n}_micro_step_{m}.npy
     {path}/grads/rank_{r}/grad_idx_{i}_of_param_name_{p}_micro_step_{m}.npy
 
-For torch modules; `layer_name` is the module's path. Where it differs from the original, and why, is
-in docs/seed-differences.md. It knows nothing of runs: its tree is read by the seed's checker.
+For torch modules; `layer_name` is the module's path. Where it differs from the original, and why,
+is in docs/seed-differences.md. It knows nothing of runs: its tree is read by the seed's checker.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -122,12 +122,12 @@ class _Saver:
         ]
         for position, (name, layer) in enumerate(leaves):
             if position == 0:
-                layer.register_forward_hook(lambda *_: self._count_micro_step())
+                layer.register_forward_hook(self._count_micro_step)
             if type(layer).__name__ in self.names:
                 layer.register_forward_hook(self._activation_hook(name, type(layer).__name__))
                 self._watch_parameters(name, layer)
 
-    def _count_micro_step(self) -> None:
+    def _count_micro_step(self, *_call: object) -> None:
         if not self._is_replay():
             self.micro_step += 1
 

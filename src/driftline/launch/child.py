@@ -53,8 +53,8 @@ def run_child(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def _signals_shared_with(child: subprocess.Popen[bytes]) -> Generator[None]:
     """While the program runs, Ctrl-C is its business and a request to end is passed on.
 
-    Ctrl-C reaches the whole process group, so the program gets it from the terminal; we only must not
-    die of it ourselves. A handler, not SIG_IGN: ignoring would be inherited.
+    Ctrl-C reaches the whole process group, so the program gets it from the terminal; we only must
+    not die of it ourselves. A handler, not SIG_IGN: ignoring would be inherited.
     """
 
     def stay(_signal: int, _frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
 """The folder in front of the program's PYTHONPATH: how foreign Python environments meet Driftline.
 
-An environment without Driftline has no `driftline-launch.pth`. This folder gives it a `sitecustomize`
-that wakes the capture and then loads the program's own `sitecustomize`, and the `driftline` package
-under its own name, by a link. Nothing else becomes importable: our other site-packages would
-shadow the program's own numpy and torch.
+An environment without Driftline has no `driftline-launch.pth`. This folder gives it a
+`sitecustomize` that wakes the capture and then loads the program's own `sitecustomize`, and the
+`driftline` package under its own name, by a link. Nothing else becomes importable: our other
+site-packages would shadow the program's own numpy and torch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Doorstep:
         return self.folder / "path"
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The program's environment: `base`, the plan's address, and the folder before its PYTHONPATH."""
+        """The program's environment: `base`, the plan's address, and the folder before its
+        PYTHONPATH.
+        """
         env = dict(base)
         own = env.get("PYTHONPATH", "")
         env["PYTHONPATH"] = f"{self.path_entry}:{own}" if own else str(self.path_entry)

@@ -8,7 +8,8 @@ from pathlib import Path
 from driftline.errors import DriftlineError
 from driftline.launch.plan import CapturePlan
 
-QUIET_EVENTS = frozenset({"step", "label", "step_done"})
+QUIET_EVENTS = frozenset({"step", "label", "no-match", "steps-skipped", "estimate"})
+"""Events that the summary says in its own words, or that are for the reader of the run only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What the launched processes tell their launcher: small files that `wake` and `begin` leave behind.
+"""What the launched processes tell their launcher: small files that `wake` and `begin` leave
+behind.
 
 A process that was killed leaves its early marks and no report: the run on disk says the rest.
 """
@@ -56,9 +57,17 @@ class ProcessReport:
     @classmethod
     def from_json(cls, text: str) -> ProcessReport:
         data = cast("dict[str, Any]", json.loads(text))
-        places = tuple(Place(**place) for place in data.pop("places", ()))
-        lists = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return cls(**lists, places=places)
+        return cls(
+            pid=int(data["pid"]),
+            rank=int(data["rank"]),
+            calls=int(data["calls"]),
+            steps_seen=tuple(map(int, data["steps_seen"])),
+            steps_taken=tuple(map(int, data["steps_taken"])),
+            tensors=int(data["tensors"]),
+            bytes=int(data["bytes"]),
+            places=tuple(Place(**place) for place in data["places"]),
+            notes=tuple(map(str, data["notes"])),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,5 +115,5 @@ def _reports(texts: Iterable[str]) -> Iterable[ProcessReport]:
     for text in texts:
         try:
             yield ProcessReport.from_json(text)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             continue

@@ -1,7 +1,7 @@
 """The capture plan: everything a launched program must know to capture itself, as one frozen value.
 
-Made by the command line or by a caller of `run_command`, written as JSON next to the program, read in every
-process of it that imports a framework, and printed by `dump --dry-run`. It starts nothing.
+Made by the command line or by a caller of `run_command`, written as JSON next to the program, read
+in every process of it that imports a framework, and printed by `dump --dry-run`. It starts nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CapturePlan:
         data = cast("Mapping[str, Any]", parsed)
         if data.get("schema") != SCHEMA:
             raise BadInput(
-                f"the capture plan has schema {data.get('schema')!r}, this driftline reads {SCHEMA}",
+                f"the capture plan has schema {data.get('schema')!r}, this version reads {SCHEMA}",
                 hint="the program sees another version of driftline than the one that launched it",
             )
         return cls(

@@ -1,4 +1,5 @@
-"""Run an unchanged command with capture switched on in every Python process it starts, and say what came of it.
+"""Run an unchanged command with capture switched on in every Python process it starts, and say what
+came of it.
 
 The command's own terminal, signals and exit status stay its own (`launch.child`); this file decides
 what to report: a program's failure wins over everything, then a dump without a single tensor, with
@@ -103,7 +104,8 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
         if tree.exists():
             if not force:
                 raise AlreadyThere(
-                    f"'{tree}' exists", hint="choose another output with -o, or --force to replace it"
+                    f"'{tree}' exists",
+                    hint="choose another output with -o, or --force to replace it",
                 )
             shutil.rmtree(tree)
         tree.mkdir(parents=True)
@@ -115,7 +117,9 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
 
 
 def clear_empty_output(plan: CapturePlan) -> None:
-    """Take away what `prepare_output` made when nothing came into it, so that the next try can use the name."""
+    """Take away what `prepare_output` made when nothing came into it, so that the next try can use
+    the name.
+    """
     output = Path(plan.output)
     if plan.layout == "ait":
         tree = output / "ait_dump"
@@ -155,7 +159,10 @@ def why_nothing(
             "capture sees calls of torch.nn.Module; --level ops sees bare operators too",
         )
     if unmatched:
-        return f"nothing was captured: {unmatched[0]}", "driftline dump --type model lists every name"
+        return (
+            f"nothing was captured: {unmatched[0]}",
+            "driftline dump --type model lists every name",
+        )
     taken = any(report.steps_taken for report in marks.reports)
     if skipped and not taken:
         ran = say_steps(skipped)

@@ -1,14 +1,14 @@
 """Switch capture on inside a program that has never heard of Driftline.
 
-`wake` is called while the interpreter starts: by `driftline-launch.pth` of an installed Driftline, and by
-the `sitecustomize` that `launch.doorstep` puts in front of the program's PYTHONPATH for environments
-where Driftline is not installed. Both may call it, and site reads `.pth` folders twice: the second
-call does nothing.
+`wake` is called while the interpreter starts: by `driftline-launch.pth` of an installed Driftline,
+and by the `sitecustomize` that `launch.doorstep` puts in front of the program's PYTHONPATH for
+environments where Driftline is not installed. Both may call it, and site reads `.pth` folders
+twice: the second call does nothing.
 
-It only leaves a mark ("a Python process was reached") and sets a watch for `import torch`. It imports
-nothing that is not loaded at interpreter start, reads no plan and never imports torch: a process
-without torch pays for one empty file. It also stays readable for older Pythons than Driftline
-needs, so that such a process can be named instead of being silently missed.
+It only leaves a mark ("a Python process was reached") and sets a watch for `import torch`. It
+imports nothing that is not loaded at interpreter start, reads no plan and never imports torch: a
+process without torch pays for one empty file. It also stays readable for older Pythons than
+Driftline needs, so that such a process can be named instead of being silently missed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def leave_mark(plan_path: str, kind: str, text: str) -> None:
 class TorchWatch:
     """A meta path finder that finds nothing itself and starts the capture once torch is imported.
 
-    Libraries ask `find_spec("torch")` without importing it, so finding is not enough: the start hangs
-    on the execution of the module that was found.
+    Libraries ask `find_spec("torch")` without importing it, so finding is not enough: the start
+    hangs on the execution of the module that was found.
     """
 
     def __init__(self, plan_path: str) -> None:
@@ -117,4 +117,6 @@ class TorchWatch:
             # Loaders are made per spec: replacing the method on this one touches no other import.
             loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
         except AttributeError:
-            leave_mark(self.plan_path, "failed", f"the loader of torch, {loader!r}, cannot be followed")
+            leave_mark(
+                self.plan_path, "failed", f"the loader of torch, {loader!r}, cannot be followed"
+            )

@@ -1,0 +1,191 @@
+"""Start the capture of a launched process, and end it with the process.
+
+Called once torch is imported, by `wake`. Knows what a plan means: which sink, which rank, when to
+seal. A process may end in four ways: interpreter exit (atexit), multiprocessing's own exit (its
+finalizers), a fork's exit, or a kill, after which the run is readable and unsealed.
+"""
+
+# pyright: reportUnknownMemberType=false
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from driftline import settings
+from driftline.adapters.reduction import Reduction
+from driftline.launch.marks import MOST_PLACES, Place, ProcessReport
+from driftline.launch.plan import CapturePlan, read_plan
+from driftline.launch.sinks import Late, Limited, Nowhere
+from driftline.launch.wake import leave_mark
+
+if TYPE_CHECKING:
+    from driftline.adapters.torch.session import CaptureSession
+    from driftline.runs.sink import JSON, Sink
+
+SESSION = "driftline.adapters.torch.session:CaptureSession"
+AIT_TREE = "driftline.dialects.ait_tree:AitTree"
+"""A dialect stands above this room, so it is found by its address and only when asked for."""
+
+TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
+_SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
+
+
+def begin(plan_path: str) -> None:
+    """Read the plan, start its capture, and see to its end."""
+    _stand_on_real_ground()
+    plan = read_plan(plan_path)
+    launched = Launched(plan, plan_path)
+    launched.start()
+    leave_mark(plan_path, "began", "")
+
+
+def _stand_on_real_ground() -> None:
+    """Import what is still to come from the package's real folder, not through the launcher's link.
+
+    The link goes away when the launcher ends, and a process may outlive it.
+    """
+    package = sys.modules["driftline"]
+    package.__path__[:] = [os.path.realpath(entry) for entry in package.__path__]
+
+
+class Launched:
+    """The capture of one launched process."""
+
+    def __init__(self, plan: CapturePlan, plan_path: str) -> None:
+        self.plan = plan
+        self.plan_path = plan_path
+        self.place = settings.job_place()
+        self.ended = False
+        selection = plan.selection
+        if self.place.world_size == 1:
+            # The program may tell torch.distributed its rank later: filter when the sink is made.
+            selection = dataclasses.replace(selection, ranks=())
+        self.sink = Late(self._make_sink, tree_is_enough=not plan.wants_tensors)
+        session = cast("type[CaptureSession]", _load(SESSION))
+        self.session = session(
+            self.sink,
+            selection,
+            plan.reduction if plan.wants_tensors else Reduction("describe"),
+            plan.levels,
+            rank=self.place.rank,
+        )
+        if plan.tiling:
+            self.sink.event("tiling", "tiling data were asked for; torch on this device has none")
+
+    def start(self) -> None:
+        self.session.start()
+        atexit.register(self.end)
+        os.register_at_fork(after_in_child=self._forked)
+        util = importlib.import_module("multiprocessing.util")
+        # A child of multiprocessing forgets its parent's finalizers and ends without atexit.
+        util.register_after_fork(self, Launched._end_with_multiprocessing)
+        self._end_with_multiprocessing()
+
+    def end(self) -> None:
+        """Stop, seal, report. May be called twice, and by whichever way of ending comes first."""
+        if self.ended:
+            return
+        self.ended = True
+        self.session.stop()
+        with contextlib.suppress(OSError):  # the launcher is gone, nobody reads reports any more
+            leave_mark(self.plan_path, "report", self.report().to_json())
+
+    def report(self) -> ProcessReport:
+        session = self.session
+        seen = sorted(session.steps_seen)
+        places = [Place(p.site, p.class_name, p.ids) for p in session.names.places()]
+        return ProcessReport(
+            pid=os.getpid(),
+            rank=self._rank()[0],
+            calls=len(session.execution_order),
+            steps_seen=tuple(seen),
+            steps_taken=tuple(step for step in seen if session.selection.takes_step(step)),
+            tensors=session.tensors,
+            bytes=self.sink.bytes_written,
+            places=tuple(places[:MOST_PLACES]),
+            notes=tuple(
+                message for kind, message in self.sink.waiting_events if kind not in TOLD_ELSEWHERE
+            ),
+        )
+
+    def _end_with_multiprocessing(self) -> None:
+        process = sys.modules.get("multiprocessing.process")
+        if process is not None and process.parent_process() is not None:
+            util = sys.modules["multiprocessing.util"]
+            util.Finalize(None, self.end, exitpriority=_SEAL_FIRST)
+
+    def _forked(self) -> None:
+        """This process is a copy: what its parent has seen and written is not its own."""
+        self.ended = False
+        self.sink.forget()
+        self.session.after_fork()
+        self.session.steps_seen.clear()
+        self.session.execution_order.clear()
+
+    def _make_sink(self) -> Sink:
+        rank, world_size = self._rank()
+        if not self.plan.selection.takes_rank(rank):
+            return Nowhere()
+        share = self.plan.max_bytes // max(1, world_size)
+        if self.plan.layout == "ait":
+            return self._make_tree(share)
+        from driftline.runs.writer import RunWriter
+
+        writer = RunWriter(
+            self.plan.output,
+            rank=rank,
+            world_size=world_size,
+            command=self.plan.command,
+            max_bytes=share or None,
+            seal_at_exit=False,
+        )
+        writer.describe(**_facts())
+        if not self.plan.wants_tensors:
+            writer.open()
+        return Limited(writer, limit=share, say=self._say) if share else writer
+
+    def _make_tree(self, share: int) -> Sink:
+        tree = _load(AIT_TREE)(self.plan.output, max_bytes=share)
+        if not self.plan.wants_tensors:
+            tree.open()
+        return Limited(tree, limit=share, say=self._say) if share else cast("Sink", tree)
+
+    def _say(self, sentence: str) -> None:
+        if self.plan.says("info"):
+            print(f"driftline: {sentence}", file=sys.stderr)
+
+    def _rank(self) -> tuple[int, int]:
+        """Rank and world size: as torch.distributed says, else as the launcher's variables do."""
+        distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return int(distributed.get_rank()), int(distributed.get_world_size())
+        return self.place.rank, self.place.world_size
+
+
+def _facts() -> dict[str, JSON]:
+    """What of torch can change a number; asking must neither draw a number nor wake a device."""
+    torch: Any = sys.modules["torch"]
+    devices = ["cpu"]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices += [
+            f"cuda:{index} {torch.cuda.get_device_name(index)}"
+            for index in range(torch.cuda.device_count())
+        ]
+    return {
+        "framework": "torch",
+        "devices": devices,
+        "seed": int(torch.initial_seed()),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "threads": int(torch.get_num_threads()),
+        "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
+    }
+
+
+def _load(address: str) -> Any:
+    module, _, name = address.partition(":")
+    return getattr(importlib.import_module(module), name)

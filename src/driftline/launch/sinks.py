@@ -1,0 +1,207 @@
+"""Sinks that stand before another one: what a launched process writes is decided once, when it has
+its first tensor.
+
+They forward everything and change one thing each. None of them knows a framework.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+
+from driftline.runs.record import Record
+from driftline.runs.sink import JSON, Bytes, Sink
+
+MOST_WAITING = 1000
+
+
+class Forwarding:
+    """A sink that passes everything on."""
+
+    def __init__(self, inner: Sink) -> None:
+        self.inner = inner
+
+    @property
+    def bytes_written(self) -> int:
+        return self.inner.bytes_written
+
+    @property
+    def tensors_written(self) -> int:
+        return self.inner.tensors_written
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        self.inner.put(record, data)
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        self.inner.event(kind, message, **details)
+
+    def describe(self, **facts: JSON) -> None:
+        self.inner.describe(**facts)
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        self.inner.topology(tree)
+
+    def step_done(self, step: int) -> None:
+        self.inner.step_done(step)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Late:
+    """Makes the real sink at the first tensor, when the rank is known; before it, nothing.
+
+    A forked child starts anew with a sink of its own.
+
+    Attributes:
+        tree_is_enough: Make the sink for a module tree too, and let no tensor through.
+    """
+
+    def __init__(self, make: Callable[[], Sink], *, tree_is_enough: bool = False) -> None:
+        self._make = make
+        self.tree_is_enough = tree_is_enough
+        self.forget()
+
+    def forget(self) -> None:
+        """What a forked child does with its parent's sink."""
+        self._lock = threading.RLock()
+        self._inner: Sink | None = None
+        self._tree: Mapping[str, JSON] | None = None
+        self._facts: dict[str, JSON] = {}
+        self._events: list[tuple[str, str, dict[str, JSON]]] = []
+
+    @property
+    def waiting_events(self) -> list[tuple[str, str]]:
+        """Kind and message of what was noted and is nowhere on disk, because no tensor came."""
+        return [(kind, message) for kind, message, _ in self._events]
+
+    @property
+    def bytes_written(self) -> int:
+        return self._inner.bytes_written if self._inner is not None else 0
+
+    @property
+    def tensors_written(self) -> int:
+        return self._inner.tensors_written if self._inner is not None else 0
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        if not self.tree_is_enough:
+            (self._inner or self._made()).put(record, data)
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        with self._lock:
+            if self._inner is None:
+                if len(self._events) < MOST_WAITING:
+                    self._events.append((kind, message, details))
+                return
+        self._inner.event(kind, message, **details)
+
+    def describe(self, **facts: JSON) -> None:
+        if self._inner is None:
+            self._facts.update(facts)
+        else:
+            self._inner.describe(**facts)
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        self._tree = tree
+        if self._inner is not None:
+            self._inner.topology(tree)
+        elif self.tree_is_enough:
+            self._made()
+
+    def step_done(self, step: int) -> None:
+        if self._inner is not None:
+            self._inner.step_done(step)
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def _made(self) -> Sink:
+        with self._lock:
+            if self._inner is None:
+                inner = self._make()
+                if self._facts:
+                    inner.describe(**self._facts)
+                if self._tree is not None:
+                    inner.topology(self._tree)
+                for kind, message, details in self._events:
+                    inner.event(kind, message, **details)
+                self._events.clear()
+                self._inner = inner
+            return self._inner
+
+
+class Nowhere:
+    """For a process whose rank is not wanted."""
+
+    bytes_written = 0
+    tensors_written = 0
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        return
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        return
+
+    def describe(self, **facts: JSON) -> None:
+        return
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        return
+
+    def step_done(self, step: int) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Limited(Forwarding):
+    """With `--max-bytes`: says after the first step where this leads, and ends with the step that
+    hit the limit.
+
+    The inner sink enforces the limit on values and lists what does not fit; without an end that
+    list alone would outgrow any limit.
+    """
+
+    def __init__(
+        self, inner: Sink, *, limit: int, say: Callable[[str], None] | None = None
+    ) -> None:
+        super().__init__(inner)
+        self._limit = limit
+        self._say = say or _to_stderr
+        self._last_step: int | None = None
+        self._told = False
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        size = 0 if data is None else data.nbytes
+        if self._last_step is None:
+            if size and self.inner.bytes_written + size > self._limit:
+                self._last_step = record.key.step
+        elif record.key.step > self._last_step:
+            if not self._told:
+                self._told = True
+                self.inner.event(
+                    "limit", f"nothing of the steps after step {self._last_step} is captured"
+                )
+            return
+        self.inner.put(record, data)
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        self.inner.event(kind, message, **details)
+        if kind == "estimate":
+            self._say(self._estimate(details.get("steps")))
+
+    def _estimate(self, steps: JSON) -> str:
+        taken = max(1, self.inner.bytes_written)
+        text = (
+            f"the first step takes {taken / 1e6:.1f} MB of the limit of {self._limit / 1e6:.1f} MB"
+        )
+        if isinstance(steps, int):
+            text += f"; {steps} selected steps would take about {taken * steps / 1e6:.1f} MB"
+        return text + f"; the limit is reached after about {max(1, self._limit // taken)} steps"
+
+
+def _to_stderr(sentence: str) -> None:
+    print(f"driftline: {sentence}", file=sys.stderr)
