@@ -1,4 +1,4 @@
-"""Two live models in one process: capture both in memory, compare, judge. Nothing touches a disk."""
+"""Two live models in one process: capture both in memory, compare, judge, without a disk."""
 
 # torch objects have no complete types
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
