@@ -143,7 +143,9 @@ def unpack_nibbles(raw: npt.NDArray[np.uint8], elements: int) -> npt.NDArray[np.
     return codes[:elements]
 
 
-def to_float64(raw: npt.NDArray[np.generic], dtype: DType, elements: int | None = None) -> npt.NDArray[np.generic]:
+def to_float64(
+    raw: npt.NDArray[np.generic], dtype: DType, elements: int | None = None
+) -> npt.NDArray[np.generic]:
     """Decode storage values into float64 (complex128 for complex types), element for element.
 
     Args:

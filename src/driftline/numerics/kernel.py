@@ -1,0 +1,271 @@
+"""The door to the C kernel: moments of a pair, summary, sketch and digest of a tensor; numpy where C is missing.
+
+Arrays come in as flat storage of any byte alignment, with the number of logical elements; nothing here knows
+shapes or files. The library is a plain shared object beside this file, loaded on first use; ctypes lets go of
+the GIL, so calls from several threads run side by side. Results are told the same way on every path; only the
+last digits of sums differ.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline import settings
+from driftline.errors import BadInput, did_you_mean
+from driftline.numerics import definition
+from driftline.numerics.dtypes import DTYPES, DType
+from driftline.numerics.moments import PairMoments, joined_std, merge_moments
+from driftline.numerics.summary import SKETCH_BUCKETS, Summary
+
+AnyArray = npt.NDArray[Any]
+
+ABI_VERSION = 1
+PATHS = ("generic", "avx2", "avx512")
+NUMPY = "numpy"
+NUMPY_BLOCK = 1 << 18
+"""Elements per block without the C kernel: about fifteen float64 temporaries of it live at a time."""
+
+# Order of the enum in kernel.c; complex types are handed over as twice as many reals.
+_CODES = {
+    name: code
+    for code, name in enumerate(
+        (
+            *("float64", "float32", "float16", "bfloat16"),
+            *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+            *("float8_e8m0fnu", "float4_e2m1fn_x2"),
+            *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+            *("bool", "int4", "uint4"),
+        )
+    )
+}
+# name -> (code in C, reals per element, whether the lowest value means -inf)
+_LAYOUT = {
+    d.name: (
+        _CODES[definition.COMPONENT.get(d.name, d.name)],
+        2 if d.kind == "complex" else 1,
+        int(definition.has_sentinel(d)),
+    )
+    for d in DTYPES.values()
+}
+
+_MOMENTS = struct.Struct("=2q8dq3d5q10d10q")
+_SUMMARY = struct.Struct(f"=q5d4q{SKETCH_BUCKETS}d")
+_MomentsBuffer = ctypes.c_char * _MOMENTS.size
+_SummaryBuffer = ctypes.c_char * _SUMMARY.size
+_DigestBuffer = ctypes.c_char * 16
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The loaded kernel; None when it was not built, cannot be loaded here, or is of another version."""
+    path = Path(__file__).with_name("_kernel.so")
+    if not path.exists():
+        return None
+    try:
+        library = load(path)
+    except OSError:
+        return None
+    return library if library.driftline_abi() == ABI_VERSION else None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """A kernel library with its signatures declared; tests also load differently built ones."""
+    library = ctypes.CDLL(str(path))
+    pointer, c_int, int64, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    signatures: dict[str, list[Any]] = {
+        "driftline_pair": [
+            *(pointer, c_int, pointer, c_int, int64, c_int),
+            *(double, double, c_int, c_int, c_int, pointer),
+        ],
+        "driftline_summary": [pointer, c_int, int64, c_int, c_int, pointer],
+        "driftline_digest": [pointer, int64, c_int, pointer],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = None
+    return library
+
+
+@functools.cache
+def available() -> tuple[str, ...]:
+    """The paths this machine can take, best first; `numpy` always works."""
+    library = _library()
+    best = -1 if library is None else int(library.driftline_best_path())
+    return (*reversed(PATHS[: best + 1]), NUMPY)
+
+
+def active() -> str:
+    """The path taken when none is asked for: the best one, or what `DRIFTLINE_KERNEL` says."""
+    return _choose(settings.kernel_choice())
+
+
+@functools.lru_cache(maxsize=32)
+def _choose(wanted: str) -> str:
+    possible = available()
+    if not wanted:
+        return possible[0]
+    if wanted not in possible:
+        known = (*PATHS, NUMPY)
+        raise BadInput(
+            f"kernel path {wanted!r} "
+            + ("cannot run on this machine" if wanted in known else "is unknown"),
+            hint=did_you_mean(wanted, possible),
+        )
+    return wanted
+
+
+def _path_number(path: str | None) -> int:
+    """Place in PATHS; -1 for numpy."""
+    chosen = active() if path is None else _choose(path)
+    return -1 if chosen == NUMPY else PATHS.index(chosen)
+
+
+def _flat(array: AnyArray, dtype: DType, count: int) -> AnyArray:
+    if not array.flags.c_contiguous:
+        raise BadInput("the kernel takes contiguous arrays only")
+    if array.nbytes < dtype.byte_count(count):
+        raise BadInput(f"{count} elements of {dtype.name} do not fit in {array.nbytes} bytes")
+    return array
+
+
+def pair_moments(
+    reference: AnyArray,
+    reference_dtype: DType,
+    candidate: AnyArray,
+    candidate_dtype: DType,
+    *,
+    count: int,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    path: str | None = None,
+) -> PairMoments:
+    """Every moment of a pair in one pass over its memory.
+
+    Args:
+        reference: Flat contiguous storage (numpy dtype `storage`, or raw bytes), any alignment.
+        reference_dtype: What its bytes mean.
+        candidate: Likewise; may be of another type.
+        candidate_dtype: What its bytes mean; ULPs are counted in it.
+        count: Logical elements of each side. Complex elements are measured as two reals each.
+        atol: Absolute part of the tolerance behind `outside`.
+        rtol: Part of the tolerance relative to the reference.
+        path: One of `available()`, instead of the active one.
+    """
+    number = _path_number(path)
+    r, c = _flat(reference, reference_dtype, count), _flat(candidate, candidate_dtype, count)
+    library = _library()
+    if number < 0 or library is None:
+        return _pair_in_blocks(r, reference_dtype, c, candidate_dtype, count, atol, rtol)
+    r_code, r_reals, r_mask = _LAYOUT[reference_dtype.name]
+    c_code, c_reals, c_mask = _LAYOUT[candidate_dtype.name]
+    reals = max(r_reals, c_reals)
+    out = _MomentsBuffer()
+    library.driftline_pair(
+        *(r.ctypes.data, r_code, c.ctypes.data, c_code, count * reals),
+        (1 if r_reals < reals else 0) | (2 if c_reals < reals else 0),
+        *(atol, rtol, r_mask, c_mask, number, out),
+    )
+    return PairMoments(*_MOMENTS.unpack(out))
+
+
+def summarize(data: AnyArray, dtype: DType, *, count: int, path: str | None = None) -> Summary:
+    """Extremes, moments, counts and the sketch of one tensor, in one pass over its memory."""
+    number = _path_number(path)
+    flat = _flat(data, dtype, count)
+    library = _library()
+    if number < 0 or library is None:
+        return _summary_in_blocks(flat, dtype, count)
+    code, reals, mask = _LAYOUT[dtype.name]
+    out = _SummaryBuffer()
+    library.driftline_summary(flat.ctypes.data, code, count * reals, mask, number, out)
+    values = _SUMMARY.unpack(out)
+    return Summary(*values[:10], values[10:])
+
+
+def digest(data: AnyArray, *, path: str | None = None) -> str:
+    """A name for these bytes: `xxh3-128:<hex>` from C, `blake2b-128:<hex>` without it.
+
+    Equal bytes have equal digests of the same kind; the two kinds never compare equal.
+    """
+    number = _path_number(path)
+    if not data.flags.c_contiguous:
+        raise BadInput("the kernel takes contiguous arrays only")
+    library = _library()
+    if number < 0 or library is None:
+        return "blake2b-128:" + hashlib.blake2b(_bytes(data), digest_size=16).hexdigest()
+    out = _DigestBuffer()
+    library.driftline_digest(data.ctypes.data, data.nbytes, number, out)
+    return "xxh3-128:" + out.raw.hex()
+
+
+def _bytes(data: AnyArray) -> AnyArray:
+    return data.reshape(-1).view(np.uint8)
+
+
+def _pieces(count: int) -> list[tuple[int, int]]:
+    return [(i, min(NUMPY_BLOCK, count - i)) for i in range(0, count, NUMPY_BLOCK)] or [(0, 0)]
+
+
+def _part(data: AnyArray, dtype: DType, first: int, count: int) -> AnyArray:
+    start = first * dtype.bits // 8  # blocks begin at even elements, so nibbles are not cut
+    return _bytes(data)[start : start + dtype.byte_count(count)]
+
+
+def _pair_in_blocks(
+    r: AnyArray, r_dtype: DType, c: AnyArray, c_dtype: DType, count: int, atol: float, rtol: float
+) -> PairMoments:
+    return merge_moments(
+        [
+            definition.pair_moments(
+                *(_part(r, r_dtype, i, n), r_dtype, _part(c, c_dtype, i, n), c_dtype),
+                count=n,
+                atol=atol,
+                rtol=rtol,
+            )
+            for i, n in _pieces(count)
+        ]
+    )
+
+
+def _summary_in_blocks(data: AnyArray, dtype: DType, count: int) -> Summary:
+    reals = 2 if dtype.kind == "complex" else 1
+    whole: Summary | None = None
+    for i, n in _pieces(count):
+        part = definition.summarize(_part(data, dtype, i, n), dtype, count=n, first=i * reals)
+        whole = part if whole is None else _join_summaries(whole, part)
+    assert whole is not None
+    return whole
+
+
+def _join_summaries(a: Summary, b: Summary) -> Summary:
+    n, m = (s.count - s.nan - s.pos_inf - s.neg_inf for s in (a, b))
+    if not n or not m:
+        moments = a if n else b
+        low, high, mean, std = moments.min, moments.max, moments.mean, moments.std
+    else:
+        low, high = min(a.min, b.min), max(a.max, b.max)
+        mean = a.mean + (b.mean - a.mean) * (m / (n + m))
+        std = joined_std((n, a.mean, a.std), (m, b.mean, b.std))
+    return Summary(
+        count=a.count + b.count,
+        min=low,
+        max=high,
+        mean=mean,
+        std=std,
+        l2=math.hypot(a.l2, b.l2),
+        zeros=a.zeros + b.zeros,
+        nan=a.nan + b.nan,
+        pos_inf=a.pos_inf + b.pos_inf,
+        neg_inf=a.neg_inf + b.neg_inf,
+        sketch=tuple(x + y for x, y in zip(a.sketch, b.sketch, strict=True)),
+    )
