@@ -6,10 +6,11 @@ and imports neither torch, nor numpy, nor pyarrow.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+# `typing` alone takes 8 ms, and every process of a dumped program reads this file at its start.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from driftline.adapters.torch.door import capture as capture
     from driftline.adapters.torch.door import step as step
     from driftline.comparison.storage import open_table as open_table
@@ -52,6 +53,8 @@ def __getattr__(name: str) -> Any:
     address = _DOORS.get(name)
     if address is None:
         raise AttributeError(f"module 'driftline' has no attribute {name!r}")
+    import importlib
+
     module, _, attribute = address.partition(":")
     door = getattr(importlib.import_module(module), attribute)
     globals()[name] = door  # the next use finds it without coming here
