@@ -70,9 +70,9 @@ def _headline(table: Table) -> Sentence:
 
 def _allowed(table: Table) -> str:
     """What the rows were held to: gating's own sentence, or the limits that occur in the rows."""
-    said = table.limits.get("basis") or table.limits.get("says")
+    said = table.limits.get("said")
     if isinstance(said, str) and said:
-        return f"limits: {said}"
+        return said if said.startswith("limits") else f"limits: {said}"
     sources = sorted({row.limit_from for row in table.rows if row.limit_from})
     return "limits from: " + ", ".join(sources) if sources else ""
 

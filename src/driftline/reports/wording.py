@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def number(value: float | int | None) -> str:
@@ -60,6 +60,24 @@ def counted(count: int, noun: str) -> str:
     ('1 tensor', '2 tensors')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers with their neighbours joined.
+
+    >>> ranges([0, 1, 2, 5]), ranges([])
+    ('0-2, 5', 'none')
+    """
+    parts: list[str] = []
+    start = last = None
+    for value in [*sorted(set(numbers)), None]:
+        if last is not None and (value is None or value != last + 1):
+            parts.append(str(start) if start == last else f"{start}-{last}")
+            start = value
+        elif start is None:
+            start = value
+        last = value
+    return ", ".join(parts) or "none"
 
 
 def dtypes(reference: str, candidate: str) -> str:

@@ -1,0 +1,176 @@
+"""`driftline compare`: words → `driftline.compare` → a report and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from driftline.cli.progress import on_terminal
+from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from driftline.comparison.table import Table
+
+_LIMITS = Group("What is allowed", sort_key=1)
+_WHICH = Group("Which tensors", sort_key=2)
+_WHERE = Group("Output", sort_key=3)
+
+
+def compare(
+    reference: Annotated[Path, Parameter(name=["REF", "-gp", "--golden-path"])],
+    candidate: Annotated[Path, Parameter(name=["CAND", "-mp", "--my-path"])],
+    /,
+    *,
+    metric: Annotated[
+        list[str] | None, Parameter(metavar="NAME|FILE.py:FUNC", group=_LIMITS)
+    ] = None,
+    max: Annotated[list[str] | None, Parameter(metavar="METRIC=VALUE", group=_LIMITS)] = None,
+    min: Annotated[list[str] | None, Parameter(metavar="METRIC=VALUE", group=_LIMITS)] = None,
+    rtol: Annotated[float | None, Parameter(group=_LIMITS)] = None,
+    atol: Annotated[float | None, Parameter(group=_LIMITS)] = None,
+    min_coverage: Annotated[float, Parameter(metavar="SHARE", group=_LIMITS)] = 0.0,
+    site: Annotated[list[str] | None, Parameter(metavar="GLOB", group=_WHICH)] = None,
+    port: Annotated[list[str] | None, Parameter(group=_WHICH)] = None,
+    step: Annotated[list[str] | None, Parameter(metavar="N[-M]", group=_WHICH)] = None,
+    rank: Annotated[list[str] | None, Parameter(metavar="N[-M]", group=_WHICH)] = None,
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "-o"], metavar="DIR", group=_WHERE)
+    ] = None,
+    csv: Annotated[Path | None, Parameter(metavar="FILE", group=_WHERE)] = None,
+    format: Annotated[
+        Literal["table", "json", "csv", "markdown"], Parameter(group=_WHERE)
+    ] = "table",
+    all: Annotated[bool, Parameter(group=_WHERE)] = False,
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], group=_WHERE)] = False,
+    force: Annotated[bool, Parameter(group=_WHERE)] = False,
+    dry_run: Annotated[bool, Parameter(group=_WHERE)] = False,
+    threads: int | None = None,
+) -> int:
+    """Compare two runs, or two tensor files, tensor by tensor.
+
+        driftline compare ref cand
+        driftline compare a.npy b.pt --max relative_l2=0.01
+
+    Prints which tensors differ by more than the coarser number format of the two sides explains,
+    and which one is first. Exit code 1 if any does, 2 if nothing could be compared.
+
+    Args:
+        reference: What is right: a run, or a .npy, .npz, .pt, .pth or .safetensors file.
+        candidate: What is in question.
+        metric: Measure this too: kl, or a Python function of your own; may be repeated.
+        max: The largest value that passes, instead of the format's own limit; may be repeated.
+        min: The smallest value that passes, for metrics such as cosine; may be repeated.
+        rtol: Every element must keep |c - r| <= atol + rtol |r|.
+        atol: See --rtol.
+        min_coverage: Fail when less than this share of all tensors was compared, such as 0.9.
+        site: Only sites that match, such as 'model.layers.*.mlp'; may be repeated.
+        port: Only this side: input, output, grad_input, grad_output, param, ...; may be repeated.
+        step: Only these steps, such as 0 or 3-5; may be repeated.
+        rank: Only these ranks; may be repeated.
+        output: Also write the comparison there: table.json, rows.parquet and rows.csv.
+        csv: Also write the rows to this file.
+        format: table for people; json, csv and markdown for programs and reviews.
+        all: Show every row rather than the worst.
+        quiet: Print nothing; the exit code says it.
+        force: Replace output that is there already.
+        dry_run: Print what would be compared with what, and read no tensor.
+        threads: Worker threads. Default: one per usable core.
+    """
+    if threads is not None and threads < 1:
+        raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
+    _refuse_overwriting(output, csv, force)
+    from driftline.formats.opening import open_run
+    from driftline.gating.door import align
+    from driftline.gating.door import compare as compare_runs
+    from driftline.runs.narrowed import narrowed
+
+    steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
+    ours = narrowed(open_run(reference), steps=steps, ranks=ranks)
+    theirs = narrowed(open_run(candidate), steps=steps, ranks=ranks)
+    sites, ports = tuple(site or ()), tuple(port or ())
+    if dry_run:
+        for line in align(ours, theirs, sites=sites, ports=ports).lines():
+            print(line)
+        return EXIT_FINE
+    from driftline.comparison.metrics.catalogue import requested
+    from driftline.gating.judge import exit_code
+    from driftline.tolerance.limits import limits_from
+
+    limits = None
+    if max or min:
+        columns = [each.column for each in requested(metric or ())]
+        limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
+    progress = None if quiet else on_terminal("pairs")
+    try:
+        table = compare_runs(
+            ours,
+            theirs,
+            metrics=metric or (),
+            limits=limits,
+            rtol=rtol,
+            atol=atol,
+            min_coverage=min_coverage,
+            sites=sites,
+            ports=ports,
+            threads=threads,
+            progress=progress,
+        )
+    finally:
+        if progress is not None:
+            progress.close()
+    _write(table, output, csv, force, quiet)
+    if not quiet:
+        from driftline.reports import emit
+
+        emit.table(table, format, sys.stdout, everything=all)
+    return exit_code(table)
+
+
+def _refuse_overwriting(output: Path | None, csv: Path | None, force: bool) -> None:
+    """Before anything is read: a comparison of an hour must not end in a refusal."""
+    if output is not None and output.exists() and not output.is_dir():
+        raise BadInput(f"{output} is a file; -o takes a folder")
+    if force:
+        return
+    if output is not None and output.is_dir() and any(output.iterdir()):
+        raise AlreadyThere(f"{output} is not empty", hint="give another -o, or --force")
+    if csv is not None and csv.exists():
+        raise AlreadyThere(f"{csv} exists", hint="give another --csv, or --force")
+
+
+def _write(table: Table, output: Path | None, csv: Path | None, force: bool, quiet: bool) -> None:
+    if csv is not None:
+        from driftline.comparison.storage import write_csv
+
+        try:
+            with csv.open("w", encoding="utf-8", newline="") as stream:
+                write_csv(table, stream)
+        except OSError as trouble:
+            raise BadInput(f"cannot write {csv}: {trouble.strerror}") from trouble
+    if output is not None:
+        try:
+            table.write(output, force=force)
+        except OSError as trouble:
+            raise BadInput(f"cannot write {output}: {trouble.strerror}") from trouble
+        if not quiet:
+            print(f"driftline: the comparison is in {output}", file=sys.stderr)
+
+
+def _numbers(option: str, words: Sequence[str] | None) -> frozenset[int]:
+    """`3`, `3-5` and `1,3-5`; several are added up."""
+    found: set[int] = set()
+    for word in (part.strip() for text in words or () for part in text.split(",")):
+        first, dash, last = word.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise BadInput(f"{option} takes numbers such as 0 or 3-5, not '{word}'")
+        if dash and int(last) < int(first):
+            raise BadInput(f"{option} {word} is empty", hint=f"write {last}-{first}")
+        if dash and int(last) - int(first) > 1_000_000:
+            raise BadInput(f"{option} {word} is more than anybody has dumped")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)

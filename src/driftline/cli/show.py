@@ -1,0 +1,78 @@
+"""`driftline show`: what is in a run, a comparison table or a tensor file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from driftline.comparison.table import Table
+    from driftline.runs.run import Run
+
+Format = Literal["table", "json", "csv", "markdown"]
+
+
+def show(
+    path: Annotated[Path, Parameter(name="PATH")],
+    /,
+    *,
+    tensors: bool = False,
+    site: Annotated[list[str] | None, Parameter(metavar="GLOB")] = None,
+    format: Format = "table",
+    all: bool = False,
+) -> int:
+    """Look at a run, a comparison table or a tensor file.
+
+    A run shows where it comes from, its module tree with the ids that `dump -ids` takes, and what
+    is missing from it. A folder that `compare -o` wrote shows the comparison again.
+
+    Args:
+        path: A run, a table's folder, or a .npy, .npz, .pt, .pth or .safetensors file.
+        tensors: List the tensors with their statistics instead of the modules.
+        site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors.
+        format: table for people; json, csv and markdown hold everything.
+        all: Leave nothing out for length.
+    """
+    from driftline.comparison.storage import TABLE_FILE, is_table, open_table
+
+    if is_table(path) or path.name == TABLE_FILE:
+        return _show_table(open_table(path), format, all)
+    from driftline.formats.opening import open_run
+
+    return _show_run(open_run(path), tuple(site or ()), tensors, format, all)
+
+
+def _show_table(table: Table, format: Format, everything: bool) -> int:
+    from driftline.reports import emit
+
+    emit.table(table, format, sys.stdout, everything=everything)
+    return 0
+
+
+def _show_run(
+    run: Run, globs: tuple[str, ...], tensors: bool, format: Format, everything: bool
+) -> int:
+    from driftline.reports import run as report
+
+    if format == "json":
+        from driftline.reports import json
+
+        json.write(report.document(run, globs=globs, tensors=tensors), sys.stdout)
+    elif format == "csv":
+        from driftline.reports import csv
+
+        csv.write(report.sheet(run, globs=globs, statistics=tensors), sys.stdout)
+    elif format == "markdown":
+        from driftline.reports import markdown
+
+        view = report.view(run, globs=globs, tensors=tensors, everything=True)
+        sys.stdout.write(markdown.paint(view))
+    else:
+        from driftline.reports import terminal
+
+        view = report.view(run, globs=globs, tensors=tensors, everything=everything)
+        terminal.show(view)
+    return 0

@@ -1,0 +1,339 @@
+"""A run, or somebody's tensor file, → a view: where it comes from, its modules, its tensors.
+
+Reads no values unless statistics of tensors are asked for, and then only of the tensors shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from driftline.errors import BadInput, DriftlineError, did_you_mean
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.summary import Summary
+from driftline.reports.view import (
+    Block,
+    Facts,
+    Grid,
+    Heading,
+    Line,
+    Sentence,
+    Sheet,
+    Value,
+    View,
+)
+from driftline.reports.wording import counted, ranges, shape, size
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+from driftline.topology.tree import ModuleNode, ModuleTree
+
+SCHEMA = "driftline.show/1"
+SHOWN_MODULES = 80
+SHOWN_TENSORS = 40
+SHOWN_LOSSES = 8
+_STATISTICS = ("min", "max", "mean", "std", "l2", "zeros", "nan", "pos_inf", "neg_inf")
+
+
+def select(run: Run, globs: Sequence[str]) -> list[Record]:
+    """The records whose site matches one of the globs; all of them when there is none.
+
+    Raises:
+        BadInput: A glob matches nothing.
+    """
+    if not globs:
+        return list(run.records)
+    known = run.sites()
+    wanted: set[str] = set()
+    for glob in globs:
+        hits = fnmatch.filter(known, glob)
+        if not hits:
+            raise BadInput(
+                f"no site of {run.name} matches '{glob}'", hint=did_you_mean(glob, known)
+            )
+        wanted.update(hits)
+    return [record for record in run.records if record.key.site in wanted]
+
+
+def view(
+    run: Run, *, globs: Sequence[str] = (), tensors: bool = False, everything: bool = False
+) -> View:
+    """What a person reads after `driftline show RUN`.
+
+    Args:
+        run: What to look at.
+        globs: Only these sites.
+        tensors: List tensors with statistics rather than modules.
+        everything: Nothing is left out for length.
+    """
+    records = select(run, globs)
+    blocks: list[Block] = [
+        Sentence(f"{run.name}: {counted(len(run), 'tensor')}", "strong"),
+        Facts(tuple(_facts(run, records))),
+    ]
+    if tensors or globs:
+        blocks.append(_tensor_grid(run, records, everything))
+    else:
+        blocks.append(_module_grid(run, records, everything))
+    losses = run.losses
+    for loss in losses if everything else losses[:SHOWN_LOSSES]:
+        blocks.append(Sentence(f"missing: {loss}", "doubtful"))
+    if len(losses) > SHOWN_LOSSES and not everything:
+        blocks.append(Sentence(f"... and {len(losses) - SHOWN_LOSSES} more (--all)", "quiet"))
+    blocks += [Sentence(text, "doubtful") for text in _warnings(run)]
+    return View(tuple(blocks))
+
+
+def document(run: Run, *, globs: Sequence[str] = (), tensors: bool = False) -> dict[str, Any]:
+    """The same for programs: everything, as JSON values."""
+    records = select(run, globs)
+    shown: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": "run",
+        "path": run.name,
+        "manifest": dict(run.manifest),
+        "tensors": len(run),
+        "ranks": sorted({record.key.rank for record in records}),
+        "steps": sorted({record.key.step for record in records}),
+        "modules": [
+            {"ids": ids, "site": site, "class": class_name, "tensors": count}
+            for ids, site, class_name, count in _modules(run, records)
+        ],
+        "losses": [str(loss) for loss in run.losses],
+    }
+    if tensors or globs:
+        lines = sheet(run, globs=globs, statistics=tensors)
+        shown["listing"] = [dict(zip(lines.headings, line, strict=True)) for line in lines.lines]
+    return shown
+
+
+def sheet(run: Run, *, globs: Sequence[str] = (), statistics: bool = False) -> Sheet:
+    """Every tensor, one line each; statistics that were not kept are computed if asked for."""
+    headings = (
+        *("rank", "process", "step", "site", "visit", "port", "slot", "phase", "moment", "order"),
+        *("class", "dtype", "shape", "device", "kept", "digest"),
+        *_STATISTICS,
+    )
+    lines: list[tuple[Value, ...]] = []
+    for record in select(run, globs):
+        key = record.key
+        summary = _summary(run, record) if statistics else record.summary
+        lines.append(
+            (
+                *(key.rank, key.process, key.step, key.site, key.visit, key.port, key.slot),
+                *(key.phase, key.moment, record.order, record.class_name, record.dtype),
+                *(shape(record.shape), record.device, record.kept, record.digest),
+                *(getattr(summary, name) if summary else None for name in _STATISTICS),
+            )
+        )
+    return Sheet(headings, lines)
+
+
+def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    manifest = run.manifest
+    command = manifest.get("command")
+    if isinstance(command, (list, tuple)):
+        yield "command", shlex.join(str(word) for word in cast(list[Any], command))
+    for name in ("format", "created", "framework", "python", "platform"):
+        if manifest.get(name):
+            yield name, str(manifest[name])
+    for name in ("versions", "git", "seeds", "devices"):
+        known = manifest.get(name)
+        if isinstance(known, Mapping) and known:
+            pairs = cast(Mapping[str, Any], known).items()
+            yield name, ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
+        elif known:
+            yield name, str(cast(object, known))
+    ranks = {(record.key.rank, record.key.process) for record in records}
+    yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
+    yield "steps", ranges(record.key.step for record in records)
+    for name, counts in (
+        ("ports", Counter(record.key.port for record in records)),
+        ("dtypes", Counter(record.dtype for record in records)),
+        ("kept", Counter(record.kept for record in records)),
+    ):
+        yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
+    blobs = {
+        (
+            record.key.rank,
+            record.key.process,
+            record.blob.shard,
+            record.blob.offset,
+            record.digest,
+        ): record.blob.length
+        for record in records
+        if record.blob is not None
+    }
+    if blobs:
+        yield "bytes", size(sum(blobs.values()))
+
+
+def _tree(run: Run, rank: int, process: int) -> ModuleTree | None:
+    kept = run.topology(rank, process)
+    if kept is None:
+        return None
+    try:
+        return ModuleTree.from_json(cast(Mapping[str, Any], kept))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return None  # damaged: the sites of the tensors are known without it
+
+
+def _modules(run: Run, records: Sequence[Record]) -> Iterator[tuple[str | None, str, str, int]]:
+    """Ids, site, class and number of tensors of every module, or of every site without a tree."""
+    counts = Counter(record.key.site for record in records)
+    classes = {record.key.site: record.class_name for record in records}
+    listed: set[str] = set()
+    for rank, process in sorted({(r.key.rank, r.key.process) for r in records}) or [(0, 0)]:
+        tree = _tree(run, rank, process)
+        for node in tree.walk() if tree else ():
+            if node.site not in listed:
+                listed.add(node.site)
+                yield node.ids, node.site, node.class_name, counts[node.site]
+    for site in run.sites():
+        if site in counts and site not in listed:
+            yield None, site, classes[site], counts[site]
+
+
+def _module_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
+    counts = Counter(record.key.site for record in records)
+    lines: list[Line] = []
+    listed: set[str] = set()
+    for rank, process in sorted({(r.key.rank, r.key.process) for r in records}) or [(0, 0)]:
+        tree = _tree(run, rank, process)
+        for root in tree.roots if tree else ():
+            if root.site not in listed:
+                lines += _node_lines(root, root.site or "(root)", 0, counts, everything)
+                listed.update(node.site for node in root.walk())
+    classes = {record.key.site: record.class_name for record in records}
+    lines += [
+        Line((None, site or "(root)", classes[site], counts[site]))
+        for site in dict.fromkeys(run.sites())
+        if site not in listed and site in counts
+    ]
+    has_ids = any(line.values[0] is not None for line in lines)
+    headings = (
+        Heading("ids"),
+        Heading("module", stretch=True),
+        Heading("class"),
+        Heading("tensors"),
+    )
+    shown = lines if everything else lines[:SHOWN_MODULES]
+    if not has_ids:
+        headings = headings[1:]
+        shown = [Line(line.values[1:], line.tone) for line in shown]
+    title = "Modules (ids are what `dump -ids` takes)" if has_ids else "Sites"
+    return Grid(title, headings, tuple(shown), len(lines) - len(shown), "--all shows every one")
+
+
+def _node_lines(
+    node: ModuleNode, label: str, depth: int, counts: Mapping[str, int], everything: bool
+) -> Iterator[Line]:
+    """A module and what is below it; of equal numbered layers only the first is opened."""
+    ids = node.ids if node.ids is None or node.ids else "-"
+    remark = "  (shared)" if node.shared else ""
+    tone = "plain" if counts.get(node.site) else "quiet"
+    yield Line(
+        (ids, "  " * depth + label + remark, node.class_name, counts.get(node.site, 0)), tone
+    )
+    children = list(node.children)
+    at = 0
+    while at < len(children):
+        name, child = children[at]
+        yield from _node_lines(child, name, depth + 1, counts, everything)
+        alike = at + 1
+        if name.isdigit() and not everything:
+            pattern = _pattern(child)
+            while alike < len(children) and _pattern(children[alike][1]) == pattern:
+                alike += 1
+        if alike > at + 1:
+            last_name, last = children[alike - 1]
+            first_name, first = children[at + 1]
+            inside = sum(
+                counts.get(n.site, 0) for _, c in children[at + 1 : alike] for n in c.walk()
+            )
+            one = first_name == last_name
+            span = first_name if one else f"{first_name} … {last_name}"
+            ids_span = first.ids if one else f"{first.ids} … {last.ids}"
+            yield Line(
+                (ids_span, "  " * (depth + 1) + f"{span}  (like {name})", child.class_name, inside),
+                "quiet",
+            )
+        at = alike
+
+
+def _pattern(node: ModuleNode) -> tuple[Any, ...]:
+    return (node.class_name, tuple((name, _pattern(child)) for name, child in node.children))
+
+
+def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
+    shown = records if everything else records[:SHOWN_TENSORS]
+    headings = (
+        Heading("tensor", stretch=True),
+        Heading("dtype"),
+        Heading("shape"),
+        Heading("min"),
+        Heading("max"),
+        Heading("mean"),
+        Heading("std"),
+        Heading("l2", essential=False),
+        Heading("nan", essential=False),
+        Heading("inf", essential=False),
+        Heading("kept", essential=False),
+    )
+    lines: list[Line] = []
+    for record in shown:
+        found = _summary(run, record)
+        statistics: tuple[Value, ...] = (None,) * 7
+        if found is not None:
+            infinite = found.pos_inf + found.neg_inf
+            statistics = (
+                found.min,
+                found.max,
+                found.mean,
+                found.std,
+                found.l2,
+                found.nan,
+                infinite,
+            )
+        tone = "bad" if found is not None and (found.nan or found.pos_inf) else "plain"
+        lines.append(
+            Line(
+                (str(record.key), record.dtype, shape(record.shape), *statistics, record.kept), tone
+            )
+        )
+    left = len(records) - len(shown)
+    return Grid("Tensors", headings, tuple(lines), left, "--all shows every one")
+
+
+def _summary(run: Run, record: Record) -> Summary | None:
+    """What was kept, or what the values say now; None when there is neither."""
+    if record.summary is not None:
+        return record.summary
+    if record.kept != "full" or record.dtype not in DTYPES or run.lost(record):
+        return None
+    from driftline.numerics import kernel
+
+    try:
+        values = run.raw(record)
+        found = kernel.summarize(values, DTYPES[record.dtype], count=math.prod(record.shape))
+    except DriftlineError:
+        return None
+    return dataclasses.replace(found, sketch=())
+
+
+def _warnings(run: Run) -> list[str]:
+    """What the program's own run noted, the same words once."""
+    quiet = ("step", "label")
+    said = Counter(
+        f"{event.get('kind')}: {event.get('message')}"
+        for event in run.events()
+        if event.get("kind") not in quiet
+    )
+    lines = [f"{text} ({count} times)" if count > 1 else text for text, count in said.items()]
+    if len(lines) > SHOWN_LOSSES:
+        lines = [*lines[:SHOWN_LOSSES], f"... and {len(lines) - SHOWN_LOSSES} more notes"]
+    return lines

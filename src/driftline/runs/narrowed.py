@@ -1,0 +1,68 @@
+"""A run of which only some steps and ranks are looked at; the rest is as if it were not there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from driftline.errors import BadInput
+from driftline.runs.record import Record
+from driftline.runs.run import Loss, Run, Storage
+from driftline.runs.sink import JSON
+
+
+def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = ()) -> Run:
+    """The same run without the other steps and ranks; none given is all.
+
+    Raises:
+        BadInput: The run has none of the steps or none of the ranks.
+    """
+    if not steps and not ranks:
+        return run
+    for what, wanted in (("step", steps), ("rank", ranks)):
+        known = {getattr(record.key, what) for record in run.records}
+        for number in sorted(wanted):
+            if number not in known:
+                have = ", ".join(str(n) for n in sorted(known)[:8])
+                have += ", ..." if len(known) > 8 else ""
+                raise BadInput(
+                    f"run '{run.name}' has no {what} {number}", hint=f"it has {what} {have}"
+                )
+    kept = [
+        record
+        for record in run.records
+        if (not steps or record.key.step in steps) and (not ranks or record.key.rank in ranks)
+    ]
+    return _NarrowedRun(run, kept)
+
+
+class _NarrowedRun(Run):
+    def __init__(self, whole: Run, records: list[Record]) -> None:
+        self.name = whole.name
+        self._whole = whole
+        self._records = records
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._records
+
+    def raw(self, record: Record) -> Storage:
+        return self._whole.raw(record)
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return self._whole.manifest
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        keys = {record.key for record in self._records}
+        return [loss for loss in self._whole.losses if loss.key is None or loss.key in keys]
+
+    def lost(self, record: Record) -> str:
+        return self._whole.lost(record)
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        return self._whole.events()
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        return self._whole.topology(rank, process)
