@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from driftline.adapters.torch.dispatch import has_values, watching
+from driftline.adapters.torch.snapshot import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
@@ -60,6 +61,12 @@ _WITHOUT_VALUES = frozenset(
         "record_stream",
     )
 )
+_RUNNING = ("running_mean", "running_var")
+_UNDECLARED_WRITES = {  # older operators that write where their schema does not say so
+    "aten::native_batch_norm": _RUNNING,
+    "aten::cudnn_batch_norm": _RUNNING,
+    "aten::miopen_batch_norm": _RUNNING,
+}
 
 
 class _Operator:
@@ -79,10 +86,12 @@ class _Operator:
         self.name = str(schema.name).replace("::", ".", 1)
         self.full_name = f"{self.name}.{schema.overload_name or 'default'}"
         self.arguments = [argument.name for argument in schema.arguments]
+        undeclared = _UNDECLARED_WRITES.get(str(schema.name), ())
         written = [
             (index, argument.name)
             for index, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+            or argument.name in undeclared
         ]
         # What is written and also returned (`add_`, `out=`) is an output already.
         returned = sum(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
@@ -235,16 +244,18 @@ class OperatorTap:
                 visit = place.calls[0]
                 place.calls[0] = visit + 1
                 if place.input:
-                    self._emit_inputs(place, operator, visit, args, kwargs)
+                    with undisturbed():
+                        self._emit_inputs(place, operator, visit, args, kwargs)
         except Exception as error:
             place = None
             self._lost(func, error)
         result = func(*args, **kwargs)
         if place is not None and operator is not None and place.output:
             try:
-                self._emit_outputs(place, operator, visit, result)
-                if operator.written:
-                    self._emit_written(place, operator, visit, args, kwargs)
+                with undisturbed():
+                    self._emit_outputs(place, operator, visit, result)
+                    if operator.written:
+                        self._emit_written(place, operator, visit, args, kwargs)
             except Exception as error:
                 self._lost(func, error)
         return result
