@@ -88,9 +88,9 @@ def inputs(
         elif not isinstance(value, _PLAIN):
             _walk(value, slot, position, found, 0, cache)
     for name, value in kwargs.items():
-        alias = binding.positions.get(name, "")
+        alias = binding.positions.get(name)
         if isinstance(value, torch.Tensor):
-            found.append((name, alias, value))
+            found.append((name, alias or "", value))
         elif not isinstance(value, _PLAIN):
             _walk(value, name, alias, found, 0, cache)
     return found
@@ -106,15 +106,19 @@ def outputs(value: Any, cache: int = WHOLE_CACHE) -> Tensors:
     return found
 
 
-def _walk(value: Any, slot: str, alias: str, found: Tensors, depth: int, cache: int) -> None:
+def _walk(
+    value: Any, slot: str, alias: str | None, found: Tensors, depth: int, cache: int
+) -> None:
+    """Collect the tensors inside a value; `alias` is None where there is no position to speak of."""
     if isinstance(value, torch.Tensor):
-        found.append((slot or "0", "" if alias == slot else alias, value))
+        found.append((slot or "0", "" if alias is None or alias == slot else alias, value))
         return
     if isinstance(value, _PLAIN) or depth >= MAX_DEPTH or len(found) >= MAX_TENSORS:
         return
     for name, position, item in _items(value, cache):
         if item is not None:
-            _walk(item, _join(slot, name), _join(alias, position), found, depth + 1, cache)
+            below = None if alias is None else _join(alias, position)
+            _walk(item, _join(slot, name), below, found, depth + 1, cache)
 
 
 def _join(path: str, part: str) -> str:

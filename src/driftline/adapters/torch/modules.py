@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from driftline.adapters.torch import flatten
-from driftline.adapters.torch.names import Place, is_compiled
+from driftline.adapters.torch.names import Place, is_compiled, is_transparent, unwrapped
 from driftline.adapters.torch.session import CaptureSession, Frame
 from driftline.adapters.torch.snapshot import undisturbed
 
@@ -110,7 +110,7 @@ def enter(
     if place is None or not session.running or _is_unwelcome():
         return None
     recompute = _graph_task() != -1
-    if place.transparent:
+    if place.wraps and is_transparent(module):
         _explain_compiled(session, place, module)
         return None
     clock = session.clock
@@ -126,7 +126,8 @@ def enter(
         _explain_compiled(session, place, module)
     look = place.look
     if look.inputs_before or look.inputs_after or session.taps:
-        binding = flatten.binding_of(module.forward)
+        forward = unwrapped(module).forward if place.wraps else module.forward
+        binding = flatten.binding_of(forward)
         frame.inputs = flatten.inputs(binding, args, kwargs, _cache_part(module, stack))
         if look.inputs_before and frame.inputs and session.selection.takes_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
@@ -210,7 +211,11 @@ def _explain_compiled(session: CaptureSession, place: Place, module: nn.Module) 
 
 
 def _note_failure(session: CaptureSession, frame: Frame, error: BaseException) -> None:
-    if frame.recompute:  # checkpointing stops its recomputation with an exception of its own
+    """Say where an exception came from: the innermost module; it then passes through the outer ones."""
+    thread = session._thread
+    first = thread.failure != id(error)
+    thread.failure = id(error) if len(thread.stack) > 1 else 0
+    if frame.recompute or not first:  # checkpointing stops its recomputation with an exception
         return
     session.event(
         "exception",

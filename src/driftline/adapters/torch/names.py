@@ -63,18 +63,18 @@ class Place:
     `look` is filled by whoever selects: a cached decision, so that a call costs a dictionary lookup.
     """
 
-    __slots__ = ("class_name", "ids", "is_root", "look", "ref", "root", "site", "transparent")
+    __slots__ = ("class_name", "ids", "is_root", "look", "ref", "root", "site", "wraps")
 
     def __init__(
         self, module: nn.Module, site: str, ids: str | None, root: Root, *, is_root: bool
     ) -> None:
         self.ref = weakref.ref(module)
         self.site = site
-        self.class_name = type(module).__name__
+        self.class_name = type(unwrapped(module)).__name__
         self.ids = ids
         self.root = root
         self.is_root = is_root
-        self.transparent = is_transparent(module)
+        self.wraps = wrapped(module) is not None
         self.look: Any = None
 
 
@@ -94,8 +94,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def is_transparent(module: nn.Module) -> bool:
     """Whether a wrapper's own call need not be looked at, because the wrapped module's call will be seen.
 
-    A compiled module from `torch.nn` itself is called inside the compiled region, where nothing is seen;
-    then the wrapper speaks for it.
+    It will not when a compiled module was bound to the plain call, before capture began, or comes from
+    `torch.nn` itself, so that its call lies inside the compiled region. Then the wrapper speaks for it.
     """
     inner = wrapped(module)
     if inner is None:
@@ -104,7 +104,10 @@ def is_transparent(module: nn.Module) -> bool:
         return True
     compiled = getattr(module, "_forward", None) or module.forward
     origin = getattr(compiled, "_torchdynamo_orig_callable", None)
-    return getattr(origin, "__self__", None) is inner
+    return (
+        getattr(origin, "__self__", None) is inner
+        and getattr(origin, "__func__", None) is nn.Module.__call__
+    )
 
 
 def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -191,6 +194,14 @@ class ModuleNames:
         place = self.known(module)
         if place is not None:
             return place
+        if _is_compiled_graph(module, caller):
+            return None
+        inside = self.known(unwrapped(module))
+        if inside is not None:  # wrapped since it got its name
+            self._put(
+                module, Place(module, inside.site, inside.ids, inside.root, is_root=inside.is_root)
+            )
+            return self.known(module)
         if caller is not None:
             return self._late_place(module, caller)
         if self._only:
@@ -282,6 +293,17 @@ class ModuleNames:
             root = self._helpers[name] = Root(module, name, helper=True)
         self._walk(module, root, site=name, ids=None)
         return cast(Place, self.known(module))
+
+
+def _is_compiled_graph(module: nn.Module, caller: Place | None) -> bool:
+    """A graph that the compiler made and some backends call as a module: not a part of the model.
+
+    It has no parameters of its own, or is called inside a module without being part of its tree; a graph
+    module that is somebody's model is neither.
+    """
+    return isinstance(module, torch.fx.GraphModule) and (
+        caller is not None or next(module.parameters(), None) is None
+    )
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -95,6 +95,7 @@ class Tap(Protocol):
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+        self.failure = 0  # id of the exception that is passing through the stack
 
 
 class CaptureSession:
@@ -417,7 +418,6 @@ class CaptureSession:
         module = place.ref()
         taken = (
             "modules" in self.levels
-            and not place.transparent
             and (not self._module_types or isinstance(module, self._module_types))
             and self._rank_wanted
             and self.selection.takes_place(place.site, place.class_name, place.ids)

@@ -1,0 +1,158 @@
+"""A compiled model is compiled to the same graphs and computes the same bits when it is captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from capture_zoo import one_thread
+from driftline.adapters.torch.door import capture
+from driftline.adapters.torch.session import CaptureSession
+from driftline.runs.memory import MemorySink
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 4)
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            if self.breaks and i == 1:
+                torch._dynamo.graph_break()
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+    torch._dynamo.reset()
+
+
+def _model(**options: Any) -> Model:
+    torch.manual_seed(1)
+    return Model(**options).eval()
+
+
+def _run(call: Any, counter: CompileCounterWithBackend) -> tuple[torch.Tensor, int, int]:
+    torch.manual_seed(2)
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        call(x)
+        out = call(x)
+    return out, counter.frame_count, counter.op_count
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("order", ["compiled_before", "compiled_inside"])
+def test_the_same_graphs_are_compiled_and_give_the_same_bits(breaks: bool, order: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    plain = _run(torch.compile(_model(breaks=breaks), backend=counter), counter)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model, sink = _model(breaks=breaks), MemorySink()
+    compiled = torch.compile(model, backend=counter) if order == "compiled_before" else None
+    with capture(model, sink):
+        if compiled is None:
+            compiled = torch.compile(model, backend=counter)
+        seen = _run(compiled, counter)
+    assert plain[1] > 0
+    assert plain[1:] == seen[1:]
+    assert torch.equal(plain[0], seen[0])
+    records = sink.run().records
+    assert {r.key.step for r in records} == {0, 1}
+    assert {r.key.port for r in records if r.key.site == "(root)"} == {"input", "output"}
+    assert [r.key.visit for r in records if r.key.site == "(root)"] == [0] * 4
+    assert {r.key.site for r in records} <= {"(root)", *(n for n, _ in model.named_modules())}
+
+
+@pytest.mark.parametrize("how", ["in_place", "torch_nn", "function"])
+def test_other_ways_to_compile_are_seen_at_module_level_where_there_is_one(how: str) -> None:
+    def make() -> tuple[nn.Module, Any, CompileCounterWithBackend]:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        if how == "torch_nn":
+            torch.manual_seed(1)
+            model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+            return model, torch.compile(model, backend=counter), counter
+        model = _model()
+        if how == "in_place":
+            model.compile(backend=counter)
+            return model, model, counter
+        return model, torch.compile(lambda x: model(x) * 2, backend=counter), counter
+
+    _, call, counter = make()
+    plain = _run(call, counter)
+    model, call, counter = make()
+    sink = MemorySink()
+    with capture(model, sink):
+        seen = _run(call, counter)
+    assert plain[1:] == seen[1:] and plain[1] > 0
+    assert torch.equal(plain[0], seen[0])
+    sites = {r.key.site for r in sink.run().records}
+    assert sites == (set() if how == "function" else {"(root)"})
+    if how != "function":
+        assert [e for e in sink._events if e["kind"] == "compiled"]
+
+
+def test_fullgraph_still_compiles_under_a_process_wide_capture() -> None:
+    sink = MemorySink()
+    session = CaptureSession(sink).start()
+    try:
+        model = _model()
+        counter = CompileCounterWithBackend("aot_eager")
+        _run(torch.compile(model, backend=counter, fullgraph=True), counter)
+    finally:
+        session.stop()
+    assert counter.frame_count == 1
+    assert {r.key.site for r in sink.run().records} == {"(root)"}
+    assert "TORCHDYNAMO_DISABLE" in next(
+        e["message"] for e in sink._events if e["kind"] == "compiled"
+    )
+
+
+def test_training_a_compiled_model_gives_the_same_gradients() -> None:
+    def run(sink: MemorySink | None) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = _model().train()
+        compiled = torch.compile(model, backend="aot_eager")
+        torch.manual_seed(3)
+        x = torch.randn(4, 8)
+        if sink is None:
+            compiled(x).square().sum().backward()
+        else:
+            with capture(model, sink, levels=("modules", "gradients")):
+                compiled(x).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain, seen = run(None), run(MemorySink())
+    assert len(plain) == len(seen) > 4
+    assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+
+
+def test_the_plain_call_is_back_when_the_last_session_ends() -> None:
+    before = nn.Module.__call__
+    with capture(_model(), MemorySink()):
+        assert nn.Module.__call__ is not before
+        with capture(_model(), MemorySink()):
+            pass
+        assert nn.Module.__call__ is not before
+    assert nn.Module.__call__ is before
