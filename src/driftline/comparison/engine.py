@@ -238,6 +238,9 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
     if known_apart is False:
         return replace(row, basis="digest", metrics=dict(_SAME))
     here, there = _summary(reference, ours), _summary(candidate, theirs)
+    lost = reference.lost(ours) or candidate.lost(theirs)
+    if lost and (here is None or there is None):
+        return replace(row, status="incomparable", reason=f"the values are lost: {lost}")
     exact = not DTYPES[ours.dtype].is_floating
     if known_apart and (exact or here is None or there is None):
         return replace(
@@ -250,9 +253,6 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
     if here is not None and there is not None:
         found = measure_summaries(here, there)
         return replace(row, basis="summary", estimated=ESTIMATED, metrics=found)
-    lost = reference.lost(ours) or candidate.lost(theirs)
-    if lost:
-        return replace(row, status="incomparable", reason=f"the values are lost: {lost}")
     kept = " and ".join(dict.fromkeys((ours.kept, theirs.kept)))
     why = f"nothing of it can be compared: kept as {kept}"
     if "describe" in kept:

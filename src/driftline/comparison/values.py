@@ -29,8 +29,6 @@ F64 = npt.NDArray[np.float64]
 
 BLOCK = 4 << 20
 """Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
-FALLBACK_BLOCK = 1 << 18
-"""The same without the C kernel, whose numpy stand-in makes float64 temporaries."""
 
 _SCALED = ("relative_l2", "cosine", "projection", "rmse")
 
@@ -75,10 +73,9 @@ class ValuePair:
 
 def blocks_of(count: int) -> list[tuple[int, int]]:
     """First and last-plus-one element of each block of so many; a single one for most tensors."""
-    size = FALLBACK_BLOCK if kernel.active() == "numpy" else BLOCK
-    if count <= 2 * size:
+    if count <= 2 * BLOCK:
         return [(0, count)]
-    return [(at, min(at + size, count)) for at in range(0, count, size)]
+    return [(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK)]
 
 
 def open_values(reference: Run, ours: Record, candidate: Run, theirs: Record) -> ValuePair:

@@ -73,7 +73,15 @@ def _judged(rows: tuple[Row, ...], allowed: Tolerance, columns: dict[str, Column
         if not row.compared or (row.basis == "digest" and not row.metrics):
             yield row  # the engine has said all there is to say
         else:
-            yield _judge(_forget(row), allowed, columns, own, working)
+            yield _noted(_judge(_forget(row), allowed, columns, own, working))
+
+
+def _noted(row: Row) -> Row:
+    """Say it when an integer was set against a float: the numbers compare, the types do not."""
+    if is_exact(row.reference_dtype) == is_exact(row.candidate_dtype):
+        return row
+    note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
+    return replace(row, reason=f"{row.reason}; {note}" if row.reason else note)
 
 
 def _forget(row: Row) -> Row:

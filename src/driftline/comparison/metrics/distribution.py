@@ -23,8 +23,9 @@ def kl(reference: F64, candidate: F64) -> float:
     """
     if not reference.size:
         return 0.0
-    log_p, log_q = _log_softmax(reference.reshape(-1)), _log_softmax(candidate.reshape(-1))
-    nats = float(np.sum(np.exp(log_p) * (log_p - log_q)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        log_p, log_q = _log_softmax(reference.reshape(-1)), _log_softmax(candidate.reshape(-1))
+        nats = float(np.sum(np.exp(log_p) * (log_p - log_q)))
     return 0.0 if nats < 0.0 else nats  # max(0.0, nan) would be 0.0
 
 

@@ -1,0 +1,308 @@
+"""The engine: pairs become rows, whatever was kept, and what cannot be measured says why."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from driftline.alignment.names import align_by_name
+from driftline.comparison import values
+from driftline.comparison.engine import measure
+from driftline.comparison.metrics.catalogue import requested
+from driftline.gating.door import compare
+from driftline.runs.memory import MemorySink
+from driftline.testing.runs import record_into, run_of
+
+RNG = np.random.default_rng(7)
+
+
+def only(table):
+    (row,) = table.rows
+    return row
+
+
+def noise(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def measured(reference, candidate, **options):
+    plan = align_by_name(reference.records, candidate.records)
+    return measure(plan, reference, candidate, **options)
+
+
+def test_a_row_holds_the_numbers_numpy_computes():
+    ours, theirs = noise(5, 7), noise(5, 7)
+    row = only(measured(run_of({"a": ours}), run_of({"a": theirs})))
+    error = theirs.astype(float) - ours
+    assert row.status == "unjudged"
+    assert row.basis == "values"
+    assert row.metrics["max_abs_error"] == pytest.approx(np.abs(error).max())
+    assert row.metrics["mean_abs_error"] == pytest.approx(np.abs(error).mean())
+    assert row.metrics["rmse"] == pytest.approx(np.sqrt((error**2).mean()))
+    assert row.metrics["max_abs_error_at"] == np.abs(error).argmax()
+    assert row.metrics["reference_std"] == pytest.approx(ours.astype(float).std())
+    assert row.metrics["candidate_l2"] == pytest.approx(np.linalg.norm(theirs.astype(float)))
+    assert row.metrics["candidate_min"] == theirs.min()
+    assert "one_sided_at" not in row.metrics
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_blocks_and_threads_do_not_change_a_row(monkeypatch, threads):
+    tensors = {f"t{n}": noise(n * 37 + 1) for n in range(40)}
+    other = {name: array + 0.01 * noise(array.size) for name, array in tensors.items()}
+    other["t39"][100] = np.nan
+    other["t39"][200] += 1000
+    one = measured(run_of(tensors), run_of(other), threads=1)
+    monkeypatch.setattr(values, "BLOCK", 64)
+    many = measured(run_of(tensors), run_of(other), threads=threads)
+    assert [row.key for row in many.rows] == [row.key for row in one.rows]
+    for a, b in zip(one.rows, many.rows, strict=True):
+        assert a.metrics.keys() == b.metrics.keys()
+        for name, value in a.metrics.items():
+            assert b.metrics[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
+    assert many.rows[39].metrics["one_sided_at"] == 100
+    assert many.rows[39].metrics["max_abs_error_at"] == 200
+
+
+def test_equal_digests_are_read_once_and_give_the_row_of_two_reads():
+    array = noise(100)
+    array[3] = np.inf
+    ours, theirs = run_of({"a": array}), run_of({"a": array.copy()})
+    short = only(measured(ours, theirs))
+    blind = run_of({"a": array})
+    for record in blind.records:
+        object.__setattr__(record, "digest", "other:1")
+    blind._blobs = {("other:1", 400): array.view(np.uint8)}
+    long = only(measured(blind, theirs))
+    assert short.metrics == long.metrics
+    assert short.metrics["different"] == 0
+    assert short.metrics["reference_inf"] == 1
+
+
+def test_shapes_that_differ_are_a_row_with_a_reason():
+    row = only(compare(run_of({"a": noise(2, 3)}), run_of({"a": noise(3, 2)})))
+    assert row.status == "incomparable"
+    assert row.reason == "the shapes differ: 2x3 against 3x2"
+
+
+def test_lost_values_are_a_row_with_a_reason():
+    sink = MemorySink(max_bytes=10)
+    record_into(sink, "a", noise(100))
+    record_into(sink, "b", noise(1))
+    table = compare(run_of({"a": noise(100), "b": noise(1)}), sink.run())
+    assert table.rows[0].status == "incomparable"
+    assert "size limit" in table.rows[0].reason
+    assert table.rows[1].compared
+
+
+def test_a_complex_tensor_against_a_real_one_is_incomparable():
+    row = only(compare(run_of({"a": noise(4)}), run_of({"a": noise(4).astype(np.complex64)})))
+    assert row.status == "incomparable"
+    assert "complex" in row.reason
+
+
+def test_complex_tensors_compare_by_their_parts():
+    ours = (noise(4) + 1j * noise(4)).astype(np.complex64)
+    theirs = ours.copy()
+    theirs[2] *= -1j
+    row = only(compare(run_of({"a": ours}), run_of({"a": theirs})))
+    assert row.status == "fail"
+    expected = np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
+    assert row.metrics["relative_l2"] == pytest.approx(expected)
+    assert "(2)" in row.reason
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2)])
+def test_scalars_and_empty_tensors_have_answers(shape):
+    array = np.ones(shape, np.float32)
+    row = only(compare(run_of({"a": array}), run_of({"a": array})))
+    assert row.status == "pass"
+    assert row.metrics["relative_l2"] == 0.0
+    assert row.metrics["cosine"] == 1.0
+
+
+def test_integers_beyond_2_53_compare_exactly():
+    ours = np.array([2**53, 2**62 + 1, -(2**63)], np.int64)
+    theirs = ours.copy()
+    assert only(compare(run_of({"a": ours}), run_of({"a": theirs}))).status == "pass"
+    theirs[1] -= 1
+    row = only(compare(run_of({"a": ours}), run_of({"a": theirs})))
+    assert row.status == "fail"
+    assert row.metrics["different"] == 1
+    assert row.reason == "1 of 3 elements differ, first at (1)"
+
+
+def test_integers_against_floats_compare_as_numbers_and_say_so():
+    ours, theirs = np.arange(5, dtype=np.int64), np.arange(5, dtype=np.float32)
+    row = only(compare(run_of({"a": ours}), run_of({"a": theirs})))
+    assert row.status == "pass"
+    assert "int64 against float32" in row.reason
+
+
+def test_a_value_out_of_float64_s_squares_is_measured_the_long_way():
+    ours = np.array([3e-200, 4e-200])
+    row = only(measured(run_of({"a": ours}), run_of({"a": np.array([3e-200, 0.0])})))
+    assert row.metrics["relative_l2"] == pytest.approx(0.8)
+    assert row.metrics["cosine"] == pytest.approx(0.6)
+    assert not [name for name in row.metrics if name.startswith("_")]
+
+
+def test_kl_and_user_metrics_are_measured_on_request(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\n"
+        "def flat(r, c):\n    return float(r.ndim)\n"
+        "def shaped(r, c):\n    return float(np.isnan(c).sum() + 10 * r.ndim)\n"
+        "shaped.whole = True\n"
+        "def breaks(r, c):\n    return 1.0 if r.size == 1 else 1 / 0\n"
+        "def writes(r, c):\n    r[:] = 0\n    return 0.0\n"
+    )
+    ours, theirs = noise(2, 3), noise(2, 3)
+    theirs[0, 0] = np.nan
+    names = ["kl", f"{path}:flat", f"{path}:shaped", f"{path}:writes"]
+    row = only(measured(run_of({"a": ours}), run_of({"a": theirs}), metrics=requested(names)))
+    r, c = ours.reshape(-1)[1:].astype(float), theirs.reshape(-1)[1:].astype(float)
+    p, q = np.exp(r) / np.exp(r).sum(), np.exp(c) / np.exp(c).sum()
+    assert row.metrics["kl"] == pytest.approx((p * np.log(p / q)).sum())
+    assert row.metrics["flat"] == 1.0
+    assert row.metrics["shaped"] == 21.0
+    broken = only(
+        measured(run_of({"a": ours}), run_of({"a": theirs}), metrics=requested([f"{path}:breaks"]))
+    )
+    assert broken.status == "incomparable"
+    assert "'breaks' failed: ZeroDivisionError" in broken.reason
+
+
+# -- what was kept --------------------------------------------------------------------------
+
+
+def activations():
+    """Tokens x heads x width, each head at its own scale, as attention outputs are."""
+    return (noise(16, 8, 32) + noise(1, 8, 32)).reshape(16, 256)
+
+
+def head_swap(x):
+    heads = x.reshape(16, 8, 32).copy()
+    heads[:, [2, 5]] = heads[:, [5, 2]]
+    return heads.reshape(16, 256)
+
+
+FAULTS = {
+    "head swap": head_swap,
+    "token shift": lambda x: np.roll(x, 1, axis=0),
+    "sign": lambda x: -x,
+    "half scale": lambda x: x * np.float32(0.5),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("other_side", ["summary", "full"])
+def test_a_permutation_is_seen_in_summaries(fault, other_side):
+    for _ in range(20):
+        clean = activations()
+        broken = FAULTS[fault](clean)
+        true = np.linalg.norm(broken - clean) / np.linalg.norm(clean)
+        ours = run_of({"a": clean}, keep="summary")
+        theirs = run_of({"a": broken.astype(ml_dtypes.bfloat16)}, keep=other_side)
+        row = only(compare(ours, theirs))
+        assert row.basis == "summary"
+        assert row.status == "fail"
+        assert "relative_l2" in row.estimated
+        assert "estimated relative_l2" in row.reason
+        assert row.metrics["relative_l2"] == pytest.approx(true, rel=0.5)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_rounding_alone_passes_in_summaries(dtype):
+    for _ in range(20):
+        clean = activations()
+        ours = run_of({"a": clean}, keep="summary")
+        row = only(compare(ours, run_of({"a": clean.astype(dtype)}, keep="summary")))
+        assert row.status == "pass"
+        true = np.linalg.norm(clean.astype(dtype).astype(float) - clean) / np.linalg.norm(clean)
+        assert row.metrics["relative_l2"] == pytest.approx(true, rel=0.5)
+
+
+def test_a_nan_in_one_summary_fails():
+    clean = activations()
+    broken = clean.copy()
+    broken[3, 4] = np.nan
+    ours, theirs = run_of({"a": clean}, keep="summary"), run_of({"a": broken}, keep="summary")
+    row = only(compare(ours, theirs))
+    assert row.status == "fail"
+    assert "NaN or Inf on one side only" in row.reason
+
+
+def test_equal_digests_pass_and_different_ones_fail_without_a_number():
+    x, y = noise(4), noise(4)
+    ours = run_of({"a": x, "b": y}, keep="digest")
+    theirs = run_of({"a": x, "b": y + 1}, keep="full")
+    equal, unequal = compare(ours, theirs).rows
+    assert (equal.status, equal.basis, equal.metrics["relative_l2"]) == ("pass", "digest", 0.0)
+    assert unequal.status == "fail"
+    assert "how much is not known" in unequal.reason
+
+
+def test_digests_of_different_dtypes_say_nothing():
+    x = noise(4)
+    ours = run_of({"a": x}, keep="digest")
+    theirs = run_of({"a": x.astype(np.float16)}, keep="digest")
+    table = compare(ours, theirs)
+    assert only(table).status == "incomparable"
+    assert "float32 and float16" in only(table).reason
+    assert table.verdict == "incomparable"
+
+
+def test_descriptions_compare_shapes_only_and_say_so():
+    ours = run_of({"a": noise(4)}, keep="describe")
+    row = only(compare(ours, run_of({"a": noise(4)})))
+    assert row.status == "incomparable"
+    assert "shapes agree, dtypes too" in row.reason
+    row = only(compare(ours, run_of({"a": noise(5)})))
+    assert "the shapes differ" in row.reason
+
+
+@pytest.mark.parametrize(("ours", "theirs", "step"), [(3, 1, 3), (2, 3, 6), (4, 4, 4)])
+def test_a_sample_is_set_against_the_same_elements(ours, theirs, step):
+    x, y = noise(100), noise(100)
+    a = run_of({"a": x}, keep="sample" if ours > 1 else "full", stride=ours)
+    b = run_of({"a": y}, keep="sample" if theirs > 1 else "full", stride=theirs)
+    row = only(measured(a, b))
+    assert row.basis == "sample"
+    error = y[::step].astype(float) - x[::step]
+    assert row.metrics["max_abs_error"] == pytest.approx(np.abs(error).max())
+    assert row.metrics["reference_max"] == x[::step].max()
+
+
+def test_integers_kept_as_summaries_are_decided_by_their_digests():
+    ids = np.arange(100)
+    ours = run_of({"a": ids}, keep="summary")
+    other = ids.copy()
+    other[[3, 4]] = other[[4, 3]]
+    assert only(compare(ours, run_of({"a": ids.copy()}, keep="summary"))).status == "pass"
+    assert only(compare(ours, run_of({"a": other}, keep="summary"))).status == "fail"
+
+
+def test_progress_counts_every_pair_once():
+    tensors = {f"t{n}": noise(10) for n in range(20)}
+    seen = []
+    measured(run_of(tensors), run_of(tensors), progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(n + 1, 20) for n in range(20)]
+
+
+def test_a_bug_in_a_worker_is_raised_and_not_lost():
+    def breaks(done, of):
+        raise RuntimeError("planted")
+
+    tensors = {f"t{n}": noise(10) for n in range(20)}
+    with pytest.raises(RuntimeError, match="planted"):
+        measured(run_of(tensors), run_of(tensors), progress=breaks, threads=3)
+
+
+def test_tensors_that_are_nan_throughout_on_both_sides_are_equal():
+    nans = np.full(4, np.nan, np.float32)
+    row = only(compare(run_of({"a": nans}), run_of({"a": nans.copy()})))
+    assert row.status == "pass"
+    assert row.metrics["reference_nan"] == 4
+    assert math.isnan(row.metrics["reference_mean"])
