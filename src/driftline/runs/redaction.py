@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 
 HIDDEN = "***"
+_LONGEST = 4096
+_DEEPEST = 6
 
 # Hidden whatever the value is, wherever in a name they stand.
 _STRONG = (
@@ -61,14 +63,14 @@ _SHAPES = re.compile(
 )
 _URL_USER = re.compile(r"(?<=://)[^\s/?#]*@")
 _HEADER = re.compile(
-    r"(?i)\b((?:proxy-)?authorization|x-[\w-]*(?:key|token|secret)|(?:set-)?cookie)(\s*[:=]\s*)"
+    r"(?i)\b((?:proxy-)?authorization|x-[\w-]{0,40}(?:key|token|secret)|(?:set-)?cookie)(\s*[:=]\s*)"
     r"([^\"'\n]+)"
 )
 _SCHEME = re.compile(r"(?i)\b(bearer|basic|token)(\s+)([A-Za-z0-9._~+/=-]{8,})")
 _QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
 # name=value, name: value, "name": "value", -name value inside one string.
 _ASSIGNED = re.compile(
-    rf"(?P<name>[\w.\-]*[A-Za-z][\w.\-]*)(?P<between>[\"']?\s*(?:=|:(?!//))\s*|[\"']?\s*:\s+)"
+    rf"(?P<name>(?<![\w.\-])[\w.\-]+)(?P<between>[\"']?\s*(?:=|:(?!//))\s*|[\"']?\s*:\s+)"
     rf"(?P<value>{_QUOTED}|[^\s,;&}})\]]+)"
 )
 _FLAGGED = re.compile(
@@ -106,26 +108,39 @@ def redact_text(text: str) -> str:
     >>> redact_text("API_KEY=abc python x.py --password 'a b' https://me:pw@host/x")
     'API_KEY=*** python x.py --password *** https://***@host/x'
     """
+    return _redact(_shortened(text), 0)
+
+
+def _shortened(text: str) -> str:
+    """Nobody reads an argument beyond this, and not every pattern here is linear."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
+
+
+def _redact(text: str, depth: int) -> str:
+    if depth > _DEEPEST:
+        return HIDDEN
+
+    def hide(found: re.Match[str]) -> str:
+        name, between, value = found["name"], found["between"], found["value"]
+        if _FLAG.match(value) and between.isspace():
+            # `--use-auth-token --other 1`: the first is a switch, the second has its own value.
+            return name + between + _redact(value, depth + 1)
+        if names_a_secret(name, value):
+            # Quotes of JSON stay, so that the text remains readable as what it was.
+            quote = value[0] if value[0] in "\"'" and not between.isspace() else ""
+            return f"{name}{between}{quote}{HIDDEN}{quote}"
+        if "=" in value or ":" in value or value[0] in "\"'":
+            return name + between + _redact(value, depth + 1)
+        return found[0]
+
     text = _SHAPES.sub(HIDDEN, text)
     text = _URL_USER.sub(HIDDEN + "@", text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
-    text = _ASSIGNED.sub(_hide_value, text)
-    return _FLAGGED.sub(_hide_value, text)
-
-
-def _hide_value(found: re.Match[str]) -> str:
-    name, between, value = found["name"], found["between"], found["value"]
-    if _FLAG.match(value) and between.isspace():
-        # `--use-auth-token --other 1`: the first is a switch, the second has a value of its own.
-        return name + between + redact_text(value)
-    if names_a_secret(name, value):
-        # Quotes of JSON stay, so that the text remains readable as what it was.
-        quote = value[0] if value[0] in "\"'" and not between.isspace() else ""
-        return f"{name}{between}{quote}{HIDDEN}{quote}"
-    if "=" in value or ":" in value or value[0] in "\"'":
-        return name + between + redact_text(value)
-    return found[0]
+    text = _ASSIGNED.sub(hide, text)
+    return _FLAGGED.sub(hide, text)
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
@@ -136,7 +151,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     """
     shown: list[str] = []
     waiting = ""
-    for argument in argv:
+    for argument in map(_shortened, argv):
         if waiting and not _FLAG.match(argument) and names_a_secret(waiting, argument):
             shown.append(HIDDEN)
             waiting = ""
@@ -148,7 +163,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
         if equals and re.fullmatch(r"[\w.+\-/]+", name) and names_a_secret(name, value):
             shown.append(f"{name}={HIDDEN}")
         else:
-            shown.append(redact_text(argument))
+            shown.append(_redact(argument, 0))
     return shown
 
 

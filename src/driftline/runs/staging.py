@@ -44,6 +44,11 @@ class Staging:
         self._finished = False
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Starts the thread; without it, whoever waits for a buffer does the work."""
+        with self._changed:
+            self._start()
+
     def take_buffer(self) -> Bytes:
         """An empty buffer; waits for one when all are on their way to the disk."""
         while True:

@@ -286,6 +286,7 @@ class RunWriter:
                 self._append_event(line)
             self._early.clear()
         _close_with_multiprocessing(self.close)
+        self._staging.start()  # now, so that a lone tensor does not wait for a second one
         return True
 
     def _store(self, record: Record, data: Bytes, digest: str) -> tuple[Blob | None, str]:
