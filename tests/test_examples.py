@@ -1,0 +1,81 @@
+"""What the README and the examples promise is run here, word for word."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "examples" / "demo"
+
+
+def shell_blocks(page: Path) -> list[str]:
+    return re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def run_words(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    assert words[0] == "driftline"
+    return subprocess.run(
+        [sys.executable, "-m", "driftline", *words[1:]],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_three_commands_of_the_readme_work_on_a_script_that_knows_nothing(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "infer.py", tmp_path)
+    commands = shell_blocks(ROOT / "README.md")[0].strip().splitlines()
+    assert len(commands) == 3
+    # "python" must be the interpreter of this environment, as it is in an activated one.
+    outcomes = [
+        run_words(
+            [word.replace("python ", f"{sys.executable} ") for word in shlex.split(command)], tmp_path
+        )
+        for command in commands
+    ]
+    assert [outcome.returncode for outcome in outcomes] == [0, 0, 0], [o.stderr for o in outcomes]
+    assert "PASS" in outcomes[2].stdout
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    [
+        ("gelu", "layers.2.mlp.act_fn"),
+        ("channels", "layers.2.mlp.down_proj"),
+        ("scale", "layers.2.self_attn"),
+    ],
+)
+def test_each_fault_the_demo_can_plant_is_named_at_its_module(
+    tmp_path: Path, fault: str, culprit: str
+) -> None:
+    script = f"{sys.executable} {DEMO / 'infer.py'} --tokens 1"
+    reference = run_words(["driftline", "dump", "-o", "ref", "--exec", script], tmp_path)
+    assert reference.returncode == 0, reference.stderr
+    broken = f"{script} --dtype bfloat16 --fault {fault} --fault-layer 2"
+    candidate = run_words(["driftline", "dump", "-o", "cand", "--exec", broken], tmp_path)
+    assert candidate.returncode == 0, candidate.stderr
+    compared = run_words(["driftline", "compare", "ref", "cand"], tmp_path)
+    assert compared.returncode == 1
+    assert f"starts at '{culprit}'" in compared.stdout or f"starts inside '{culprit}'" in compared.stdout
+
+
+def test_make_demo_names_the_planted_fault(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(DEMO / "run.py")], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The planted fault was named: layers.5.mlp.act_fn" in done.stdout
+
+
+def test_every_page_the_readme_links_to_exists() -> None:
+    pages = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    assert pages
+    assert [page for page in pages if not (ROOT / page).exists()] == []
