@@ -2,9 +2,10 @@
 
     python -m benchmarks                 all of ours
     python -m benchmarks kernel files    some of them
-    python -m benchmarks --peers         ours beside msprobe and polygraphy (installs them into .bench-venv)
+    python -m benchmarks --peers         ours beside msprobe and polygraphy, in a .bench-venv
 
-Nothing here is a test: machines differ and cores are shared. A goal that is missed is printed with its distance.
+Nothing here is a test: machines differ and cores are shared. A goal that is missed is printed with
+its distance.
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ def show(figures: list[Figure]) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n")[0])
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.split("\n")[0]
+    )
     options.add_argument("suites", nargs="*", help="which of: " + " ".join(SUITES))
     options.add_argument("--peers", action="store_true", help="also run msprobe and polygraphy")
     options.add_argument("--json", type=Path, help="write the figures to this file too")
     chosen = options.parse_args()
     unknown = set(chosen.suites) - {*SUITES, "peers"}
     if unknown:
-        sys.exit(f"benchmarks: no suite called {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+        sys.exit(f"benchmarks: no suite {sorted(unknown)}; there are {', '.join(SUITES)}")
     names = list(chosen.suites or SUITES) + (["peers"] if chosen.peers else [])
     everything: list[Figure] = []
     for name in names:
@@ -71,7 +74,9 @@ def main() -> None:
     missed = [f for f in everything if verdict(f).startswith("missed")]
     print(f"\n{len(everything)} figures, {len(missed)} below their goal")
     for figure in missed:
-        print(f"  {figure['what']}: {figure['value']:.3g}, goal {figure['goal']:g}, {verdict(figure)}")
+        print(
+            f"  {figure['what']}: {figure['value']:.3g}, goal {figure['goal']:g}, {verdict(figure)}"
+        )
 
 
 if __name__ == "__main__":

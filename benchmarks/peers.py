@@ -1,9 +1,9 @@
-"""Ours beside the peers on one model: dump and compare of a 134M Llama in fp32 and bf16, whole commands.
+"""Ours beside the peers: dump and compare of one 134M Llama in fp32 and bf16, whole commands.
 
-Installs msprobe (`mindstudio-probe`) and polygraphy into `.bench-venv`, an environment of their own. The work is
-not the same to the last figure (msprobe also writes statistics and stacks, polygraphy also medians and
-histograms); the ratio is of the wall time a user waits for a table of differences. Both sides see the same
-tensors: every module's inputs and outputs, and the parameters.
+Installs msprobe (`mindstudio-probe`) and polygraphy into `.bench-venv`, an environment of their
+own. The work is not the same to the last figure (msprobe also writes statistics and stacks,
+polygraphy also medians and histograms); the ratio is of the wall time a user waits for a table of
+differences. Both sides see the same tensors: every module's inputs and outputs, and the parameters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ PROGRAMS = ROOT / "benchmarks" / "programs"
 
 
 def install() -> None:
-    """The peers' own environment, made once; torch first, so that nothing pulls another build of it."""
+    """The peers' own environment, made once; torch first, so that nothing pulls another build."""
     if (VENV / ".ready").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     pip = [str(VENV / "bin" / "pip"), "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
     subprocess.run([*pip, "torch"], check=True)
-    subprocess.run([*pip, "mindstudio-probe", "polygraphy", "transformers", "safetensors"], check=True)
+    subprocess.run(
+        [*pip, "mindstudio-probe", "polygraphy", "transformers", "safetensors"], check=True
+    )
     (VENV / ".ready").touch()
 
 
@@ -79,7 +81,7 @@ def run() -> list[dict[str, object]]:
 
 
 def polygraphy(mine: float) -> list[dict[str, object]]:
-    """Polygraphy's simple comparison over the same two dumps, loaded as it wants them: dictionaries of arrays."""
+    """Polygraphy's simple comparison of the same dumps, as dictionaries of arrays."""
     script = str(PROGRAMS / "compare_with_polygraphy.py")
     took = timed([str(VENV / "bin" / "python"), script, "ours_ref", "ours_cand"], cwd=OUTPUT)
     return [

@@ -30,14 +30,17 @@ def run_words(words: list[str], folder: Path) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_three_commands_of_the_readme_work_on_a_script_that_knows_nothing(tmp_path: Path) -> None:
+def test_the_three_commands_of_the_readme_work_on_a_script_that_knows_nothing(
+    tmp_path: Path,
+) -> None:
     shutil.copy(DEMO / "infer.py", tmp_path)
     commands = shell_blocks(ROOT / "README.md")[0].strip().splitlines()
     assert len(commands) == 3
     # "python" must be the interpreter of this environment, as it is in an activated one.
     outcomes = [
         run_words(
-            [word.replace("python ", f"{sys.executable} ") for word in shlex.split(command)], tmp_path
+            [word.replace("python ", f"{sys.executable} ") for word in shlex.split(command)],
+            tmp_path,
         )
         for command in commands
     ]
@@ -64,12 +67,19 @@ def test_each_fault_the_demo_can_plant_is_named_at_its_module(
     assert candidate.returncode == 0, candidate.stderr
     compared = run_words(["driftline", "compare", "ref", "cand"], tmp_path)
     assert compared.returncode == 1
-    assert f"starts at '{culprit}'" in compared.stdout or f"starts inside '{culprit}'" in compared.stdout
+    assert (
+        f"starts at '{culprit}'" in compared.stdout
+        or f"starts inside '{culprit}'" in compared.stdout
+    )
 
 
 def test_make_demo_names_the_planted_fault(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(DEMO / "run.py")], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, str(DEMO / "run.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The planted fault was named: layers.5.mlp.act_fn" in done.stdout

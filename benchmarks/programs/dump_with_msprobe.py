@@ -1,4 +1,4 @@
-"""The same forward pass dumped by msprobe, as its manual says: modules, inputs and outputs, tensors.
+"""The same forward pass dumped by msprobe, as its manual says: tensors of modules, in and out.
 
 python dump_with_msprobe.py --dtype bfloat16 --output DIR
 """

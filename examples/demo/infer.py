@@ -3,8 +3,8 @@
     python infer.py --dtype float32
     python infer.py --dtype bfloat16 --fault gelu --fault-layer 5
 
-The weights are random (a fixed seed), so nothing is downloaded. `--fault` plants the kind of mistake people
-make when they port a model: it changes one layer, and nothing tells you which.
+The weights are random (a fixed seed), so nothing is downloaded. `--fault` plants the kind of
+mistake people make when they port a model: it changes one layer, and nothing tells you which.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What Driftline raises: one family, each with an exit code, a sentence and, if there is one, a way out.
+"""What Driftline raises: one family, each with an exit code, a sentence and a way out.
 
-A numerical difference is never an exception here; it is a row in a table. These are for what could not be done.
+A numerical difference is never an exception here; it is a row in a table. These are for what could
+not be done.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The element types Driftline knows: how wide they are, how their bytes become numbers, how finely they count.
+"""The element types: how wide they are, how bytes become numbers, how finely they count.
 
-A leaf: numpy and the standard library only. Names are torch's, without the `torch.` in front; numpy's own
-names agree with them. Formats numpy has no type for (bfloat16, the float8 family, packed int4) are stored
-as raw unsigned integers and decoded here, so nothing needs ml_dtypes on the capture side.
+A leaf: numpy and the standard library only. Names are torch's, without the `torch.` in front;
+numpy's own names agree with them. Formats numpy has no type for (bfloat16, the float8 family,
+packed int4) are stored as raw unsigned integers and decoded here, so nothing needs ml_dtypes on the
+capture side.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ class DType:
     Attributes:
         name: torch's name without `torch.`.
         kind: float, complex, int, uint, bool, or bits for formats that are only stored.
-        bits: Width of one element; 4 for packed formats, where a byte holds two elements, low nibble first.
-        storage: The numpy dtype whose bytes are the elements' bytes (raw unsigned for foreign floats).
-        safetensors: The safetensors tag when every reader of that format knows it, else U8 raw bytes.
+        bits: Width of one element; 4 for packed formats, where a byte holds two elements, low
+            nibble first.
+        storage: The numpy dtype whose bytes are the elements' bytes (raw unsigned for foreign
+            floats).
+        safetensors: The safetensors tag when every reader of that format knows it, else U8 raw
+            bytes.
         unit_roundoff: Half the distance from 1 to the next number; 0.0 for exact types.
-        lowest: The most negative finite value: attention masks use it to mean minus infinity. 0.0 if not a float.
+        lowest: The most negative finite value: attention masks use it to mean minus infinity. 0.0
+            if not a float.
     """
 
     name: str

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PairMoments:
-    """Sums, extremes and counts of one pair, in float64; `r` is the reference, `c` the candidate, `e = c - r`.
+    """Sums, extremes and counts of one pair, in float64; r reference, c candidate, e = c - r.
 
-    "Finite" means finite on both sides, where the lowest value of a 16-bit-or-wider float format counts as
-    -inf on its side: attention masks are filled with it. Sums and error extremes are over those elements.
-    Positions are flat C-order indices, -1 for "nowhere".
+    "Finite" means finite on both sides, where the lowest value of a 16-bit-or-wider float format
+    counts as -inf on its side: attention masks are filled with it. Sums and error extremes are over
+    those elements. Positions are flat C-order indices, -1 for "nowhere".
     """
 
     count: int
@@ -59,7 +59,7 @@ class PairMoments:
 
 
 def merge_moments(parts: Sequence[PairMoments]) -> PairMoments:
-    """The moments of a pair from those of its consecutive blocks, in order; positions shift to the whole.
+    """The moments of a pair from those of its consecutive blocks, in order.
 
     Spreads are joined by Chan's formula, so a mean far from zero costs no digits.
 

@@ -1,4 +1,6 @@
-"""What is kept of one tensor when its values are not: ten numbers and a sketch that sees permutations."""
+"""What is kept of one tensor when its values are not: ten numbers and a sketch that sees
+permutations.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ SKETCH_BUCKETS = 64
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The digest-free description of one tensor's values. Moments are over finite elements, in float64.
+    """The digest-free description of one tensor's values. Moments are over finite elements, in
+    float64.
 
     Attributes:
         count: Number of elements.
