@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 from driftline.comparison.row import Column, Row
 
+ROOT = ("(root)", "")
+"""How adapters call the outermost module; its name is no prefix of the others' names."""
+
 
 class Divergence(NamedTuple):
     """The first failing row, the site to look at, and the finding as a sentence."""
@@ -71,15 +74,16 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
         if row.key.rank == first.key.rank and row.key.process == first.key.process
     }
     site = first.key.site
-    while site:
-        site = site.rpartition(".")[0]
+    if site in ROOT:
+        return None
+    while site := site.rpartition(".")[0]:
         if site in entered:
             return site
-    return None
+    return next((root for root in ROOT if root in entered), None)
 
 
 def _named(site: str, class_name: str) -> str:
-    shown = f"'{site}'" if site else "the model itself"
+    shown = "the model itself" if site in ROOT else f"'{site}'"
     return f"{shown} ({class_name})" if class_name else shown
 
 

@@ -1,0 +1,291 @@
+"""Judging: statuses, the verdict, the exit code, and where the drift starts."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import driftline
+from driftline.comparison.row import Row
+from driftline.comparison.table import Table
+from driftline.errors import BadInput
+from driftline.gating.door import align
+from driftline.gating.judge import exit_code, judge
+from driftline.runs.key import TensorKey
+from driftline.testing.runs import run_of
+from driftline.tolerance.limits import Limit, Tolerance
+
+RNG = np.random.default_rng(3)
+
+
+def noise(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def table_of(ours, theirs, **options):
+    return driftline.compare(run_of(ours), run_of(theirs), **options)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_non_finite_element_on_one_side_fails_whatever_the_metrics_say(value, side):
+    sides = [noise(3, 4), None]
+    sides[1] = sides[0].copy()
+    sides[side][1, 2] = value
+    for limits in (None, {"relative_l2": math.inf}, {"cosine": -1.0}):
+        table = table_of({"a": sides[0]}, {"a": sides[1]}, limits=limits)
+        assert table.verdict == "fail"
+        assert "NaN or Inf on one side only: 1 elements, first at (1, 2)" in table.rows[0].reason
+        assert table.rows[0].severity == math.inf
+
+
+def test_the_same_infinities_on_both_sides_pass():
+    x = noise(4)
+    x[1], x[2] = np.inf, np.nan
+    assert table_of({"a": x}, {"a": x.astype(np.float16)}).verdict == "pass"
+    y = x.copy()
+    y[1] = -np.inf
+    assert table_of({"a": x}, {"a": y}).verdict == "fail"
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_a_mask_of_lowest_values_passes_in_every_float_format(dtype):
+    def mask(kind):
+        return np.triu(np.full((8, 8), ml_dtypes.finfo(kind).min), 1).astype(kind)
+
+    table = table_of({"mask": mask(np.float32)}, {"mask": mask(dtype)})
+    assert table.verdict == "pass"
+    broken = mask(dtype)
+    broken[0, 1] = 0
+    assert table_of({"mask": mask(np.float32)}, {"mask": broken}).verdict == "fail"
+
+
+def test_the_limit_is_that_of_the_coarser_dtype():
+    x = noise(1000)
+    for dtype, name in ((ml_dtypes.bfloat16, "bfloat16"), (np.float16, "float16")):
+        for a, b in ((x, x.astype(dtype)), (x.astype(dtype), x)):
+            row = table_of({"a": a}, {"a": b}).rows[0]
+            assert (row.status, row.limit_from) == ("pass", name)
+    assert table_of({"a": x}, {"a": x * np.float32(1.01)}).rows[0].status == "fail"
+
+
+def test_rounding_upstream_is_inherited_by_what_was_cast_up_again():
+    x = noise(1000)
+    low = x.astype(ml_dtypes.bfloat16)
+    table = table_of({"a": x, "logits": x}, {"a": low, "logits": low.astype(np.float32)})
+    assert [row.status for row in table] == ["pass", "pass"]
+    assert [row.limit_from for row in table] == ["bfloat16", "bfloat16 upstream"]
+    # A parameter was never rounded by what ran before it.
+    params = table_of(
+        {"a": x, "a/param/weight": x}, {"a": low, "a/param/weight": x * np.float32(1.01)}
+    )
+    assert params.rows[1].status == "fail"
+
+
+def test_a_zero_reference_against_anything_else_fails():
+    row = table_of({"a": np.zeros(4, np.float32)}, {"a": np.full(4, 1e-30, np.float32)}).rows[0]
+    assert row.status == "fail"
+    assert row.metrics["relative_l2"] == math.inf
+
+
+def test_booleans_compare_exactly_unless_an_element_wise_test_is_asked_for():
+    x = np.array([True, False, True])
+    y = np.array([True, True, True])
+    assert table_of({"a": x}, {"a": y}).rows[0].status == "fail"
+    codes, shifted = np.arange(10, dtype=np.int8), np.arange(10, dtype=np.int8) + np.int8(1)
+    assert table_of({"a": codes}, {"a": shifted}).verdict == "fail"
+    assert table_of({"a": codes}, {"a": shifted}, limits={"cosine": 0.0}).verdict == "fail"
+    assert table_of({"a": codes}, {"a": shifted}, atol=1.0).verdict == "pass"
+
+
+def test_rtol_and_atol_fail_the_row_with_one_element_outside():
+    x = np.ones(1000, np.float32)
+    y = x.copy()
+    y[7] = 1.5
+    row = table_of({"a": x}, {"a": y}, rtol=0.1).rows[0]
+    assert row.status == "fail"
+    assert row.metrics["outside_share"] == 0.001
+    assert row.decided_by == "outside_share"
+    assert table_of({"a": x}, {"a": y}, rtol=0.5).rows[0].status == "pass"
+    assert table_of({"a": x}, {"a": y}, rtol=0.1, atol=0.4).rows[0].status == "pass"
+
+
+def test_limits_pass_from_the_side_their_direction_says():
+    x = noise(100)
+    y = x + np.float32(0.1) * noise(100)
+    cosine = table_of({"a": x}, {"a": y}).rows[0].metrics["cosine"]
+    assert table_of({"a": x}, {"a": y}, limits={"cosine": cosine}).verdict == "pass"
+    assert table_of({"a": x}, {"a": y}, limits={"cosine": cosine + 1e-9}).verdict == "fail"
+    scaled = {"a": x * np.float32(0.9)}
+    assert table_of({"a": x}, scaled, limits={"projection": 0.11}).verdict == "pass"
+    assert table_of({"a": x}, scaled, limits={"projection": 0.05}).verdict == "fail"
+
+
+def test_every_one_of_several_limits_must_hold():
+    x = noise(100)
+    y = x * np.float32(2)
+    limits = {"cosine": 0.99, "relative_l2": 0.5}
+    row = table_of({"a": x}, {"a": y}, limits=limits).rows[0]
+    assert (row.status, row.decided_by) == ("fail", "relative_l2")
+
+
+def test_a_nan_measurement_never_passes():
+    row = Row(
+        TensorKey.of("a", "output"),
+        "unjudged",
+        reference_dtype="float32",
+        candidate_dtype="float32",
+        basis="values",
+        metrics={"relative_l2": math.nan, "cosine": math.nan, "one_sided": 0},
+    )
+    for tolerance in (
+        None,
+        Tolerance((Limit("relative_l2", math.inf),)),
+        Tolerance((Limit("cosine", -math.inf),)),
+    ):
+        judged = judge(Table((row,)), tolerance)
+        assert judged.rows[0].status == "fail"
+        assert judged.rows[0].severity == math.inf
+
+
+def test_a_limit_on_what_was_not_measured_is_incomparable_not_passed():
+    x = noise(100)
+    ours, theirs = run_of({"a": x}, keep="summary"), run_of({"a": x + 1}, keep="summary")
+    table = driftline.compare(ours, theirs, limits={"max_ulp": 1e9})
+    assert table.rows[0].status == "incomparable"
+    assert table.verdict == "incomparable"
+    assert exit_code(table) == 2
+
+
+def test_missing_and_extra_rows_fail_only_below_the_minimal_coverage():
+    x = noise(4)
+    ours, theirs = {"a": x, "b": x, "only_here": x}, {"a": x, "b": x, "only_there": x}
+    table = table_of(ours, theirs)
+    assert [row.status for row in table] == ["pass", "pass", "missing", "extra"]
+    assert (table.verdict, exit_code(table)) == ("pass", 0)
+    assert table_of(ours, theirs, min_coverage=0.5).verdict == "pass"
+    strict = table_of(ours, theirs, min_coverage=0.51)
+    assert (strict.verdict, exit_code(strict)) == ("fail", 1)
+    assert "only 50.0% of the tensors were compared" in strict.finding
+    with pytest.raises(BadInput, match="between 0 and 1"):
+        table_of(ours, theirs, min_coverage=95)
+
+
+def test_missing_rows_stand_where_the_reference_ran_them():
+    x = noise(4)
+    table = table_of({"a": x, "b": x, "c": x}, {"a": x, "c": x})
+    assert [row.site for row in table] == ["a", "b", "c"]
+
+
+def test_exit_codes_say_pass_fail_and_nothing_comparable():
+    x = noise(4)
+    assert exit_code(table_of({"a": x}, {"a": x})) == 0
+    assert exit_code(table_of({"a": x}, {"a": -x})) == 1
+    nothing = table_of({"a": x}, {"a": noise(5)})
+    assert exit_code(nothing) == 2
+    assert "nothing could be compared" in nothing.finding
+
+
+def test_the_first_failing_output_in_execution_order_is_named():
+    x = noise(8)
+    order = (
+        "m/input/x",
+        "m.a/input/x",
+        "m.a/output/0",
+        "m.b/input/x",
+        "m.b/output/0",
+        "m/output/0",
+    )
+    ours = dict.fromkeys(order, x)
+    theirs = {**ours, "m.a/output/0": -x, "m.b/input/x": -x, "m.b/output/0": -x}
+    table = driftline.compare(run_of(ours, classes={"m.a": "Linear"}), run_of(theirs))
+    assert table.first_site == "m.a"
+    assert table.finding.startswith(
+        "the drift starts at 'm.a' (Linear), in its output: relative_l2 2"
+    )
+    assert table.finding.endswith("3 of 6 compared tensors fail")
+
+
+def test_a_failing_input_without_a_failing_output_before_it_blames_the_nearest_entered_parent():
+    x = noise(8)
+    order = ("m/input/x", "m.layers.0.a/output/0", "m.layers.0.b/input/x", "m.layers.0.b/output/0")
+    ours = dict.fromkeys(order, x)
+    theirs = {**ours, order[2]: -x, order[3]: -x}
+    table = table_of(ours, theirs)
+    assert table.first_site == "m"
+    assert table.finding.startswith(
+        "the drift starts inside 'm', in its own code before it calls 'm.layers.0.b': input 'x'"
+    )
+
+
+def test_a_failing_input_of_the_outermost_module_is_said_to_be_an_input():
+    x = noise(8)
+    for root in ("m", "(root)"):
+        table = table_of({f"{root}/input/x": x}, {f"{root}/input/x": -x})
+        assert table.first_site == root
+        assert table.finding.startswith("the inputs differ already: 'x' of")
+
+
+def test_the_root_encloses_what_has_no_dot_in_its_name():
+    x = noise(8)
+    ours = {"(root)/input/x": x, "head/input/x": x}
+    table = table_of(ours, {**ours, "head/input/x": -x})
+    assert table.first_site == "(root)"
+
+
+def test_a_parameter_that_differs_is_called_a_parameter():
+    x = noise(8)
+    ours = {"m/param/weight": x, "m/output/0": x}
+    table = table_of(ours, {"m/param/weight": -x, "m/output/0": -x})
+    assert table.first_site == "m"
+    assert "the parameter 'weight' of 'm' differs already" in table.finding
+
+
+def test_the_first_divergence_is_in_the_earliest_step():
+    x = noise(8)
+    keys = [TensorKey.of("m", "output", step=step) for step in (0, 1, 2)]
+    ours = dict.fromkeys(keys, x)
+    theirs = {keys[0]: x, keys[1]: -x, keys[2]: -x}
+    table = table_of(ours, theirs)
+    assert table.first.step == 1
+    assert "in step 1" in table.finding
+
+
+def test_a_table_can_be_judged_again_with_another_tolerance():
+    x = noise(100)
+    table = table_of({"a": x}, {"a": x * np.float32(1.01)})
+    assert table.verdict == "fail"
+    kinder = judge(table, Tolerance((Limit("relative_l2", 0.1),)))
+    assert kinder.verdict == "pass"
+    assert kinder.rows[0].reason == ""
+    assert kinder.rows[0].limit_from == "user"
+    assert judge(kinder).verdict == "fail"
+
+
+def test_two_runs_without_a_common_name_are_an_error():
+    with pytest.raises(BadInput, match="share no tensor"):
+        table_of({"a": noise(2)}, {"b": noise(2)})
+
+
+def test_an_empty_run_is_an_error():
+    with pytest.raises(BadInput, match="holds no tensor"):
+        driftline.compare(run_of({}, name="empty"), run_of({"a": noise(2)}))
+
+
+def test_globs_choose_what_is_compared():
+    x = noise(4)
+    ours = {"m.a": x, "m.b": x, "n/input/x": x}
+    plan = align(run_of(ours), run_of(ours), sites=["m.*"])
+    assert [pair.reference.key.site for pair in plan.pairs] == ["m.a", "m.b"]
+    table = table_of(ours, ours, ports=["input"])
+    assert [row.site for row in table] == ["n"]
+    with pytest.raises(BadInput, match="no site matches"):
+        table_of(ours, ours, sites=["q*"])
+
+
+def test_paths_are_opened(tmp_path):
+    np.save(tmp_path / "a.npy", noise(4))
+    table = driftline.compare(tmp_path / "a.npy", str(tmp_path / "a.npy"))
+    assert table.verdict == "pass"
+    assert table.reference.path.endswith("a.npy")

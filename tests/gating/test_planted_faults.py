@@ -1,0 +1,103 @@
+"""The bar: no false alarm between number formats, every planted fault named at its module."""
+
+import copy
+
+import pytest
+import torch
+from planted import FAULTS, LAYER, broken, culprit, inputs, llama
+
+import driftline
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("hidden", [64, 256])
+def test_a_fault_free_llama_in_another_number_format_has_no_failing_row(dtype, attention, hidden):
+    for seed in range(2):
+        model = llama(seed, hidden=hidden, attention=attention)
+        for keep in ("full", "summary"):
+            table = driftline.compare_models(
+                model, copy.deepcopy(model).to(dtype), inputs(seed), keep=keep
+            )
+            assert table.failing == ()
+            assert table.verdict == "pass"
+            assert table.coverage.share == 1.0
+            # Masks and position ids were among what was compared.
+            assert {"attention_mask", "position_ids"} <= {row.slot for row in table}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_a_planted_fault_is_named_at_its_own_module(fault, dtype):
+    for seed in range(3):
+        model = llama(seed)
+        table = driftline.compare_models(model, broken(model, fault, dtype), inputs(seed))
+        assert table.verdict == "fail"
+        assert table.first_site == culprit(fault)
+        assert table.first.port == "output"
+        assert culprit(fault) in table.finding
+        # Nothing before the culprit is accused.
+        assert all(row.order >= table.first.order for row in table.failing)
+
+
+@pytest.mark.parametrize("fault", list(FAULTS)[::2], ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_named_from_summaries_too(fault):
+    model = llama(0)
+    table = driftline.compare_models(
+        model, broken(model, fault, torch.bfloat16), inputs(0), keep="summary"
+    )
+    assert table.first_site == culprit(fault)
+
+
+def test_a_fault_in_a_module_s_own_code_is_blamed_on_the_enclosing_module():
+    model = llama(0, attention="eager")
+    other = copy.deepcopy(model)
+    # Used between q_proj and o_proj, where no module's output shows it.
+    other.model.layers[LAYER].self_attn.scaling = 40.0
+    table = driftline.compare_models(model, other.to(torch.bfloat16), inputs(0))
+    assert table.first_site == f"model.layers.{LAYER}.self_attn"
+    assert "in its own code" in table.finding
+
+
+def test_a_fault_between_the_layers_is_blamed_on_the_layer_whose_output_it_is():
+    model = llama(0)
+    other = copy.deepcopy(model)
+    inner = other.model.layers[3].forward
+    other.model.layers[3].forward = lambda *args, **kwargs: inner(*args, **kwargs) * 0.5
+    table = driftline.compare_models(model, other, inputs(0))
+    assert table.first_site == "model.layers.3"
+    assert table.first.port == "output"
+
+
+def test_inputs_that_differ_are_said_to_differ_already():
+    model = llama(0)
+    from driftline.adapters.torch.door import capture
+    from driftline.runs.memory import MemorySink
+
+    runs = []
+    for seed in (0, 1):
+        sink = MemorySink()
+        with torch.no_grad(), capture(model, sink):
+            model(**inputs(seed))
+        runs.append(sink.run())
+    table = driftline.compare(*runs)
+    assert table.finding.startswith("the inputs differ already: 'input_ids' of the model itself")
+
+
+def test_the_verdict_without_thresholds_names_the_coarser_dtype():
+    model = llama(0)
+    table = driftline.compare_models(model, copy.deepcopy(model).to(torch.bfloat16), inputs(0))
+    sources = {row.limit_from for row in table}
+    assert sources == {"bfloat16", "exact"}
+    assert "coarser dtype" in table.limits["said"]
+    assert "bfloat16" in table.finding
