@@ -1,6 +1,4 @@
-"""What is kept of one tensor when its values are not: ten numbers and a sketch that sees
-permutations.
-"""
+"""What is kept of a tensor when its values are not: ten numbers, a sketch that sees permutations."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ SKETCH_BUCKETS = 64
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The digest-free description of one tensor's values. Moments are over finite elements, in
-    float64.
+    """One tensor's values in a few numbers. Moments are over finite elements, in float64.
 
     Attributes:
         count: Number of elements.
