@@ -1,4 +1,4 @@
-"""What is kept of a tensor when its values are not: ten numbers, a sketch that sees permutations."""
+"""What is kept of a tensor without its values: ten numbers and a sketch that sees permutations."""
 
 from __future__ import annotations
 
