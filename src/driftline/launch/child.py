@@ -29,10 +29,11 @@ def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if not argv:
         raise BadInput("the command to run is empty", hint='give --exec "python infer.py"')
     if shutil.which(argv[0], path=env.get("PATH")) is None:
-        raise NoSuchCommand(
-            f"command not found: {argv[0]}",
-            hint="give the program's path; aliases and shell functions are known to the shell only",
-        )
+        if "=" in argv[0]:
+            hint = f"variables are set by env: env {argv[0]} ..."
+        else:
+            hint = "give the program's path; what only a shell knows needs bash -c"
+        raise NoSuchCommand(f"command not found: {argv[0]}", hint=hint)
 
 
 def run_child(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -18,7 +18,7 @@ class Harvest:
 
     Attributes:
         tensors: Captured tensors.
-        bytes: What the dump takes on disk.
+        bytes: What their values take, repeats not counted.
         processes: Names of the processes' folders (`rank0`, `rank0.p1`, `cpu_4711`).
         steps: Steps that have tensors.
         topologies: How many processes left a module tree.
@@ -52,15 +52,17 @@ def _gather_run(output: Path) -> Harvest:
     except DriftlineError as problem:
         return Harvest(events=(str(problem),))
     folders = sorted(path.parent.name for path in output.glob("rank*/index.jsonl"))
-    files = [path for path in output.rglob("*") if path.is_file()]
+    stored = {(r.key.rank, r.key.process, r.blob) for r in run.records if r.blob is not None}
     messages = [e for e in run.events() if str(e.get("kind")) not in QUIET_EVENTS]
     return Harvest(
         tensors=len(run),
-        bytes=sum(path.stat().st_size for path in files),
+        bytes=sum(blob.length for _, _, blob in stored),
         processes=tuple(folders),
         steps=tuple(sorted({record.key.step for record in run.records})),
         topologies=len(list(output.glob(f"rank*/{TOPOLOGY}"))),
-        events=tuple(dict.fromkeys(str(e.get("message")) for e in messages)),
+        events=tuple(
+            dict.fromkeys([*(str(e.get("message")) for e in messages), *map(str, run.losses)])
+        ),
     )
 
 

@@ -1,0 +1,197 @@
+"""What the options of `driftline dump` choose: the seed's, and ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from driftline.cli.main import main
+
+
+def keys(dumped):
+    return [(r.key.site, r.key.port, r.key.step, r.key.visit) for r in dumped.run.records]
+
+
+def sites(dumped):
+    return {r.key.site for r in dumped.run.records}
+
+
+def test_ids_choose_places_with_or_without_what_is_below(dump):
+    dumped = dump("-ids", "1,", "3", "-stp", "1", run=["infer.py"])
+    assert sites(dumped) == {"body", "body.0", "body.1", "last"}
+    assert {r.key.port for r in dumped.run.records} == {"output"}
+    dumped = dump("-ids", "1，3", "-child", "no", "--force", run=["infer.py"])
+    assert sites(dumped) == {"body", "last"}
+
+
+def test_ranges_and_names_choose_steps_and_classes(dump):
+    dumped = dump("-er", "1,2,4,4", "-opname", "LIN, norm", run=["infer.py", "6"])
+    assert dumped.code == 0, dumped.err
+    assert {r.key.step for r in dumped.run.records} == {1, 2, 4}
+    assert sites(dumped) == {"first", "body.0", "last", "norm"}
+    assert ("norm", "output", 1, 1) in keys(dumped)  # called twice: the second call is a visit
+    assert "steps 0, 3, 5 ran and were not selected (3 in all)" in dumped.err
+
+
+def test_both_times_keep_inputs_under_distinct_keys(dump, workshop):
+    (workshop / "inplace.py").write_text(
+        "import torch\n"
+        "class Doubles(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x.mul_(2)\n"
+        "torch.nn.Sequential(Doubles(), torch.nn.Linear(1, 1))(torch.ones(1))\n"
+    )
+    dumped = dump("-time", "2", "--site", "0", run=["inplace.py"])
+    assert dumped.code == 0, dumped.err
+    found = {
+        r.key.moment: float(h.numpy()[0])
+        for h in dumped.run.tensors()
+        if (r := h.record).key.port == "input"
+    }
+    assert found == {"before": 1.0, "after": 2.0}
+
+
+def test_descriptions_only_store_no_values(dump):
+    dumped = dump("-sd", "-tiling", run=["infer.py"])
+    assert dumped.code == 0, dumped.err
+    assert len(dumped.run) == 16
+    assert {r.kept for r in dumped.run.records} == {"describe"}
+    assert not list(dumped.path.rglob("*.safetensors"))
+    assert "tiling data were asked for" in dumped.err
+
+
+def test_a_module_tree_alone_is_a_success(dump):
+    dumped = dump("--type", "model", "layer", run=["infer.py"])
+    assert dumped.code == 0, dumped.err
+    assert "module tree of 1 process" in dumped.err
+    tree = json.loads((dumped.path / "rank0" / "topology.json").read_text())
+    assert [child["site"] for child in tree["roots"][0]["children"]] == [
+        "first",
+        "body",
+        "norm",
+        "last",
+    ]
+    assert len(dumped.run) == 0
+
+
+def test_the_seeds_layout_is_written_on_request(dump, workshop):
+    dumped = dump("--layout", "ait", "-er", "0,1", run=["infer.py", "2"])
+    assert dumped.code == 0, dumped.err
+    [folder] = (workshop / "out" / "ait_dump" / "torch_tensors").iterdir()
+    assert folder.name.startswith("cpu_")
+    tree = json.loads((folder / "model_tree.json").read_text())
+    assert (tree["name"], tree["type"]) == ("root", "Net")
+    assert [c["name"] for c in tree["children"]][:2] == ["root.first", "root.body"]
+    saved = torch.load(folder / "1" / "root.first" / "input_0.pth", weights_only=True)
+    assert torch.equal(saved, torch.full((2, 4), 2.0))
+    assert (folder / "0" / "root.norm" / "output.visit1.pth").exists()
+    assert "32 tensors" in dumped.err and "steps 0-1" in dumped.err
+    again = dump("--layout", "ait", run=["infer.py"])
+    assert again.code == 2 and "ait_dump' exists" in again.err
+
+
+def test_a_size_limit_is_kept_and_foretold(dump):
+    dumped = dump("--step", "*", "--max-bytes", "1kB", run=["infer.py", "8"])
+    assert dumped.code == 0, dumped.err
+    assert "the first step takes" in dumped.err and "limit of" in dumped.err
+    stored = {r.blob for r in dumped.run.records if r.blob is not None}
+    assert sum(blob.length for blob in stored) <= 1000
+    assert max(r.key.step for r in dumped.run.records) < 7
+    assert "reached its size limit" in dumped.err
+
+
+def test_summaries_and_class_globs(dump):
+    dumped = dump(
+        "--keep", "summary", "--class", "*Norm", "--port", "output", "-l", "error",
+        run=["infer.py"],
+    )  # fmt: skip
+    assert dumped.code == 0
+    assert dumped.err == ""  # nothing went wrong, and only errors were to be said
+    assert sites(dumped) == {"norm"}
+    assert all(r.summary is not None and r.blob is None for r in dumped.run.records)
+
+
+def test_gradients_are_a_level(dump, workshop):
+    (workshop / "train.py").write_text(
+        "import torch\nfrom model import Net\n"
+        "net = Net()\nopt = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "for _ in range(2):\n"
+        "    opt.zero_grad(); net(torch.ones(2, 4)).sum().backward(); opt.step()\n"
+    )
+    dumped = dump("--level", "modules", "gradients", "-er", "0,1", run=["train.py"])
+    assert dumped.code == 0, dumped.err
+    ports = {r.key.port for r in dumped.run.records}
+    assert {"input", "output", "grad_output", "param_grad"} <= ports
+    assert {r.key.step for r in dumped.run.records} == {0, 1}
+
+
+def test_a_dry_run_prints_the_plan_and_runs_nothing(workshop, capsys):
+    code = main(
+        ["dump", "--dry-run", "-er", "3,5,7,7", "-device", "1", "--exec", "python x.py 'a > b'"]
+    )
+    plan = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert plan["command"] == ["python", "x.py", "a > b"]
+    assert plan["selection"] == {"steps": ["3-5", "7-7"], "device": 1}
+    assert not list(workshop.glob("driftline_*"))
+
+
+BAD = [
+    (["--exec", "python x.py > log"], "cannot do '>'", "bash script.sh"),
+    (["--exec", "python x.py 2>&1 | tee log"], "cannot do '>&'", "script"),
+    (["--exec", "a && b"], "cannot do '&&'", "script"),
+    (["--exec", "cd x; python y.py"], "cannot do ';'", "script"),
+    (["--exec", "python 'x.py"], "no closing quotation", "close every"),
+    (["--exec", "no-such-program-here x"], "command not found: no-such-program-here", ""),
+    (["--exec", "LANG=C python x.py"], "command not found: LANG=C", "env LANG=C"),
+    ([], "no program to run", "--exec"),
+    (["--exec", "true", "--", "true"], "given twice", ""),
+    (["-time2", "--", "true"], "no option -time2", "-time"),
+    (["-opnam", "x", "--", "true"], "no option -opnam", "-opname"),
+    (["-er", "-1,3", "--", "true"], "from 0 upwards", "-er 0,3"),
+    (["-er", "1,2,3", "--", "true"], "odd one left over", "3,3"),
+    (["-er", "a,b", "--", "true"], "'a' is no number", ""),
+    (["-er", "5,3", "--", "true"], "ends before it begins", "3,5"),
+    (["-er", "1,1", "--step", "2", "--", "true"], "given twice", ""),
+    (["-ids", "2,x", "--", "true"], "'x' is not an id", "3_1"),
+    (["-child", "maybe", "--", "true"], "true or false", ""),
+    (["-time", "3", "--", "true"], "-time takes 0, 1 or 2", ""),
+    (["--type", "op", "--", "true"], "later part", "tensor, model and layer"),
+    (["--type", "tensro", "--", "true"], "--type takes", "tensor"),
+    (["--max-bytes", "lots", "--", "true"], "such as 500MB", ""),
+    (["--keep", "all", "--", "true"], "no reduction 'all'", ""),
+    (["-sd", "--keep", "summary", "--", "true"], "descriptions only", ""),
+    (["--layout", "ait", "--keep", "summary", "--", "true"], "whole tensors", ""),
+    (["--port", "outputs", "--", "true"], "no port matches 'outputs'", "output"),
+    (["-l", "loud", "--", "true"], "takes debug, info", ""),
+    (["-device", "-2", "--", "true"], "from 0 upwards", ""),
+    (["stray", "--", "true"], "'stray' is no option", ""),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence", "hint"), BAD, ids=lambda v: " ".join(v)[:40])
+def test_what_means_nothing_is_refused_in_a_sentence(workshop, capfd, words, sentence, hint):
+    code = main(["dump", "-o", "out", *words])
+    err = capfd.readouterr().err
+    assert code == 2
+    assert sentence in err and hint in err
+    assert "Traceback" not in err
+    assert not (workshop / "out").exists()
+
+
+def test_an_output_that_is_there_is_replaced_only_when_asked_and_only_if_a_run(dump, workshop):
+    (workshop / "out").mkdir()
+    (workshop / "out" / "thesis.txt").write_text("years of work")
+    for options in ([], ["--force"]):
+        dumped = dump(*options, argv=["true"])
+        assert dumped.code == 2 and "out" in dumped.err
+    assert (workshop / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def test_without_an_output_the_folder_is_named_after_the_time(workshop, capfd):
+    assert main(["dump", "--", sys.executable, "infer.py"]) == 0, capfd.readouterr().err
+    [made] = workshop.glob("driftline_*")
+    assert (made / "run.json").exists()

@@ -1,0 +1,152 @@
+"""How a program ends decides the exit status, and an empty dump says why it is empty."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def write(path, text):
+    path.write_text(textwrap.dedent(text))
+
+
+def test_the_programs_own_failure_wins_and_what_it_computed_is_kept(dump, workshop):
+    (workshop / "fails.py").write_text("from model import run\nrun()\nraise RuntimeError('boom')\n")
+    dumped = dump(run=["fails.py"])
+    assert dumped.code == 1
+    assert "RuntimeError: boom" in dumped.err
+    assert "the program ended with status 1" in dumped.err
+    assert dumped.run.sealed and len(dumped.run)
+
+
+def test_a_killed_program_gives_128_plus_the_signal_and_a_readable_run(dump, workshop):
+    write(
+        workshop / "killed.py",
+        """
+        import os, signal, time
+        from model import run
+        run()
+        time.sleep(2.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        """,
+    )
+    dumped = dump(run=["killed.py"])
+    assert dumped.code == 128 + signal.SIGTERM
+    assert len(dumped.run) and not dumped.run.sealed
+    assert dumped.run.get(site="last", port="output").numpy().shape == (2, 2)
+
+
+def test_a_status_of_the_program_is_passed_on_although_nothing_was_captured(dump):
+    dumped = dump(argv=["bash", "-c", "exit 7"])
+    assert dumped.code == 7
+    assert "no Python process could be reached" in dumped.err
+
+
+def test_a_request_to_end_reaches_the_program(workshop):
+    write(
+        workshop / "waits.py",
+        """
+        import signal, sys, time
+        def leave(*_):
+            print("asked to leave", flush=True)
+            sys.exit(5)
+        signal.signal(signal.SIGTERM, leave)
+        print("up", flush=True)
+        time.sleep(60)
+        """,
+    )
+    words = ["-m", "driftline", "dump", "-o", "out", "--", sys.executable, "waits.py"]
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "up\n"
+        launcher.terminate()
+        assert launcher.stdout.readline() == "asked to leave\n"
+        assert launcher.wait(timeout=20) == 5
+
+
+def test_an_interrupt_is_the_programs_business(workshop):
+    write(
+        workshop / "loops.py",
+        """
+        import time
+        from model import run
+        run()
+        try:
+            print("up", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("bye", flush=True)
+        """,
+    )
+    words = ["-m", "driftline", "dump", "-o", "out", "--", sys.executable, "loops.py"]
+    with subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "up\n"
+        os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        out, err = launcher.communicate(timeout=20)
+    assert (out, launcher.returncode) == ("bye\n", 0), err
+    assert "tensors" in err
+
+
+def test_no_python_no_torch_and_no_module_are_told_apart(dump, workshop):
+    dumped = dump(argv=["true"])
+    assert dumped.code == 2 and "no Python process could be reached" in dumped.err
+    assert not dumped.path.exists()  # the next try can use the name
+    (workshop / "bare.py").write_text("import torch\nprint(torch.ones(2).sum().item())\n")
+    dumped = dump(run=["bare.py"])
+    assert dumped.code == 2
+    assert "torch was imported, but no module was called" in dumped.err
+    assert "--level ops" in dumped.err
+
+
+def test_filters_that_leave_nothing_are_named(dump, workshop):
+    dumped = dump("--site", "frist", run=["infer.py"])
+    assert dumped.code == 2
+    assert "--site 'frist' matches no module; did you mean 'first'" in dumped.err
+    dumped = dump("-er", "5,6", run=["infer.py", "2"])
+    assert dumped.code == 2
+    assert "steps 0-1 ran, and none of them is selected" in dumped.err
+    assert "-er 0,1" in dumped.err
+
+
+def test_a_pattern_without_a_match_is_said_although_others_matched(dump):
+    dumped = dump("-opname", "linear,lstm", run=["infer.py"])
+    assert dumped.code == 0
+    assert "-opname 'lstm' matches no module" in dumped.err
+
+
+def test_capture_that_cannot_start_does_not_stop_the_program(dump, workshop):
+    write(
+        workshop / "spoils.py",
+        """
+        import sys
+        sys.modules["driftline.launch.plan"] = None
+        import model
+        print("ran", model.run().shape)
+        """,
+    )
+    dumped = dump(run=["spoils.py"])
+    assert dumped.code == 2
+    assert dumped.out == "ran torch.Size([2, 2])\n"
+    assert "capture could not start (ModuleNotFoundError" in dumped.err
+
+
+@pytest.mark.parametrize("how", ["-c", "_exit"])
+def test_a_program_that_leaves_without_goodbye_loses_little(dump, workshop, how):
+    ending = "" if how == "-c" else "import os, time\ntime.sleep(2.5)\nos._exit(0)\n"
+    program = "from model import run\nrun()\n" + ending
+    dumped = dump(run=["-c", program])
+    assert dumped.code == 0, dumped.err
+    assert len(dumped.run) == 16
+    assert dumped.run.sealed == (how == "-c")
