@@ -27,7 +27,9 @@ def _one_thread():
         yield
 
 
-def _execute(name: str, mode: str, sink: MemorySink | None, levels: tuple[str, ...], keep: str) -> Any:
+def _execute(
+    name: str, mode: str, sink: MemorySink | None, levels: tuple[str, ...], keep: str
+) -> Any:
     """Two training iterations (or plain calls); everything that could have changed."""
     model = zoo.build(name, train=True)
     if mode == "checkpointing":
@@ -100,7 +102,9 @@ def test_the_programs_own_modes_see_nothing_of_the_capture() -> None:
             super().__init__()
             self.calls: list[str] = []
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.calls.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -109,7 +113,9 @@ def test_the_programs_own_modes_see_nothing_of_the_capture() -> None:
             super().__init__()
             self.calls: list[str] = []
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.calls.append(getattr(func, "__name__", str(func)))
             return func(*args, **(kwargs or {}))
 

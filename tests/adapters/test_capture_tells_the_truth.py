@@ -81,9 +81,7 @@ def test_inputs_are_taken_before_the_module_changes_them_and_after_when_asked() 
     sink = MemorySink()
     with capture(model, sink, selection=Selection(sites=("0",), time=2)):
         model(torch.ones(3))
-    values = {
-        (h.key.port, h.key.moment): h.numpy().tolist() for h in sink.run().tensors()
-    }
+    values = {(h.key.port, h.key.moment): h.numpy().tolist() for h in sink.run().tensors()}
     assert values == {
         ("input", "before"): [1, 1, 1],
         ("input", "after"): [2, 2, 2],
@@ -115,7 +113,9 @@ def test_an_in_place_change_after_the_hook_does_not_reach_the_run(tmp_path: Any)
 
 def test_keyword_arguments_and_positions_give_the_same_slot() -> None:
     class Attention(nn.Module):
-        def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None, **rest: Any) -> Any:
+        def forward(
+            self, hidden: torch.Tensor, mask: torch.Tensor | None = None, **rest: Any
+        ) -> Any:
             return (hidden + 1, None)
 
     class Model(nn.Module):
@@ -130,9 +130,7 @@ def test_keyword_arguments_and_positions_give_the_same_slot() -> None:
     model, sink = Model(), MemorySink()
     with capture(model, sink):
         model(torch.ones(2))
-    slots = [
-        (r.key.site, r.key.slot, r.alias) for r in sink.run().records if r.key.port == "input"
-    ]
+    slots = [(r.key.site, r.key.slot, r.alias) for r in sink.run().records if r.key.port == "input"]
     assert ("one", "hidden", "0") in slots and ("two", "hidden", "0") in slots
     assert ("one", "mask", "1") in slots and ("two", "mask", "1") in slots
     assert ("two", "extra.k.0", "") in slots

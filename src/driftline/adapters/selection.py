@@ -56,7 +56,8 @@ class Selection:
         for one in self.ids:
             if not _IDS.fullmatch(one):
                 raise BadInput(
-                    f"'{one}' is not an id", hint="ids are child indices joined by '_', such as 2 or 3_1"
+                    f"'{one}' is not an id",
+                    hint="ids are child indices joined by '_', such as 2 or 3_1",
                 )
         if self.time not in (None, 0, 1, 2):
             raise BadInput(f"time is 0 (before), 1 (after) or 2 (both), not {self.time}")
@@ -99,7 +100,11 @@ class Selection:
         """When a port is looked at. Only inputs can be looked at twice."""
         if port != "input" or self.time is None:
             return (usual_moment(port),)
-        wanted: dict[int, tuple[Moment, ...]] = {0: ("before",), 1: ("after",), 2: ("before", "after")}
+        wanted: dict[int, tuple[Moment, ...]] = {
+            0: ("before",),
+            1: ("after",),
+            2: ("before", "after"),
+        }
         return wanted[self.time]
 
     def takes_step(self, step: int) -> bool:
@@ -124,7 +129,9 @@ class Selection:
                 return None
         return len(wanted) if self.steps else None
 
-    def unmatched(self, places: Iterable[tuple[str, str, str | None]]) -> list[tuple[str, str, str]]:
+    def unmatched(
+        self, places: Iterable[tuple[str, str, str | None]]
+    ) -> list[tuple[str, str, str]]:
         """Filters that took nothing of what there was.
 
         Args:
@@ -138,7 +145,10 @@ class Selection:
         classes = {name for _, name, _ in seen}
         known_ids = {ids for _, _, ids in seen if ids}
         found: list[tuple[str, str, str]] = []
-        for kind, patterns, known in (("site", self.sites, sites), ("class", self.classes, classes)):
+        for kind, patterns, known in (
+            ("site", self.sites, sites),
+            ("class", self.classes, classes),
+        ):
             found += [
                 (kind, p, did_you_mean(p, known))
                 for p in patterns

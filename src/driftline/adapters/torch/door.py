@@ -92,13 +92,16 @@ def capture(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadInput(
-            f"{type(model).__name__} is not a torch module", hint="give the model itself, an nn.Module"
+            f"{type(model).__name__} is not a torch module",
+            hint="give the model itself, an nn.Module",
         )
     filters = [patterns(f) for f in (sites, classes, ports, steps, ranks)]
     if selection is None:
         selection = Selection(*filters)
     elif any(filters):
-        raise BadInput("both a selection and filters were given", hint="put the filters into the selection")
+        raise BadInput(
+            "both a selection and filters were given", hint="put the filters into the selection"
+        )
     reduction = Reduction.parse(keep)
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):

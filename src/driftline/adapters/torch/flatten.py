@@ -106,9 +106,7 @@ def outputs(value: Any, cache: int = WHOLE_CACHE) -> Tensors:
     return found
 
 
-def _walk(
-    value: Any, slot: str, alias: str | None, found: Tensors, depth: int, cache: int
-) -> None:
+def _walk(value: Any, slot: str, alias: str | None, found: Tensors, depth: int, cache: int) -> None:
     """Collect the tensors inside a value; `alias` is None where there is no position to speak of."""
     if isinstance(value, torch.Tensor):
         found.append((slot or "0", "" if alias is None or alias == slot else alias, value))

@@ -141,9 +141,7 @@ def _tell_taps(session: CaptureSession, frame: Frame, *, outermost: bool) -> Non
     if outermost:
         frame.around = contextlib.ExitStack()
         for tap in session.taps:
-            session.shielded(
-                frame.site, frame.around.enter_context, tap.around_root(frame.module)
-            )
+            session.shielded(frame.site, frame.around.enter_context, tap.around_root(frame.module))
     for tap in session.taps:
         session.shielded(frame.site, tap.before_forward, frame, frame.inputs)
 

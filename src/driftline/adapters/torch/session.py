@@ -49,7 +49,18 @@ _REMEMBERED_SUMMARIES = 512
 class Frame:
     """A module call that is under way."""
 
-    __slots__ = ("around", "class_name", "inputs", "module", "phase", "place", "recompute", "site", "step", "visit")
+    __slots__ = (
+        "around",
+        "class_name",
+        "inputs",
+        "module",
+        "phase",
+        "place",
+        "recompute",
+        "site",
+        "step",
+        "visit",
+    )
 
     def __init__(
         self, place: Place, module: nn.Module, visit: int, step: int, *, recompute: bool

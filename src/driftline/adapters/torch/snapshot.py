@@ -162,9 +162,7 @@ def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
         if torch._is_functional_tensor(tensor):
             return "a functional tensor exists only while a graph is traced"
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return (
-                "a CUDA graph is being recorded; capture the same model without CUDA graphs to see it"
-            )
+            return "a CUDA graph is being recorded; capture the same model without CUDA graphs to see it"
     return ""
 
 

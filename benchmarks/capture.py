@@ -1,0 +1,178 @@
+"""What capture costs: a 134M-parameter Llama on one CPU thread, with capture and without, in turns.
+
+Every round runs the plain program and each variant once, in a shuffled order, so that a busy neighbour slows
+all of them alike. A figure is the median of the rounds' ratios; its note carries a 95 % interval from
+resampled rounds. Run it on a quiet machine: the plain forward itself moves by tens of percent on a busy one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROUNDS = 15
+RESAMPLES = 2000
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Variant:
+    """One way to run the program, and the times it took."""
+
+    def __init__(self, name: str, call: Callable[[], float]) -> None:
+        self.name = name
+        self.call = call
+        self.times: list[float] = []
+
+
+def _in_turns(variants: list[Variant], rounds: int) -> None:
+    order = random.Random(1)
+    for variant in variants:
+        variant.call()  # first touch of memory, lazy imports
+    for _ in range(rounds):
+        for variant in order.sample(variants, len(variants)):
+            variant.times.append(variant.call())
+
+
+def _ratio(times: list[float], plain: list[float]) -> tuple[float, str]:
+    """Median ratio of the rounds, with an interval from resampling them."""
+    ratios = [a / b for a, b in zip(times, plain, strict=True)]
+    chance = random.Random(2)
+    medians = sorted(
+        statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
+    )
+    low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
+    best = min(times) / min(plain)
+    return statistics.median(ratios), f"95 % in {low:.3f}..{high:.3f}, best {best:.3f}"
+
+
+def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """Measure everything; see the module's own words for how."""
+    import torch
+    from driftline.adapters.torch.door import capture
+    from driftline.runs.memory import MemorySink
+
+    from benchmarks.programs.infer_llama import build, prompt
+
+    model = build("float32")
+    tokens = prompt()
+    folder = Path(tempfile.mkdtemp(prefix="driftline-bench-", dir="."))
+    facts: dict[str, float] = {}
+    numbers = iter(range(1_000_000))
+
+    def forward() -> float:
+        with torch.no_grad():
+            begin = time.perf_counter()
+            model(tokens)
+            return time.perf_counter() - begin
+
+    def both_ways() -> float:
+        model.zero_grad(set_to_none=True)
+        begin = time.perf_counter()
+        model(tokens, labels=tokens).loss.backward()
+        return time.perf_counter() - begin
+
+    def watched(call: Callable[[], float], name: str, **options: Any) -> Callable[[], float]:
+        def timed() -> float:
+            """Only the step itself is timed: opening and closing a run happens once, not per step."""
+            sink = MemorySink()
+            with capture(model, sink, **options):
+                took = call()
+            facts[name] = sink.tensors_written
+            return took
+
+        return timed
+
+    def to_disk() -> float:
+        """The step and the writing of all its bytes: the clock stops when the run is sealed."""
+        place = folder / f"run{next(numbers)}"
+        watching = capture(model, place)
+        session = watching.session.start()
+        begin = time.perf_counter()
+        with torch.no_grad():
+            model(tokens)
+        session.stop()
+        took = time.perf_counter() - begin
+        assert session.sink is not None
+        facts["bytes"] = session.sink.bytes_written
+        shutil.rmtree(place)
+        return took
+
+    try:
+        with _one_thread():
+            plain = Variant("plain", forward)
+            nothing = Variant("nothing", watched(forward, "nothing", sites="(nowhere)"))
+            summary = Variant("summary", watched(forward, "summary", keep="summary"))
+            disk = Variant("disk", to_disk)
+            operators = Variant(
+                "ops", watched(forward, "ops", keep="summary", levels=("ops",), ports="output")
+            )
+            _in_turns([plain, nothing, summary, disk, operators], rounds)
+            backward = Variant("backward", both_ways)
+            gradients = Variant(
+                "gradients",
+                watched(both_ways, "gradients", keep="summary", levels=("modules", "gradients")),
+            )
+            _in_turns([backward, gradients], max(5, rounds // 2))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def figure(what: str, variant: Variant, base: Variant, goal: float | None) -> dict[str, Any]:
+        value, note = _ratio(variant.times, base.times)
+        if variant.name in facts:
+            note += f"; {facts[variant.name]:.0f} tensors"
+        return {
+            "what": what,
+            "value": value,
+            "goal": goal,
+            "better": "lower",
+            "unit": "x plain",
+            "note": note,
+        }
+
+    return [
+        {
+            "what": "plain forward of the 134M Llama",
+            "value": statistics.median(plain.times),
+            "goal": None,
+            "better": "lower",
+            "unit": "s",
+            "note": f"spread {min(plain.times):.3f}..{max(plain.times):.3f}",
+        },
+        figure("forward, watched but nothing wanted", nothing, plain, None),
+        figure("forward, summaries of all modules, in + out", summary, plain, 1.15),
+        figure("forward + backward, summaries", gradients, backward, 1.25),
+        figure("forward, full tensors to disk", disk, plain, 1.6),
+        {
+            "what": "full tensors to disk, per step",
+            "value": facts["bytes"] / 1e6,
+            "goal": 120,
+            "better": "lower",
+            "unit": "MB",
+            "note": "repeated bytes are stored once",
+        },
+        figure("forward, operator outputs, summaries", operators, plain, 1.5),
+    ]
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import show
+
+    show(run())  # type: ignore[arg-type]
