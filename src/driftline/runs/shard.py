@@ -83,14 +83,16 @@ class Shard:
             os.close(self.file)
 
 
+_REST_OF_A_NAME = len("step/#///@recompute@before~optimizer_grad") + 3 * 20
+
+
 def cost_of(record: Record) -> int:
     """Header bytes that a record's entry may take."""
     key = record.key
-    name = f"{key.site}{key.slot}"
-    extra = len("step/#///@recompute@before~") + 60
+    name = key.site + key.slot
     if len(name) > LONGEST_NAME:
-        return entry_cost("\u00e9" * (LONGEST_NAME + extra), len(record.shape) + 1)
-    return entry_cost(name, len(record.shape) + 1) + extra
+        name = "\u00e9" * LONGEST_NAME  # the dearest name that is still written in full
+    return entry_cost(name, len(record.shape) + 1) + _REST_OF_A_NAME
 
 
 def _entries(stored: list[tuple[Record, int, Blob]]) -> list[Entry]:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from driftline.numerics.kernel import digest as digest_of
 from driftline.runs.layout import (
@@ -65,6 +66,10 @@ def digest_for(record: Record, data: Bytes | None) -> str:
     return digest_of(data)
 
 
+_Stored: TypeAlias = "tuple[int, Record, int, str, Blob]"
+"""A line's place in its chunk and what it was made of: it is made again if its bytes do not fit."""
+
+
 @dataclass(slots=True)
 class _Chunk:
     """Consecutive bytes of one shard, and the index lines that are true once they are written."""
@@ -74,9 +79,8 @@ class _Chunk:
     base: int = 0
     used: int = 0
     buffer: Bytes | None = None
-    lines: list[tuple[Record, int, str, Blob | None, str]] = field(
-        default_factory=list[tuple[Record, int, str, "Blob | None", str]]
-    )
+    lines: list[str] = field(default_factory=list[str])
+    stored: list[_Stored] = field(default_factory=list["_Stored"])
 
 
 class RunWriter:
@@ -184,8 +188,19 @@ class RunWriter:
             chunk = self._chunk
             if chunk is None:
                 chunk = self._chunk = _Chunk(time.monotonic())
-            chunk.lines.append((record, order, digest, blob, lost))
-            if len(chunk.lines) >= _LINES_PER_CHUNK or time.monotonic() - chunk.born > LONGEST_AGE:
+            # Made here and not in the thread: a thread that needs the interpreter slows the program
+            # far more than these two microseconds do.
+            count = len(chunk.lines)
+            if blob is not None:
+                chunk.stored.append((count, record, order, digest, blob))
+            elif lost:
+                self._lost += 1
+            chunk.lines.append(encode_line(record, order, digest, blob, lost))
+            count += 1
+            # The thread looks at the age too; here only against a thread that never gets a turn.
+            if count >= _LINES_PER_CHUNK or (
+                count % 16 == 0 and time.monotonic() - chunk.born > LONGEST_AGE
+            ):
                 self._hand_over(self._staging.submit)
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
@@ -308,8 +323,9 @@ class RunWriter:
                     max_bytes=self._max_bytes,
                 )
             return None, OVER_LIMIT
+        cost = cost_of(record)
         try:
-            shard = self._shard_for(record, length)
+            shard = self._shard_for(cost, length)
         except OSError as error:
             self._fail(error)
             return None, self.failure
@@ -317,17 +333,18 @@ class RunWriter:
         self._copy(shard, data, start - shard.end)
         blob = Blob(shard.name, start, length)
         shard.stored.append((record, self._order, blob))
-        shard.room -= cost_of(record)
+        shard.room -= cost
         if len(self._known) >= _LONGEST_MEMORY:
             self._known.clear()  # forgetting costs only space on disk
         self._known[(digest, length)] = blob
         self._bytes += length
         return blob, ""
 
-    def _shard_for(self, record: Record, length: int) -> Shard:
+    def _shard_for(self, cost: int, length: int) -> Shard:
+        """The shard with room for an entry of that cost and so many bytes."""
         shard = self._shard
         if shard is not None and (
-            shard.room < cost_of(record)
+            shard.room < cost
             or (shard.end + length + ALIGNMENT > self._shard_bytes and shard.stored)
         ):
             self._hand_over(self._staging.submit)
@@ -340,7 +357,7 @@ class RunWriter:
             while True:
                 shard = Shard.create(self.folder, self._shards, self._first_header)
                 self._shards += 1
-                if shard.room >= cost_of(record):
+                if shard.room >= cost:
                     break
                 self._seal_later(shard)  # an absurdly small first header; the next one is larger
             self._shard = shard
@@ -407,24 +424,15 @@ class RunWriter:
                     self._torn_after = (chunk.shard.name, chunk.base + done)
                     self._fail(error)
             self._staging.give_back(chunk.buffer)
-        lines: list[str] = []
-        for record, order, digest, blob, lost in chunk.lines:
-            if (
-                blob is not None
-                and self._torn_after is not None
-                and (blob.shard, blob.offset + blob.length) > self._torn_after
-            ):
-                blob, lost = None, self.failure
-            if lost:
-                self._lost += 1
-            try:
-                lines.append(encode_line(record, order, digest, blob, lost))
-            except Exception as error:  # a record nobody could write down must not end the thread
-                self._unlisted += 1
-                self.event("refused", f"{record.key} could not be listed: {error!r}")
+        lines = chunk.lines
+        if self._torn_after is not None:
+            for place, record, order, digest, blob in chunk.stored:
+                if (blob.shard, blob.offset + blob.length) > self._torn_after:
+                    lines[place] = encode_line(record, order, digest, None, self.failure)
+                    self._lost += 1
         if lines:
             lines.append("")
-            self._write_index("\n".join(lines).encode("utf-8", "replace"))
+            self._write_index("\n".join(lines).encode("ascii", "replace"))
 
     def _write_index(self, text: bytes) -> None:
         """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""
