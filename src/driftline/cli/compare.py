@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _LIMITS = Group("What is allowed", sort_key=1)
 _WHICH = Group("Which tensors", sort_key=2)
 _WHERE = Group("Output", sort_key=3)
+_SPEED = Group("Speed", sort_key=4)
 
 
 def compare(
@@ -49,7 +50,7 @@ def compare(
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], group=_WHERE)] = False,
     force: Annotated[bool, Parameter(group=_WHERE)] = False,
     dry_run: Annotated[bool, Parameter(group=_WHERE)] = False,
-    threads: int | None = None,
+    threads: Annotated[int | None, Parameter(group=_SPEED)] = None,
 ) -> int:
     """Compare two runs, or two tensor files, tensor by tensor.
 
