@@ -1,4 +1,4 @@
-"""Operators: every aten call is seen where it ran, with the values it had, and nothing is changed."""
+"""Operators: each aten call is seen where it ran, with its values, and nothing is changed."""
 
 from __future__ import annotations
 

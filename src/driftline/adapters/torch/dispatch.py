@@ -8,8 +8,9 @@ Knows torch's mode stack and Dynamo's habits. What is done with an operator is i
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,8 @@ class Watcher(Protocol):
     """Runs an operator, and looks at it while doing so."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def around_backward(self) -> AbstractContextManager[None]: ...
 
 
 @contextmanager
@@ -84,3 +87,45 @@ def has_values(tensor: torch.Tensor) -> bool:
         return False
     # Reading a tensor while a CUDA graph is recorded would break the recording.
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+# The one function through which `backward` and `grad` reach the engine, found by name at each call.
+# Tensor hooks would start too late: the backward of the loss itself is an operator too.
+_ENGINE = "_engine_run_backward"
+_autograd: Any = torch.autograd
+_watchers: tuple[Watcher, ...] = ()
+_original: Callable[..., Any] | None = None
+_lock = threading.Lock()
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    assert _original is not None
+    if not _watchers or torch.compiler.is_compiling():
+        return _original(*args, **kwargs)
+    with ExitStack() as around:
+        for watcher in _watchers:
+            around.enter_context(watcher.around_backward())
+        return _original(*args, **kwargs)
+
+
+def watch_backward(watcher: Watcher) -> bool:
+    """Enclose every backward pass in `watcher.around_backward`; False where that is impossible."""
+    global _watchers, _original
+    with _lock:
+        if _original is None:
+            _original = getattr(_autograd, _ENGINE, None)
+            if _original is None:
+                return False
+            setattr(_autograd, _ENGINE, _run_backward)
+        _watchers = (*_watchers, watcher)
+    return True
+
+
+def unwatch_backward(watcher: Watcher) -> None:
+    global _watchers, _original
+    with _lock:
+        _watchers = tuple(one for one in _watchers if one is not watcher)
+        # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
+        if not _watchers and getattr(_autograd, _ENGINE, None) is _run_backward:
+            setattr(_autograd, _ENGINE, _original)
+            _original = None

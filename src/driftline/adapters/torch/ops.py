@@ -23,14 +23,19 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from driftline.adapters.torch.dispatch import has_values, watching
+from driftline.adapters.torch.dispatch import (
+    has_values,
+    unwatch_backward,
+    watch_backward,
+    watching,
+)
 from driftline.adapters.torch.snapshot import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -126,19 +131,32 @@ class _Place:
         self.calls = calls
 
 
-class _Thread(threading.local):
-    """Which module was running at which autograd sequence number, in this thread."""
+class _Marks:
+    """Which module was running from which autograd sequence number on, in one thread."""
+
+    __slots__ = ("numbers", "sites")
 
     def __init__(self) -> None:
-        self.stack: list[str] = []
         self.numbers: list[int] = []
         self.sites: list[str] = []
 
-    def mark(self) -> None:
+    def put(self, site: str) -> None:
         self.numbers.append(_autograd._get_sequence_nr())
-        self.sites.append(self.stack[-1] if self.stack else "")
+        self.sites.append(site)
         if len(self.numbers) > _BOUNDARIES:
             del self.numbers[: _BOUNDARIES // 2], self.sites[: _BOUNDARIES // 2]
+
+    def site(self, number: int) -> str:
+        index = bisect_right(self.numbers, number) - 1
+        return self.sites[index] if index >= 0 else ""
+
+
+class _Thread(threading.local):
+    """The modules under way in this thread, and the marks they left."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+        self.marks = _Marks()
 
 
 class OperatorTap:
@@ -156,39 +174,20 @@ class OperatorTap:
         self._calls: dict[tuple[str, str], list[int]] = {}
         self._step = -1
         self._thread = _Thread()
-        self._backward: _Marks | None = None
+        self._backward = self._thread.marks
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._weights: set[int] = set()
-        self._engine: Callable[..., Any] | None = None
 
     def install(self) -> None:
         self.active = True
-        # The one function through which `backward` and `grad` reach the engine, found by name at
-        # each call. Tensor hooks would start too late: the loss's own backward is an operator too.
-        original = getattr(_autograd, "_engine_run_backward", None)
-        if original is None:
+        if not watch_backward(self):
             self.session.event_once(
-                "backward-unseen", "this torch does not show its backward passes"
+                "backward-unseen", "this version of torch does not show its backward passes"
             )
-            return
-        reference = weakref.ref(self)
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            tap = reference()
-            if tap is None or not tap.active or torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            with tap.around_backward():
-                return original(*args, **kwargs)
-
-        self._engine = run_backward
-        run_backward.__wrapped__ = original  # type: ignore[attr-defined]
-        _autograd._engine_run_backward = run_backward
 
     def remove(self) -> None:
         self.active = False
-        if self._engine is not None and _autograd._engine_run_backward is self._engine:
-            _autograd._engine_run_backward = cast(Any, self._engine).__wrapped__
-        self._engine = None
+        unwatch_backward(self)
         self._places.clear()
         self._roots.clear()
         self._weights.clear()
@@ -210,24 +209,21 @@ class OperatorTap:
 
     @contextmanager
     def around_backward(self) -> Generator[None]:
-        # The engine may run nodes in threads of its own, which see this mode but not our table.
-        before, self._backward = self._backward, _Marks(self._thread)
-        try:
-            with watching(self):
-                yield
-        finally:
-            self._backward = before
+        # The engine may run nodes in threads of its own, which see this mode but no table.
+        self._backward = self._thread.marks
+        with watching(self):
+            yield
 
     def before_forward(self, frame: Any, inputs: Named) -> None:
         thread = self._thread
         thread.stack.append(frame.site)
-        thread.mark()
+        thread.marks.put(frame.site)
 
     def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
         thread = self._thread
         while thread.stack and thread.stack.pop() != frame.site:
             pass
-        thread.mark()
+        thread.marks.put(thread.stack[-1] if thread.stack else "")
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator and show its tensors to the session."""
@@ -291,10 +287,8 @@ class OperatorTap:
         if node is None:
             return OUTSIDE, "forward"
         number = node._sequence_nr()
-        marks = self._backward
-        if number == _LEAF or marks is None:
-            return BACKWARD, "backward"
-        return marks.site(number) or BACKWARD, "backward"
+        marks = self._thread.marks if self._thread.marks.numbers else self._backward
+        return (marks.site(number) if number != _LEAF else "") or BACKWARD, "backward"
 
     def _learn_weights(self, root: nn.Module) -> None:
         try:
@@ -381,17 +375,3 @@ class OperatorTap:
         self.session.event_once(
             "operator-lost", f"{func} not captured: {error}", operator=str(func)
         )
-
-
-class _Marks:
-    """The table of the thread that started a backward pass."""
-
-    __slots__ = ("_numbers", "_sites")
-
-    def __init__(self, thread: _Thread) -> None:
-        self._numbers = thread.numbers
-        self._sites = thread.sites
-
-    def site(self, number: int) -> str:
-        index = bisect_right(self._numbers, number) - 1
-        return self._sites[index] if index >= 0 else ""
