@@ -8,7 +8,6 @@ by `ait_tree`. Differences are listed in docs/seed-differences.md.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
-import atexit
 import sys
 import warnings
 import weakref
@@ -187,7 +186,7 @@ def _start(model: Any, config: DumpConfig) -> CaptureSession:
         module_types=tuple(config.module_list),
     )
     session.start()
-    atexit.register(session.stop)
+    weakref.finalize(model, session.stop)  # when the model is gone, or at the end of the program
     return session
 
 
