@@ -45,6 +45,11 @@ def test_the_seeds_spellings_of_the_two_paths_are_taken(
     assert driftline("compare", "-gp", reference, "-mp", faulty).code == 1
     assert driftline("compare", "--golden-path", reference, "--my-path", faulty).code == 1
     assert driftline("compare", f"-gp={reference}", f"-mp={reference}").code == 0
+    assert driftline("compare", "-gp", reference, faulty).code == 1
+    assert driftline("compare", reference, "-mp", faulty).code == 1
+    said = driftline("compare", reference, faulty, "-gp", reference)
+    assert said.code == 2
+    assert "one path too many" in said.err
 
 
 def test_json_follows_the_documented_schema(

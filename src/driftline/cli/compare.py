@@ -23,10 +23,14 @@ _SPEED = Group("Speed", sort_key=4)
 
 
 def compare(
-    reference: Annotated[Path, Parameter(name=["REF", "-gp", "--golden-path"])],
-    candidate: Annotated[Path, Parameter(name=["CAND", "-mp", "--my-path"])],
+    reference: Annotated[Path | None, Parameter(name="REF")] = None,
+    candidate: Annotated[Path | None, Parameter(name="CAND")] = None,
     /,
     *,
+    golden_path: Annotated[
+        Path | None, Parameter(name=["--golden-path", "-gp"], metavar="REF")
+    ] = None,
+    my_path: Annotated[Path | None, Parameter(name=["--my-path", "-mp"], metavar="CAND")] = None,
     metric: Annotated[
         list[str] | None, Parameter(metavar="NAME|FILE.py:FUNC", group=_LIMITS)
     ] = None,
@@ -63,6 +67,8 @@ def compare(
     Args:
         reference: What is right: a run, or a .npy, .npz, .pt, .pth or .safetensors file.
         candidate: What is in question.
+        golden_path: Another way to give REF.
+        my_path: Another way to give CAND.
         metric: Measure this too: kl, or a Python function of your own; may be repeated.
         max: The largest value that passes, instead of the format's own limit; may be repeated.
         min: The smallest value that passes, for metrics such as cosine; may be repeated.
@@ -84,6 +90,7 @@ def compare(
     """
     if threads is not None and threads < 1:
         raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
+    ref, cand = _two_paths(reference, candidate, golden_path, my_path)
     _refuse_overwriting(output, csv, force)
     from driftline.formats.opening import open_run
     from driftline.gating.door import align
@@ -91,8 +98,8 @@ def compare(
     from driftline.runs.narrowed import narrowed
 
     steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
-    ours = narrowed(open_run(reference), steps=steps, ranks=ranks)
-    theirs = narrowed(open_run(candidate), steps=steps, ranks=ranks)
+    ours = narrowed(open_run(ref), steps=steps, ranks=ranks)
+    theirs = narrowed(open_run(cand), steps=steps, ranks=ranks)
     sites, ports = tuple(site or ()), tuple(port or ())
     if dry_run:
         for line in align(ours, theirs, sites=sites, ports=ports).lines():
@@ -130,6 +137,27 @@ def compare(
 
         emit.table(table, format, sys.stdout, everything=all)
     return exit_code(table)
+
+
+def _two_paths(
+    first: Path | None, second: Path | None, golden: Path | None, mine: Path | None
+) -> tuple[Path, Path]:
+    """REF and CAND, each given by its place or by the seed's option, in any mixture."""
+    places = [path for path in (first, second) if path is not None]
+    found: list[Path] = []
+    for name, named in (("REF", golden), ("CAND", mine)):
+        if named is None and not places:
+            raise BadInput(
+                f"`driftline compare` needs {name}",
+                hint="driftline compare REF CAND: what is right, then what is in question",
+            )
+        found.append(places.pop(0) if named is None else named)
+    if places:
+        raise BadInput(
+            f"'{places[0]}' is one path too many",
+            hint="REF is -gp and CAND is -mp: give each of them once",
+        )
+    return found[0], found[1]
 
 
 def _refuse_overwriting(output: Path | None, csv: Path | None, force: bool) -> None:

@@ -25,7 +25,7 @@ _TONES: dict[Status, Tone] = {
     "extra": "quiet",
     "unjudged": "plain",
 }
-_USUAL_METRICS = ("relative_l2", "cosine", "max_abs_error", "max_ulp")
+_USUAL_METRICS = ("relative_l2", "cosine", "max_abs_error")
 """Shown beside the metric that decided, as far as the width goes."""
 
 

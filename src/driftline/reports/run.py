@@ -141,7 +141,11 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     for name in ("format", "created", "framework", "python", "platform"):
         if manifest.get(name):
             yield name, str(manifest[name])
-    for name in ("versions", "git", "seeds", "devices"):
+    git = manifest.get("git")
+    if isinstance(git, Mapping) and git:
+        state = cast(Mapping[str, Any], git)
+        yield "git", f"{state.get('commit')}" + (" with changes" if state.get("dirty") else "")
+    for name in ("versions", "seeds", "devices"):
         known = manifest.get(name)
         if isinstance(known, Mapping) and known:
             pairs = cast(Mapping[str, Any], known).items()

@@ -14,7 +14,7 @@ def number(value: float | int | None) -> str:
     >>> number(0.0123456), number(12), number(float("nan")), number(None)
     ('0.0123', '12', 'nan', '-')
     >>> number(0.99968812), number(1 - 1e-9), number(1.0)
-    ('0.999688', '1-1e-09', '1')
+    ('0.99969', '1-1e-09', '1')
     """
     if value is None:
         return "-"
@@ -23,8 +23,7 @@ def number(value: float | int | None) -> str:
     if not math.isfinite(value):
         return str(value)
     if 0.99 < value < 1:
-        decimals = 2 - math.floor(math.log10(1 - value))
-        return f"{value:.{decimals}f}" if decimals <= 7 else f"1-{1 - value:.3g}"
+        return f"{value:.5f}" if 1 - value >= 1e-4 else f"1-{1 - value:.2g}"
     return f"{value:.3g}"
 
 
