@@ -1,8 +1,9 @@
 """What capture costs: a 134M-parameter Llama on one CPU thread, with capture and without, in turns.
 
-Every round runs the plain program and each variant once, in a shuffled order, so that a busy neighbour slows
-all of them alike. A figure is the median of the rounds' ratios; its note carries a 95 % interval from
-resampled rounds. Run it on a quiet machine: the plain forward itself moves by tens of percent on a busy one.
+Every round runs the plain program and each variant once, in a shuffled order, so that a busy
+neighbour slows all of them alike. A figure is the median of the rounds' ratios; its note carries a
+95 % interval from resampled rounds. Run it on a quiet machine: the plain forward itself moves by
+tens of percent on a busy one.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def _ratio(times: list[float], plain: list[float]) -> tuple[float, str]:
 def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """Measure everything; see the module's own words for how."""
     import torch
-    from driftline.adapters.torch.door import capture
-    from driftline.runs.memory import MemorySink
 
     from benchmarks.programs.infer_llama import build, prompt
+    from driftline.adapters.torch.door import capture
+    from driftline.runs.memory import MemorySink
 
     model = build("float32")
     tokens = prompt()
@@ -91,7 +92,7 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
 
     def watched(call: Callable[[], float], name: str, **options: Any) -> Callable[[], float]:
         def timed() -> float:
-            """Only the step itself is timed: opening and closing a run happens once, not per step."""
+            """Only the step is timed: opening and closing a run happens once, not per step."""
             sink = MemorySink()
             with capture(model, sink, **options):
                 took = call()

@@ -1,4 +1,4 @@
-"""Eight small architectures with random weights, and the ways to run them. Nothing is downloaded."""
+"""Eight small architectures with random weights, and the ways to run them."""
 
 from __future__ import annotations
 

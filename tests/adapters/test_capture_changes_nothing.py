@@ -1,4 +1,4 @@
-"""Outputs, losses and gradients are bitwise the same with capture and without, in every way of running."""
+"""Outputs, losses and gradients are bitwise the same with capture and without."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import capture_zoo as zoo
 import pytest
 import torch
+
 from driftline.adapters.torch.door import capture
 from driftline.runs.memory import MemorySink
 

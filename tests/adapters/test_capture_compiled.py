@@ -1,4 +1,4 @@
-"""A compiled model is compiled to the same graphs and computes the same bits when it is captured."""
+"""A captured compiled model is compiled to the same graphs and computes the same bits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch._dynamo
 from capture_zoo import one_thread
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
 from driftline.adapters.torch.door import capture
 from driftline.adapters.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""What is captured is what was there: checked against a plain `clone()` of every tensor at its time."""
+"""What is captured is what was there: checked against plain clones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import capture_zoo as zoo
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from driftline.adapters.torch.door import capture
 from driftline.runs.memory import MemorySink
-from torch import nn
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "cnn", "inplace_shared"])
 def test_every_captured_output_equals_a_clone_taken_by_a_plain_hook(name: str, mode: Any) -> None:
-    """Under no_grad addresses are used again and again: de-duplicating by address would fail here."""
+    """Under no_grad addresses are used again: de-duplicating by address would fail here."""
     model, inputs = zoo.build(name), zoo.feed(name)
     oracle: dict[tuple[str, int], list[torch.Tensor]] = {}
     handles = _clones(model, oracle)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, ids_from_text, patterns, steps_from_pairs
 from driftline.errors import BadInput
-from hypothesis import given
-from hypothesis import strategies as st
 
 TEXTS = st.lists(st.text(min_size=1, max_size=5)).map(tuple)
 

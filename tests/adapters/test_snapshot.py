@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from driftline.adapters.torch.door import capture
 from driftline.adapters.torch.snapshot import Refusal, Snapshot, every_nth, snapshot, undisturbed
 from driftline.runs.memory import MemorySink
-from torch import nn
 
 
 def _take(tensor: torch.Tensor, **options: Any) -> Snapshot:

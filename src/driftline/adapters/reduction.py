@@ -1,4 +1,4 @@
-"""How much of a wanted tensor is kept: everything, every nth element, ten numbers, a digest, or its shape."""
+"""How much of a wanted tensor is kept: all, a sample, ten numbers, a digest, or its shape."""
 
 from __future__ import annotations
 

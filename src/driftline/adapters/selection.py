@@ -1,7 +1,8 @@
 """Which tensors are wanted: patterns over site, class, port, step and rank, and the seed's filters.
 
-Pure values: knows nothing of any framework, travels as JSON to the program that is captured. A tensor is
-taken when every filter that was given takes it; a filter that was not given takes everything.
+Pure values: knows nothing of any framework, travels as JSON to the program that is captured. A
+tensor is taken when every filter that was given takes it; a filter that was not given takes
+everything.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Selection:
         ranks: The same for ranks.
         ids: Places in the module tree: child indices joined by `_`, matched on whole components.
         children: Whether an id also stands for everything below it.
-        opnames: Beginnings, in any case, of the class name or of the site's last component. A place is
-            taken when `ids` or `opnames` takes it.
+        opnames: Beginnings, in any case, of the class name or of the site's last component. With
+            `ids` given too, a place is taken when either takes it.
         time: 0 before the call, 1 after it, 2 both; None takes inputs before and outputs after.
         part: 0 inputs, 1 outputs, 2 both.
-        device: Index of the only wanted device. Tensors on the host have no index and are always taken.
+        device: Index of the only wanted device; tensors on the host are always taken.
     """
 
     sites: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class Selection:
                 raise BadInput(f"no port matches '{pattern}'", hint=did_you_mean(pattern, PORTS))
 
     def takes_place(self, site: str, class_name: str, ids: str | None = None) -> bool:
-        """Whether a place in the model is wanted; `ids` is its position in the tree, None if it has none."""
+        """Whether a place is wanted; `ids` is its position in the tree, None if it has none."""
         return (
             (not self.sites or any(fnmatchcase(site, p) for p in self.sites))
             and (not self.classes or any(fnmatchcase(class_name, p) for p in self.classes))
@@ -178,7 +179,11 @@ class Selection:
         for name in data:
             if name not in known:
                 raise BadInput(f"a selection has no '{name}'", hint=did_you_mean(name, known))
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        values: dict[str, Any] = {
+            name: tuple(cast("list[str]", value)) if isinstance(value, list) else value
+            for name, value in data.items()
+        }
+        return cls(**values)
 
 
 def _number_matches(number: int, pattern: str) -> bool:
@@ -189,7 +194,7 @@ def _number_matches(number: int, pattern: str) -> bool:
 
 
 def patterns(value: object) -> tuple[str, ...]:
-    """What a caller may write for a filter (None, a text, a number, a list or range of them) as patterns.
+    """What a caller may write for a filter, as patterns: None, a text, a number, or several.
 
     >>> patterns("a, b"), patterns(range(2)), patterns(None)
     (('a', 'b'), ('0', '1'), ())

@@ -29,7 +29,8 @@ class ModuleNode:
     Attributes:
         site: Its site in the run.
         class_name: Its class.
-        ids: Child indices from the root joined by `_`: what `-ids` takes. Empty for a root; None where
+        ids: Child indices from the root joined by `_`: what `-ids` takes. Empty for a root; None
+        where
             there is no such path (later models of a process).
         parameters: What it holds itself, not its children's.
         children: In order of registration, by the name under which the parent holds them.

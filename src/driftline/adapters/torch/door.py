@@ -76,7 +76,8 @@ def capture(
         path: The run's folder, or a sink to write to.
         sites: Globs on module paths (`model.layers.*.mlp`); a text, or several.
         classes: Globs on class names.
-        ports: Globs on ports: input, output, grad_input, grad_output, param, param_grad, optimizer_grad.
+        ports: Globs on ports: input, output, grad_input, grad_output, param, param_grad,
+        optimizer_grad.
         steps: Numbers, `3-5`, or a `range`. Every step by default.
         ranks: The same for ranks.
         keep: full, summary, digest, sample, sample(n) or describe.
@@ -95,10 +96,16 @@ def capture(
             f"{type(model).__name__} is not a torch module",
             hint="give the model itself, an nn.Module",
         )
-    filters = [patterns(f) for f in (sites, classes, ports, steps, ranks)]
+    filters = Selection(
+        sites=patterns(sites),
+        classes=patterns(classes),
+        ports=patterns(ports),
+        steps=patterns(steps),
+        ranks=patterns(ranks),
+    )
     if selection is None:
-        selection = Selection(*filters)
-    elif any(filters):
+        selection = filters
+    elif filters != Selection():
         raise BadInput(
             "both a selection and filters were given", hint="put the filters into the selection"
         )
@@ -124,6 +131,6 @@ def capture(
 
 
 def step() -> None:
-    """Say that a step is over, to every capture of this process; nothing happens when there is none."""
+    """Say that a step is over, to every capture of this process, if there is any."""
     for session in modules.active():
         session.step_over()

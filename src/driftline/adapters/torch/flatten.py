@@ -1,8 +1,9 @@
 """What a module was given and what it returned, as a flat list of named tensors.
 
-A slot is an argument's name, or a path through nested containers (`past_key_values.3.0`); its alias is the
-same path by position, so that a call by position and a call by name, a tuple and a `ModelOutput`, meet.
-Containers are walked by their stored contents only: no property or iterator of the program is run.
+A slot is an argument's name, or a path through nested containers (`past_key_values.3.0`); its alias
+is the same path by position, so that a call by position and a call by name, a tuple and a
+`ModelOutput`, meet. Containers are walked by their stored contents only: no property or iterator of
+the program is run.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -47,7 +48,8 @@ def binding_of(forward: Callable[..., Any]) -> Binding:
     code = getattr(function, "__code__", None)
     if code is None:
         return _read_binding(forward)
-    # A decorator's wrapper shares its code with every function it wraps: those are told apart below.
+    # A decorator's wrapper shares its code with every function it wraps: those are told apart
+    # below.
     if hasattr(function, "__wrapped__"):
         inner = inspect.unwrap(function)
         code = getattr(inner, "__code__", code)
@@ -107,7 +109,7 @@ def outputs(value: Any, cache: int = WHOLE_CACHE) -> Tensors:
 
 
 def _walk(value: Any, slot: str, alias: str | None, found: Tensors, depth: int, cache: int) -> None:
-    """Collect the tensors inside a value; `alias` is None where there is no position to speak of."""
+    """Collect the tensors inside a value; `alias` is None where there is no position."""
     if isinstance(value, torch.Tensor):
         found.append((slot or "0", "" if alias is None or alias == slot else alias, value))
         return
@@ -168,10 +170,11 @@ def _is_cache(kind: type) -> bool:
 
 
 def _cache_items(value: Any, cache: int) -> list[tuple[str, str, Any]]:
-    """A key-value cache of transformers as the nested tuples it used to be: layer, then 0 keys, 1 values.
+    """A key-value cache of transformers as the nested tuples it used to be: layer, then 0 keys, 1
+    values.
 
-    Every layer is handed the whole cache; its own part is all that concerns it. Walking the rest for
-    each layer would cost layers squared.
+    Every layer is handed the whole cache; its own part is all that concerns it. Walking the rest
+    for each layer would cost layers squared.
     """
     if cache == NO_CACHE:
         return []

@@ -1,8 +1,9 @@
 """Notices every call of a module: what went in, before it runs, and what came out.
 
-`nn.Module.__call__` is wrapped once for all sessions. Hooks would not do: the global ones see no keyword
-arguments before the call, fire for wrappers twice and cut compiled graphs. While Dynamo traces, the wrapper
-is the plain call, so a compiled model is compiled to what it is without capture.
+`nn.Module.__call__` is wrapped once for all sessions. Hooks would not do: the global ones see no
+keyword arguments before the call, fire for wrappers twice and cut compiled graphs. While Dynamo
+traces, the wrapper is the plain call, so a compiled model is compiled to what it is without
+capture.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
@@ -23,8 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from driftline.adapters.torch import flatten
 from driftline.adapters.torch.names import Place, is_compiled, is_transparent, unwrapped
-from driftline.adapters.torch.session import CaptureSession, Frame
+from driftline.adapters.torch.session import CaptureSession
 from driftline.adapters.torch.snapshot import undisturbed
+from driftline.adapters.torch.taps import Frame
 
 _lock = threading.Lock()
 _sessions: tuple[CaptureSession, ...] = ()
@@ -34,6 +36,7 @@ _fork_hook_set = False
 
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
 def _set_eval_frame(callback: Any) -> Any:
@@ -57,8 +60,9 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _watched(
     session: CaptureSession, call: Callable[..., Any], self: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module under the eyes of one session. The program's exceptions pass through untouched."""
-    # Inside a compiled program Dynamo looks at every frame it meets: not at those of the capture itself.
+    """Call a module under the eyes of one session. The program's exceptions pass through."""
+    # Inside a compiled program Dynamo looks at every frame it meets: not at those of the capture
+    # itself.
     compiler = _set_eval_frame(None)
     stack = session._thread.stack
     depth = len(stack)
@@ -137,7 +141,7 @@ def enter(
 
 
 def _tell_taps(session: CaptureSession, frame: Frame, *, outermost: bool) -> None:
-    """The last thing before a module runs: an outermost call is wrapped, every call is announced."""
+    """The last thing before a module runs: tell the taps; an outermost call is enclosed."""
     if outermost:
         frame.around = contextlib.ExitStack()
         for tap in session.taps:
@@ -150,6 +154,8 @@ def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
     """A module has run: take its outputs, and its inputs again where asked."""
     look = frame.place.look
     taps = session.taps
+    if len(session._thread.stack) == 1:
+        session.note_topology()
     if not (look.outputs or look.inputs_after or taps):
         return
     wanted = session.selection.takes_step(frame.step)
@@ -184,7 +190,7 @@ def _take_all(
 
 
 def _cache_part(module: nn.Module, stack: list[Frame]) -> int:
-    """Which part of a key-value cache concerns a module: its own layer, all for a root, else none."""
+    """Which part of a key-value cache concerns a module: its own layer, all for a root."""
     if len(stack) <= 1:
         return flatten.WHOLE_CACHE
     layer = module.__dict__.get("layer_idx")
@@ -192,8 +198,8 @@ def _cache_part(module: nn.Module, stack: list[Frame]) -> int:
 
 
 def _is_unwelcome() -> bool:
-    """Places where looking would be noise or would leave traces: data workers, scripts being traced."""
-    if torch._C._get_tracing_state() is not None:
+    """Where looking would be noise or leave traces: data workers, scripts being traced."""
+    if _tracing_state() is not None:
         return True
     worker = sys.modules.get("torch.utils.data._utils.worker")
     return worker is not None and worker._worker_info is not None
@@ -202,14 +208,15 @@ def _is_unwelcome() -> bool:
 def _explain_compiled(session: CaptureSession, place: Place, module: nn.Module) -> None:
     session.event_once(
         "compiled",
-        "this module is compiled: its inputs and outputs are captured, the modules inside only where the "
-        "compiled graph breaks; to see all of them run the program with TORCHDYNAMO_DISABLE=1",
+        "this module is compiled: its inputs and outputs are captured, the modules inside only "
+        "where the compiled graph breaks; to see all of them run the program with "
+        "TORCHDYNAMO_DISABLE=1",
         site=place.site,
     )
 
 
 def _note_failure(session: CaptureSession, frame: Frame, error: BaseException) -> None:
-    """Say where an exception came from: the innermost module; it then passes through the outer ones."""
+    """Say where an exception came from; on its way through the outer modules it is known."""
     thread = session._thread
     first = thread.failure != id(error)
     thread.failure = id(error) if len(thread.stack) > 1 else 0
@@ -230,7 +237,8 @@ def _fault(session: CaptureSession, module: nn.Module, error: Exception) -> None
     session.shielded(type(module).__name__, again)
 
 
-# --- switching on and off ------------------------------------------------------------------------------
+# --- switching on and off
+# ------------------------------------------------------------------------------
 
 
 def watch(session: CaptureSession) -> None:
@@ -257,7 +265,8 @@ def unwatch(session: CaptureSession) -> None:
             return
         _sessions = tuple(s for s in _sessions if s is not session)
         if not _sessions:
-            # Somebody else may have wrapped the call after us; then ours stays below, doing nothing.
+            # Somebody else may have wrapped the call after us; then ours stays below, doing
+            # nothing.
             if nn.Module.__call__ is _call:
                 nn.Module.__call__ = _original
             if _optimizer_hook is not None:
@@ -270,7 +279,7 @@ def active() -> tuple[CaptureSession, ...]:
 
 
 def _hide_from_compiler() -> None:
-    """Dynamo must not take our wrapper for the beginning of a graph; called inside one it is inlined."""
+    """Dynamo must not begin a graph at our wrapper; called inside a graph it is inlined."""
     codes = (_call.__code__, _watched.__code__)
     for code in codes:
         if hasattr(_eval_frame, "set_code_exec_strategy"):

@@ -1,10 +1,10 @@
 """What a module is called: its path below the root of its model, stable over runs and wrappers.
 
-The first model of a process keeps the names of `named_modules()`, and is itself called `(root)`. Later
-models are prefixed with their class name (`Draft.layers.0`, the next of that class `Draft_1.`). A module
-without parameters that belongs to no model, such as a loss, is a helper and goes by its class name.
-Wrappers that change where a model runs but not what it is (DDP, FSDP, `torch.compile`) leave no trace.
-This file knows nothing of tensors and steps.
+The first model of a process keeps the names of `named_modules()`, and is itself called `(root)`.
+Later models are prefixed with their class name (`Draft.layers.0`, the next of that class
+`Draft_1.`). A module without parameters that belongs to no model, such as a loss, is a helper and
+goes by its class name. Wrappers that change where a model runs but not what it is (DDP, FSDP,
+`torch.compile`) leave no trace. This file knows nothing of tensors and steps.
 """
 
 # pyright: reportPrivateUsage=false
@@ -39,12 +39,22 @@ class Root:
         helper: Has no parameters and belongs to no model: it never counts steps.
         step: The step it is in.
         called: Whether the model has been called in this step.
-        opened: Parts called by themselves in this step, before the model (an encoder in `generate`).
+        opened: Parts called by themselves in this step, before the model (`generate`'s encoder).
         openers: Parts that were called by themselves in the first step, before the model.
         ever_called: Whether the model itself was called at all.
     """
 
-    __slots__ = ("called", "ever_called", "helper", "module", "opened", "openers", "prefix", "step")
+    __slots__ = (
+        "called",
+        "ever_called",
+        "helper",
+        "module",
+        "opened",
+        "openers",
+        "prefix",
+        "step",
+        "tree",
+    )
 
     def __init__(self, module: nn.Module, prefix: str, *, helper: bool) -> None:
         self.module = weakref.ref(module)
@@ -55,12 +65,14 @@ class Root:
         self.ever_called = False
         self.opened: set[str] = set()
         self.openers: set[str] = set()
+        self.tree: Any = None  # as it was last seen: a model may be gone before the capture is
 
 
 class Place:
     """One module's name and everything that can be decided about it once.
 
-    `look` is filled by whoever selects: a cached decision, so that a call costs a dictionary lookup.
+    `look` is filled by whoever selects: a cached decision, so that a call costs a dictionary
+    lookup.
     """
 
     __slots__ = ("class_name", "ids", "is_root", "look", "ref", "root", "site", "wraps")
@@ -81,8 +93,7 @@ class Place:
 def wrapped(module: nn.Module) -> nn.Module | None:
     """What a known wrapper wraps; None for any other module."""
     attribute = _WRAPPERS.get(type(module).__name__)
-    inner = module._modules.get(attribute) if attribute else None
-    return inner
+    return module._modules.get(attribute) if attribute else None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -92,10 +103,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_transparent(module: nn.Module) -> bool:
-    """Whether a wrapper's own call need not be looked at, because the wrapped module's call will be seen.
+    """Whether a wrapper's own call need not be looked at: the wrapped module's will be seen.
 
-    It will not when a compiled module was bound to the plain call, before capture began, or comes from
-    `torch.nn` itself, so that its call lies inside the compiled region. Then the wrapper speaks for it.
+    It will not when a compiled module was bound to the plain call, before capture began, or comes
+    from `torch.nn` itself, so that its call lies inside the compiled region. Then the wrapper
+    speaks for it.
     """
     inner = wrapped(module)
     if inner is None:
@@ -124,8 +136,8 @@ def _is_module(thing: object) -> bool:
 def parent_of(module: nn.Module) -> nn.Module | None:
     """The module that holds this one as a child, found through the garbage collector's references.
 
-    Copies (`deepcopy`) and models built before capture began are found too, which a registration hook
-    would miss. Takes some 10 ms per ancestor in a large program and is asked once per model.
+    Copies (`deepcopy`) and models built before capture began are found too, which a registration
+    hook would miss. Takes some 10 ms per ancestor in a large program and is asked once per model.
     """
     for table in gc.get_referrers(module):
         if type(table) is not dict:
@@ -218,6 +230,11 @@ class ModuleNames:
     def site(self, site: str) -> Place | None:
         return self._by_site.get(site)
 
+    @property
+    def count(self) -> int:
+        """How many places have a name."""
+        return len(self._by_site)
+
     def places(self) -> Iterator[Place]:
         return iter(list(self._by_site.values()))
 
@@ -243,7 +260,7 @@ class ModuleNames:
         self._walk(module, root, site=prefix or ROOT, ids="" if not prefix else None)
 
     def _walk(self, top: nn.Module, root: Root, *, site: str, ids: str | None) -> None:
-        """Name everything below, depth first; what has a name keeps it, so a shared module has its first."""
+        """Name everything below, depth first; what has a name keeps it."""
         seen: set[int] = set()
         waiting: list[tuple[nn.Module, str, str | None]] = [(top, site, ids)]
         while waiting:
@@ -272,7 +289,8 @@ class ModuleNames:
         """A module called inside another that was not there when the model was named.
 
         It was added since, or is held outside the module tree (in a list, or made on the fly by the
-        forward that calls it); the latter share the site `<caller>.<Class>` and count as visits of it.
+        forward that calls it); the latter share the site `<caller>.<Class>` and count as visits of
+        it.
         """
         root = caller.root
         top = root.module()
@@ -298,8 +316,8 @@ class ModuleNames:
 def _is_compiled_graph(module: nn.Module, caller: Place | None) -> bool:
     """A graph that the compiler made and some backends call as a module: not a part of the model.
 
-    It has no parameters of its own, or is called inside a module without being part of its tree; a graph
-    module that is somebody's model is neither.
+    It has no parameters of its own, or is called inside a module without being part of its tree; a
+    graph module that is somebody's model is neither.
     """
     return isinstance(module, torch.fx.GraphModule) and (
         caller is not None or next(module.parameters(), None) is None

@@ -1,8 +1,9 @@
 """One capture: which models are watched, what is wanted of them, and where it goes.
 
-The session owns the decisions and the sink. How calls are noticed is the business of the taps: `modules.py`
-for module calls, `ops.py`, `gradients.py` and `parameters.py` for the rest, loaded by level. Nothing
-here raises into the program that is watched: what goes wrong becomes an event of the run.
+The session owns the decisions and the sink. How calls are noticed is the business of the taps:
+`modules.py` for module calls, `ops.py`, `gradients.py` and `parameters.py` for the rest, loaded by
+level. Nothing here raises into the program that is watched: what goes wrong becomes an event of the
+run.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -10,32 +11,24 @@ from __future__ import annotations
 
 import importlib
 import threading
-import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
-from driftline.adapters.torch import snapshot as snapshots
+from driftline.adapters.torch.intake import Intake
 from driftline.adapters.torch.names import ModuleNames, Place
+from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.steps import StepClock, StepsBy
+from driftline.adapters.torch.taps import Frame, Look, Tap
 from driftline.errors import BadInput, did_you_mean
-from driftline.numerics import kernel
-from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import Summary
-from driftline.runs.key import Moment, Phase, Port, TensorKey, usual_moment, usual_phase
-from driftline.runs.record import Kept, Record
+from driftline.runs.key import usual_moment, usual_phase
 
 if TYPE_CHECKING:
     from driftline.runs.sink import Sink
-
-Tensors = list[tuple[str, str, torch.Tensor]]
-"""Tensors of one port: (slot, alias, tensor)."""
 
 LEVELS = ("modules", "ops", "gradients", "params")
 _TAPS = {
@@ -43,64 +36,6 @@ _TAPS = {
     "gradients": ("driftline.adapters.torch.gradients", "GradientTap"),
     "params": ("driftline.adapters.torch.parameters", "ParameterTap"),
 }
-_REMEMBERED_SUMMARIES = 512
-
-
-class Frame:
-    """A module call that is under way."""
-
-    __slots__ = (
-        "around",
-        "class_name",
-        "inputs",
-        "module",
-        "phase",
-        "place",
-        "recompute",
-        "site",
-        "step",
-        "visit",
-    )
-
-    def __init__(
-        self, place: Place, module: nn.Module, visit: int, step: int, *, recompute: bool
-    ) -> None:
-        self.place = place
-        self.site = place.site
-        self.module = module
-        self.class_name = place.class_name
-        self.visit = visit
-        self.step = step
-        self.phase: Phase = "recompute" if recompute else "forward"
-        self.recompute = recompute
-        self.inputs: Tensors = []
-        self.around: ExitStack | None = None
-
-
-class Look(NamedTuple):
-    """What is wanted of one place's own calls."""
-
-    inputs_before: bool
-    inputs_after: bool
-    outputs: bool
-
-
-class Tap(Protocol):
-    """Something that notices tensors and hands them to `CaptureSession.emit`.
-
-    `around_root` encloses a call that no other module made; `before_forward` and `on_forward` come just
-    before and after every call, the latter not when the call raises.
-    """
-
-    def install(self) -> None: ...
-
-    def remove(self) -> None: ...
-
-    def around_root(self, module: nn.Module) -> AbstractContextManager[None]: ...
-
-    def before_forward(self, frame: Frame, inputs: Tensors) -> None: ...
-
-    def on_forward(self, frame: Frame, inputs: Tensors, outputs: Tensors) -> None: ...
 
 
 class _Thread(threading.local):
@@ -141,14 +76,14 @@ class CaptureSession:
         for level in self.levels:
             if level not in LEVELS:
                 raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
-        self._make_sink = cast("Callable[[], Sink]", sink) if callable(sink) else None
-        self._sink: Sink | None = None if callable(sink) else sink
         self.selection = selection or Selection()
         self.reduction = reduction or Reduction()
         self.rank = rank
         self.process = process
         self._module_types = module_types
-        self._lock = threading.RLock()
+        self.intake = Intake(sink, self.selection, self.reduction, rank, process)
+        self.shielded = self.intake.shielded
+        self.take = self.intake.take
         self._thread = _Thread()
         self._rank_wanted = self.selection.takes_rank(rank)
         self.names = ModuleNames(model, self._decide)
@@ -158,23 +93,18 @@ class CaptureSession:
         self.running = False
         self._visits: dict[tuple[str, bool], tuple[int, int]] = {}
         self._wanted: dict[tuple[str, str, str], bool] = {}
-        self._said: set[tuple[str, str]] = set()
-        self._summaries: OrderedDict[tuple[str, str, int], Summary] = OrderedDict()
         self.execution_order: dict[str, None] = {}
-        self.tensors = 0
         self.bytes_in_first_step: int | None = None
         self.steps_seen: set[int] = set()
-        self.full = False
         self._topology_places = 0
-        self._modules_tap: Any = None
 
-    # --- life ---------------------------------------------------------------------------------------
+    # --- life
 
     def start(self) -> CaptureSession:
         """Begin to watch. The module watch is always on: it is what knows the current site."""
         from driftline.adapters.torch import modules
 
-        with self._lock:
+        with self.intake.lock:
             if self.running:
                 return self
             self.running = True
@@ -191,7 +121,7 @@ class CaptureSession:
         """Stop watching, say what was not found, write the module tree and close the sink."""
         from driftline.adapters.torch import modules
 
-        with self._lock:
+        with self.intake.lock:
             if not self.running:
                 return
             self.running = False
@@ -214,15 +144,15 @@ class CaptureSession:
                 ran=len(self.steps_seen),
                 taken=taken,
             )
-        if self._sink is not None:
+        if self.intake.sink is not None:
             self._write_topology()
-            self._sink.close()
+            self.intake.sink.close()
 
     def step_over(self) -> None:
         """The program says that a step is over; from now on only this counts steps."""
         self.clock.step()
 
-    # --- what taps ask --------------------------------------------------------------------------------
+    # --- what taps ask
 
     @property
     def step(self) -> int:
@@ -231,8 +161,13 @@ class CaptureSession:
 
     @property
     def sink(self) -> Sink | None:
-        """Where tensors go; None until there was one."""
-        return self._sink
+        """Where tensors go; None until there was something to write."""
+        return self.intake.sink
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors were captured so far."""
+        return self.intake.tensors
 
     def current_frame(self) -> Frame | None:
         """The innermost module call under way in this thread."""
@@ -240,7 +175,7 @@ class CaptureSession:
         return stack[-1] if stack else None
 
     def frames(self) -> list[Frame]:
-        """All module calls under way in this thread, outermost first. The live list: do not keep it."""
+        """All module calls under way in this thread, outermost first; the live list."""
         return self._thread.stack
 
     def site_of(self, module: nn.Module) -> str:
@@ -264,7 +199,7 @@ class CaptureSession:
     def wants_step(self, step: int) -> bool:
         return self.selection.takes_step(step)
 
-    # --- what taps tell --------------------------------------------------------------------------------
+    # --- what taps tell
 
     def emit(
         self,
@@ -286,143 +221,31 @@ class CaptureSession:
         now = self.step if step is None else step
         if not self.selection.takes_step(now):
             return
-        self.shielded(
-            site,
-            self.take,
-            site,
-            port,
-            slot,
-            tensor,
-            alias,
-            class_name,
-            visit,
-            phase or usual_phase(port),
-            moment or usual_moment(port),
-            now,
-        )
+        with undisturbed():
+            self.shielded(
+                site,
+                self.take,
+                site,
+                port,
+                slot,
+                tensor,
+                alias,
+                class_name,
+                visit,
+                phase or usual_phase(port),
+                moment or usual_moment(port),
+                now,
+            )
 
     def event(self, kind: str, message: str, **details: Any) -> None:
         """Note something for the reader of the run."""
-        with self._lock:
-            self._open_sink().event(kind, message, **details)
+        self.intake.event(kind, message, **details)
 
     def event_once(self, kind: str, message: str, **details: Any) -> None:
-        """The same, but only the first time for this kind and site."""
-        key = (kind, f"{details.get('site', '')}\0{message}")
-        if key not in self._said:
-            self._said.add(key)
-            self.event(kind, message, **details)
+        """The same, but only the first time for this message and site."""
+        self.intake.event_once(kind, message, **details)
 
-    def shielded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
-        """Do something for the capture's sake; whatever goes wrong is an event, not the program's problem."""
-        try:
-            act(*args)
-        except Exception as error:
-            try:
-                self.event_once(
-                    "capture-fault",
-                    f"capture failed: {type(error).__name__}: {error}",
-                    site=where,
-                    trace=traceback.format_exc(limit=-4),
-                )
-            except Exception:  # the sink itself is broken; there is nobody left to tell
-                self.full = True
-
-    # --- writing -----------------------------------------------------------------------------------------
-
-    def take(
-        self,
-        site: str,
-        port: str,
-        slot: str,
-        tensor: torch.Tensor,
-        alias: str,
-        class_name: str,
-        visit: int,
-        phase: str,
-        moment: str,
-        step: int,
-    ) -> None:
-        """Reduce a wanted tensor and hand it to the sink. May raise: call it shielded."""
-        if self.full:
-            return
-        kept = self.reduction.kept
-        shot = snapshots.snapshot(tensor, values=kept != "describe")
-        if isinstance(shot, snapshots.Refusal):
-            self.event_once(
-                "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
-            )
-            return
-        if not self.selection.takes_device(shot.device_index):
-            return
-        key = TensorKey(
-            site,
-            cast(Port, port),
-            slot,
-            step,
-            visit,
-            self.rank,
-            self.process,
-            cast(Phase, phase),
-            cast(Moment, moment),
-        )
-        with self._lock:
-            self._put(key, shot, kept, alias, class_name)
-
-    def _put(
-        self, key: TensorKey, shot: snapshots.Snapshot, kept: Kept, alias: str, class_name: str
-    ) -> None:
-        digest, summary, data, stride = "", None, shot.data, 1
-        if kept == "summary" and data is not None:
-            digest = kernel.digest(data)
-            summary = self._summary(digest, shot)
-            data = None
-        elif kept == "digest" and data is not None:
-            digest = kernel.digest(data)
-            data = None
-        elif kept == "sample" and data is not None:
-            digest = kernel.digest(data)
-            stride = self.reduction.stride(shot.count)
-            data = snapshots.every_nth(shot, stride)
-        elif kept == "describe":
-            data = None
-        record = Record(
-            key,
-            0,
-            shot.dtype,
-            shot.shape,
-            alias,
-            class_name,
-            shot.device,
-            kept,
-            digest,
-            None,
-            stride,
-            summary,
-            shot.placement,
-        )
-        self._open_sink().put(record, data)
-        self.tensors += 1
-
-    def _summary(self, digest: str, shot: snapshots.Snapshot) -> Summary:
-        """The output of one module is the input of the next: what was summarised is not read again."""
-        key = (digest, shot.dtype, shot.count)
-        known = self._summaries.get(key)
-        if known is None:
-            assert shot.data is not None
-            known = kernel.summarize(shot.data, DTYPES[shot.dtype], count=shot.count)
-            self._summaries[key] = known
-            if len(self._summaries) > _REMEMBERED_SUMMARIES:
-                self._summaries.popitem(last=False)
-        return known
-
-    def _open_sink(self) -> Sink:
-        if self._sink is None:
-            assert self._make_sink is not None
-            self._sink = self._make_sink()
-        return self._sink
-
-    # --- calls -----------------------------------------------------------------------------------------
+    # --- calls
 
     def _decide(self, place: Place) -> None:
         """Whether a place is wanted is asked once, when it gets its name."""
@@ -451,10 +274,10 @@ class CaptureSession:
         self.shielded("step", self._note_step, step)
 
     def _note_step(self, step: int) -> None:
-        if self._sink is None:
+        if self.intake.sink is None:
             return
         if self.bytes_in_first_step is None and self.tensors:
-            taken = self.bytes_in_first_step = self._sink.bytes_written
+            taken = self.bytes_in_first_step = self.intake.sink.bytes_written
             steps = self.selection.step_count()
             self.event(
                 "estimate",
@@ -465,19 +288,25 @@ class CaptureSession:
                 total=None if steps is None else taken * steps,
             )
         self._write_topology()
-        self._sink.step_done(step)
+        self.intake.sink.step_done(step)
+
+    def note_topology(self) -> None:
+        """A model has run: its tree is kept now, since the model may be gone when capture ends."""
+        if len(self.names.roots) + self.names.count != self._topology_places:
+            self.shielded("topology", self._write_topology)
 
     def _write_topology(self) -> None:
         from driftline.adapters.torch.tree import module_tree
 
-        places = len(self.names.roots) + sum(1 for _ in self.names.places())
-        if self._sink is not None and places != self._topology_places:
+        places = len(self.names.roots) + self.names.count
+        if self.intake.sink is not None and places != self._topology_places:
             self._topology_places = places
-            self._sink.topology(module_tree(self.names, self.execution_order).to_json())
+            with undisturbed():  # even reading a shape shows in the program's own modes
+                tree = module_tree(self.names, self.execution_order)
+            self.intake.sink.topology(tree.to_json())
 
     def after_fork(self) -> None:
-        """This process is a forked child: nothing is under way, and its sink begins anew by itself."""
-        self._lock = threading.RLock()
+        """This is a forked child: nothing is under way, and its sink begins anew by itself."""
+        self.intake.after_fork()
         self._thread = _Thread()
         self._topology_places = 0
-        self.tensors = 0

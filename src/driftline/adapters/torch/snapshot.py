@@ -1,8 +1,9 @@
-"""A torch tensor as host bytes: without a copy where it can be, refused with a reason where it cannot.
+"""A torch tensor as host bytes: without a copy where it can be, refused with a reason where it
+cannot.
 
-What is handed out for a plain host tensor is a window on live memory: it must be read, or copied, before
-the program goes on. Nothing here touches autograd, random state or the program's dispatch modes; callers
-hold `undisturbed()` around a group of snapshots. Knows nothing of names and sinks.
+What is handed out for a plain host tensor is a window on live memory: it must be read, or copied,
+before the program goes on. Nothing here touches autograd, random state or the program's dispatch
+modes; callers hold `undisturbed()` around a group of snapshots. Knows nothing of names and sinks.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ _NAMES: dict[torch.dtype, str] = {}
 """torch dtype to our name, filled as dtypes are met; an empty name is a refusal."""
 
 _CPU = "cpu"
+_is_functional: Callable[[torch.Tensor], bool] = torch.__dict__["_is_functional_tensor"]
 _EMPTY: Bytes = np.empty(0, np.uint8)
 
 
@@ -60,7 +62,7 @@ class Refusal:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> Generator[None]:
     """No modes of the program see what happens inside, and autograd records nothing of it."""
     with (
         torch._C.DisableTorchFunction(),
@@ -73,7 +75,8 @@ def undisturbed() -> Iterator[None]:
 def dtype_name(dtype: torch.dtype) -> str:
     """Our name of a torch dtype; empty when its bytes mean nothing to us.
 
-    torch's own sub-byte integers (`uint4`, `int3`, ...) use a whole byte per element and are stored so.
+    torch's own sub-byte integers (`uint4`, `int3`, ...) use a whole byte per element and are stored
+    so.
     """
     name = _NAMES.get(dtype)
     if name is None:
@@ -159,10 +162,10 @@ def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
             return "a tensor on the meta device has no values"
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return "inside torch.func (vmap, grad) a tensor has no memory of its own"
-        if torch._is_functional_tensor(tensor):
+        if _is_functional(tensor):
             return "a functional tensor exists only while a graph is traced"
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being recorded; capture the same model without CUDA graphs to see it"
+            return "a CUDA graph is being recorded; run the model without CUDA graphs to see it"
     return ""
 
 
@@ -180,10 +183,7 @@ def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, str] | Refusal:
         return Refusal("a lazy parameter has no values yet")
     dispatch = getattr(kind, "__torch_dispatch__", None)
     if dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl:
-        if getattr(dispatch, "__func__", dispatch) is not torch.Tensor.__dict__.get(
-            "__torch_dispatch__"
-        ):
-            return Refusal(f"a {kind.__name__} decides itself what its values are")
+        return Refusal(f"a {kind.__name__} decides itself what its values are")
     return torch.Tensor.as_subclass(tensor, torch.Tensor), ""
 
 
@@ -201,6 +201,8 @@ def _bytes(tensor: torch.Tensor) -> tuple[Bytes | None, torch.Tensor]:
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type != _CPU:
         tensor = tensor.detach().cpu()
+    if tensor.dtype is torch.complex32:  # copying it would print torch's warning in the program
+        tensor = tensor.detach().view(torch.int32)
     if not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
     length = tensor.numel() * tensor.element_size()
@@ -210,4 +212,4 @@ def _bytes(tensor: torch.Tensor) -> tuple[Bytes | None, torch.Tensor]:
     if address == 0:
         return None, tensor
     window = (ctypes.c_uint8 * length).from_address(address)
-    return np.frombuffer(window, np.uint8), tensor
+    return np.frombuffer(memoryview(window), np.uint8), tensor

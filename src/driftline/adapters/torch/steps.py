@@ -1,10 +1,10 @@
 """Which step a call belongs to.
 
 Each model counts its own calls: the second call of a model begins its second step. In training the
-optimizer's step is the boundary, so the calls of gradient accumulation are visits of one step; and once the
-program says `driftline.step()`, only that counts. Losses and other helpers take the step of the model that
-was called last. A part that runs by itself before its model (the encoder in `generate`) belongs to the step
-that the model's call then completes.
+optimizer's step is the boundary, so the calls of gradient accumulation are visits of one step; and
+once the program says `driftline.step()`, only that counts. Losses and other helpers take the step
+of the model that was called last. A part that runs by itself before its model (the encoder in
+`generate`) belongs to the step that the model's call then completes.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class StepClock:
             return
         if not root.ever_called and root.step == self._base:
             root.openers.add(place.site)
-        if root.called and place.site in root.openers and not self._is_training(module):
-            self._advance(root)
-        elif not root.ever_called and place.site in root.opened and not self._is_training(module):
+        begins = root.called and place.site in root.openers
+        repeats = not root.ever_called and place.site in root.opened
+        if (begins or repeats) and not self._is_training(module):
             self._advance(root)
         root.opened.add(place.site)
 
@@ -118,8 +118,9 @@ class StepClock:
         )
 
     def _has_optimizer(self) -> bool:
-        # An optimizer may be older than the session, and accumulation asks before its first step: so the
-        # living objects are searched, a few times at most because it takes tens of milliseconds.
+        # An optimizer may be older than the session, and accumulation asks before its first step:
+        # so the living objects are searched, a few times at most because it takes tens of
+        # milliseconds.
         if not self._optimizer_seen and self._searches < _OPTIMIZER_SEARCHES:
             self._searches += 1
             self._optimizer_seen = any(

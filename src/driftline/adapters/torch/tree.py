@@ -12,12 +12,14 @@ from driftline.topology.tree import ModuleNode, ModuleTree, Parameter
 
 
 def module_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
-    """Everything that has been named so far; models that are gone are left out."""
+    """Everything that has been named so far; models that are gone are as they were last seen."""
     roots: list[ModuleNode] = []
     for root in names.roots:
         module = root.module()
         if module is not None:
-            roots.append(_node(module, names, set()))
+            root.tree = _node(module, names, set())
+        if root.tree is not None:
+            roots.append(root.tree)
     return ModuleTree(tuple(roots), tuple(order))
 
 

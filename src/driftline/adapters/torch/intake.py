@@ -1,0 +1,183 @@
+"""From a wanted tensor to the sink: reduce, describe, hand over; and the events of a run.
+
+The last stop of every capture. What is wanted was decided before; how a run is stored is not
+known here.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from driftline.adapters.reduction import Reduction
+from driftline.adapters.selection import Selection
+from driftline.adapters.torch import snapshot as snapshots
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.summary import Summary
+from driftline.runs.key import Moment, Phase, Port, TensorKey
+from driftline.runs.record import Kept, Record
+
+if TYPE_CHECKING:
+    from driftline.runs.sink import Sink
+
+_REMEMBERED_SUMMARIES = 512
+
+
+class Intake:
+    """Reduces tensors and writes them; see `CaptureSession` for the arguments.
+
+    Attributes:
+        lock: Held around everything that writes.
+        tensors: How many were handed to the sink.
+        broken: The sink could not even take an event; nothing more is tried.
+    """
+
+    def __init__(
+        self,
+        sink: Sink | Callable[[], Sink],
+        selection: Selection,
+        reduction: Reduction,
+        rank: int,
+        process: int,
+    ) -> None:
+        self._make_sink = sink if callable(sink) else None
+        self.sink: Sink | None = None if callable(sink) else sink
+        self.lock = threading.RLock()
+        self.tensors = 0
+        self.broken = False
+        self._selection = selection
+        self._reduction = reduction
+        self._rank = rank
+        self._process = process
+        self._said: set[tuple[str, str]] = set()
+        self._summaries: OrderedDict[tuple[str, str, int], Summary] = OrderedDict()
+
+    def after_fork(self) -> None:
+        self.lock = threading.RLock()
+        self.tensors = 0
+
+    def event(self, kind: str, message: str, **details: Any) -> None:
+        """Note something for the reader of the run."""
+        with self.lock:
+            self._open_sink().event(kind, message, **details)
+
+    def event_once(self, kind: str, message: str, **details: Any) -> None:
+        """The same, but only the first time for this kind and site."""
+        key = (kind, f"{details.get('site', '')}\0{message}")
+        if key not in self._said:
+            self._said.add(key)
+            self.event(kind, message, **details)
+
+    def shielded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
+        """Do something for the capture's sake; what goes wrong is an event, not an exception."""
+        try:
+            act(*args)
+        except Exception as error:
+            try:
+                self.event_once(
+                    "capture-fault",
+                    f"capture failed: {type(error).__name__}: {error}",
+                    site=where,
+                    trace=traceback.format_exc(limit=-4),
+                )
+            except Exception:  # the sink itself is broken; there is nobody left to tell
+                self.broken = True
+
+    def take(
+        self,
+        site: str,
+        port: str,
+        slot: str,
+        tensor: torch.Tensor,
+        alias: str,
+        class_name: str,
+        visit: int,
+        phase: str,
+        moment: str,
+        step: int,
+    ) -> None:
+        """Reduce a wanted tensor and hand it to the sink. May raise: call it shielded."""
+        if self.broken:
+            return
+        kept = self._reduction.kept
+        shot = snapshots.snapshot(tensor, values=kept != "describe")
+        if isinstance(shot, snapshots.Refusal):
+            self.event_once(
+                "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
+            )
+            return
+        if not self._selection.takes_device(shot.device_index):
+            return
+        key = TensorKey(
+            site,
+            cast(Port, port),
+            slot,
+            step,
+            visit,
+            self._rank,
+            self._process,
+            cast(Phase, phase),
+            cast(Moment, moment),
+        )
+        with self.lock:
+            self._put(key, shot, kept, alias, class_name)
+
+    def _put(
+        self, key: TensorKey, shot: snapshots.Snapshot, kept: Kept, alias: str, class_name: str
+    ) -> None:
+        digest, summary, data, stride = "", None, shot.data, 1
+        if kept == "summary" and data is not None:
+            digest = kernel.digest(data)
+            summary = self._summary(digest, shot)
+            data = None
+        elif kept == "digest" and data is not None:
+            digest = kernel.digest(data)
+            data = None
+        elif kept == "sample" and data is not None:
+            digest = kernel.digest(data)
+            stride = self._reduction.stride(shot.count)
+            data = snapshots.every_nth(shot, stride)
+        elif kept == "describe":
+            data = None
+        record = Record(
+            key,
+            0,
+            shot.dtype,
+            shot.shape,
+            alias,
+            class_name,
+            shot.device,
+            kept,
+            digest,
+            None,
+            stride,
+            summary,
+            shot.placement,
+        )
+        self._open_sink().put(record, data)
+        self.tensors += 1
+
+    def _summary(self, digest: str, shot: snapshots.Snapshot) -> Summary:
+        """One module's output is the next one's input: what was summarised is not read again."""
+        key = (digest, shot.dtype, shot.count)
+        known = self._summaries.get(key)
+        if known is None:
+            assert shot.data is not None
+            known = kernel.summarize(shot.data, DTYPES[shot.dtype], count=shot.count)
+            self._summaries[key] = known
+            if len(self._summaries) > _REMEMBERED_SUMMARIES:
+                self._summaries.popitem(last=False)
+        return known
+
+    def _open_sink(self) -> Sink:
+        if self.sink is None:
+            assert self._make_sink is not None
+            self.sink = self._make_sink()
+        return self.sink
