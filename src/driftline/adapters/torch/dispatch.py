@@ -8,6 +8,7 @@ Knows torch's mode stack and Dynamo's habits. What is done with an operator is i
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,14 +24,15 @@ _NOT_THERE = frozenset({"FakeTensor", "FunctionalTensor", "ProxyTensor"})
 """Tensors of a compiler at work: they have shapes, no values."""
 
 
-def hide_from_compiler(*functions: Any) -> None:
-    """Keep Dynamo from compiling these, and what they call, when they run inside its programs."""
+def hide_from_compiler(*functions: Any, callees: bool = True) -> None:
+    """Keep Dynamo from compiling these when they run inside its programs, and what they call."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     for function in functions:
-        code = function.__code__
+        code = inspect.unwrap(function).__code__
         if hasattr(frames, "set_code_exec_strategy"):
             skip = frames._FrameAction.SKIP
-            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+            below = skip if callees else frames._FrameAction.DEFAULT
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, below))
         elif hasattr(frames, "skip_code"):
             frames.skip_code(code)
 
@@ -106,6 +108,10 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         for watcher in _watchers:
             around.enter_context(watcher.around_backward())
         return _original(*args, **kwargs)
+
+
+hide_from_compiler(watching)
+hide_from_compiler(_run_backward, callees=False)  # a backward pass may call compiled regions
 
 
 def watch_backward(watcher: Watcher) -> bool:

@@ -32,6 +32,7 @@ from torch import nn
 
 from driftline.adapters.torch.dispatch import (
     has_values,
+    hide_from_compiler,
     unwatch_backward,
     watch_backward,
     watching,
@@ -375,3 +376,6 @@ class OperatorTap:
         self.session.event_once(
             "operator-lost", f"{func} not captured: {error}", operator=str(func)
         )
+
+
+hide_from_compiler(OperatorTap.around_backward)
