@@ -22,6 +22,9 @@ INDEX = "index.jsonl"
 EVENTS = "events.jsonl"
 TOPOLOGY = "topology.json"
 PROCESS = "process.json"
+RESERVE = ".reserve"
+"""A file of nothing, given up on a full disk so that the index can still say what is missing."""
+RESERVE_BYTES = 1 << 20
 
 ALIGNMENT = 64
 SHARD_BYTES = 1 << 30

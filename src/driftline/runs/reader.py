@@ -12,7 +12,6 @@ import gc
 import json
 import mmap
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
@@ -21,6 +20,7 @@ import numpy as np
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.inside import is_inside, open_inside, read_inside, read_object, reason_of
 from driftline.runs.layout import (
     EVENTS,
     FORMAT,
@@ -58,7 +58,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
     except OSError as error:
         raise BadRun(f"'{place}' cannot be read: {error.strerror}") from None
     root = place.resolve()
-    folders = [name for name in names if parse_folder(name) and _is_inside(root, root / name)]
+    folders = [name for name in names if parse_folder(name) and is_inside(root, root / name)]
     losses: list[Loss] = []
     for name in names:
         if parse_folder(name) and name not in folders:
@@ -67,14 +67,14 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
             )
     manifest: Mapping[str, Any] = {}
     try:
-        manifest = _read_object(root, root / MANIFEST, _SMALL_FILE)
+        manifest = read_object(root, root / MANIFEST, _SMALL_FILE)
     except (OSError, ValueError, RecursionError) as error:
         if not any((root / name / INDEX).is_file() for name in folders):
             raise BadRun(
                 f"'{place}' is no run: looked for {MANIFEST} and rank*/{INDEX}",
                 hint="give the folder that `driftline dump -o` made",
             ) from None
-        losses.append(Loss(MANIFEST, f"cannot be read: {_short(error)}"))
+        losses.append(Loss(MANIFEST, f"cannot be read: {reason_of(error)}"))
     else:
         _check_schema(place, manifest)
     return DiskRun(place, root, manifest, folders, losses)
@@ -109,54 +109,6 @@ def _check_schema(place: Path, manifest: Mapping[str, Any]) -> None:
         )
 
 
-def _short(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)[:200] or type(error).__name__
-
-
-def _is_inside(root: Path, path: Path) -> bool:
-    try:
-        return path.resolve(strict=True).is_relative_to(root) and path.is_dir()
-    except (OSError, RuntimeError):
-        return False
-
-
-def _open_inside(root: Path, path: Path) -> int:
-    """Opens a regular file that lies, links followed, inside the run.
-
-    Raises:
-        OSError: It does not, or cannot be opened.
-    """
-    try:
-        real = path.resolve(strict=True)
-    except RuntimeError:  # a loop of links
-        raise OSError(0, "a link that leads nowhere") from None
-    if not real.is_relative_to(root):
-        raise OSError(0, "leads out of the run's folder; not followed")
-    # A named pipe would block here for ever without O_NONBLOCK.
-    file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(0, "is not a regular file")
-    return file
-
-
-def _read(root: Path, path: Path, limit: int | None) -> bytes:
-    with os.fdopen(_open_inside(root, path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if limit is not None and size > limit:
-            raise OSError(0, f"has {size} bytes, more than anybody would write there")
-        return file.read()
-
-
-def _read_object(root: Path, path: Path, limit: int) -> Mapping[str, Any]:
-    value = json.loads(_read(root, path, limit))
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return cast("Mapping[str, Any]", value)
-
-
 class _Part:
     """What one process left: its folder, its lines, its shards."""
 
@@ -172,9 +124,9 @@ class _Part:
 
     def load(self, losses: list[Loss]) -> None:
         try:
-            text = _read(self.root, self.folder / INDEX, None)
+            text = read_inside(self.root, self.folder / INDEX, None)
         except OSError as error:
-            losses.append(Loss(f"{self.name}/{INDEX}", f"cannot be read: {_short(error)}"))
+            losses.append(Loss(f"{self.name}/{INDEX}", f"cannot be read: {reason_of(error)}"))
             return
         self._decode(text, losses)
         self._check_process(losses)
@@ -224,7 +176,7 @@ class _Part:
             return Loss(
                 where, "the last line is cut in half; the process was killed while writing it"
             )
-        return Loss(where, f"cannot be read: {_short(error)}")
+        return Loss(where, f"cannot be read: {reason_of(error)}")
 
     def _check_process(self, losses: list[Loss]) -> None:
         facts = self.facts()
@@ -243,15 +195,15 @@ class _Part:
             losses.append(Loss(self.name, f"{missing} of {promised} tensors are not in its index"))
         failure = facts.get("failure")
         if isinstance(failure, str) and failure:
-            losses.append(Loss(self.name, f"from some point on nothing {failure}"))
+            losses.append(Loss(self.name, f"writing stopped before the end: {failure}"))
 
     def _size(self, shard: str) -> int | str:
         try:
-            file = _open_inside(self.root, self.folder / shard)
+            file = open_inside(self.root, self.folder / shard)
         except FileNotFoundError:
             return f"{shard} is missing"
         except OSError as error:
-            return f"{shard} {_short(error)}"
+            return f"{shard} {reason_of(error)}"
         try:
             return os.fstat(file).st_size
         finally:
@@ -259,7 +211,7 @@ class _Part:
 
     def facts(self) -> Mapping[str, Any]:
         try:
-            return _read_object(self.root, self.folder / PROCESS, _SMALL_FILE)
+            return read_object(self.root, self.folder / PROCESS, _SMALL_FILE)
         except (OSError, ValueError, RecursionError):
             return {}
 
@@ -269,9 +221,9 @@ class _Part:
             if not is_shard_name(shard):
                 raise BadFile(f"'{shard[:60]}' is not the name of a shard")
             try:
-                file = _open_inside(self.root, self.folder / shard)
+                file = open_inside(self.root, self.folder / shard)
             except OSError as error:
-                raise BadFile(f"{self.name}/{shard} cannot be read: {_short(error)}") from None
+                raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
             try:
                 found = (
                     mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
@@ -396,7 +348,7 @@ class DiskRun(Run):
         places = [(part.folder / EVENTS, part.rank, part.process) for part in self._parts.values()]
         for path, rank, process in [(self._root / ORPHAN_EVENTS, None, None), *places]:
             try:
-                text = _read(self._root, path, _LARGE_FILE)
+                text = read_inside(self._root, path, _LARGE_FILE)
             except OSError:
                 continue
             for line in text.split(b"\n"):
@@ -412,7 +364,7 @@ class DiskRun(Run):
         if part is None:
             return None
         try:
-            return _read_object(self._root, part.folder / TOPOLOGY, _LARGE_FILE)
+            return read_object(self._root, part.folder / TOPOLOGY, _LARGE_FILE)
         except (OSError, ValueError, RecursionError):
             return None
 

@@ -21,27 +21,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from driftline.numerics.kernel import digest as digest_of
-from driftline.runs.layout import (
-    ALIGNMENT,
-    EVENTS,
-    FIRST_HEADER,
-    INDEX,
-    ORPHAN_EVENTS,
-    PROCESS,
-    SHARD_BYTES,
-    TOPOLOGY,
-    align,
-    folder_name,
-)
+from driftline.runs.layout import ALIGNMENT, FIRST_HEADER, ORPHAN_EVENTS, SHARD_BYTES, align
 from driftline.runs.lines import encode_line
-from driftline.runs.manifest import (
-    dump_json,
-    ensure_manifest,
-    event_line,
-    library_versions,
-    now,
-    process_facts,
-)
+from driftline.runs.manifest import ensure_manifest, event_line, library_versions, now
+from driftline.runs.part import Part
 from driftline.runs.record import Blob, Record
 from driftline.runs.shard import Shard, cost_of
 from driftline.runs.sink import JSON, Bytes
@@ -51,7 +34,6 @@ _LINES_PER_CHUNK = 2048
 _LONGEST_MEMORY = 500_000
 _PENDING_INDEX = 16 << 20
 _EARLY_EVENTS = 1000
-_PROCESS_ROOM = 4096
 
 OVER_LIMIT = "beyond the size limit of the dump"
 
@@ -137,7 +119,7 @@ class RunWriter:
     def _reset(self) -> None:
         """The state of a writer that has written nothing: at birth, and in a forked child."""
         self.failure = ""
-        self.folder: Path | None = None
+        self._part: Part | None = None
         self._lock = threading.RLock()
         self._events_lock = threading.RLock()
         self._staging = Staging(self._flush_if_old)
@@ -146,9 +128,7 @@ class RunWriter:
         self._shards = 0
         self._known: dict[tuple[str, int], Blob] = {}
         self._torn_after: tuple[str, int] | None = None
-        self._index = -1
         self._pending_index = b""
-        self._events = -1
         self._early: list[bytes] = []
         self._early_dropped = 0
         self._order = 0
@@ -161,9 +141,13 @@ class RunWriter:
         self._over_limit = False
         self._opened = False
         self._closed = False
-        self._base_facts: dict[str, JSON] = {}
 
     # ---- what adapters call
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of this process, once it has one."""
+        return self._part.folder if self._part is not None else None
 
     @property
     def bytes_written(self) -> int:
@@ -206,30 +190,28 @@ class RunWriter:
     def event(self, kind: str, message: str, **details: JSON) -> None:
         line = event_line(kind, message, self._order, details)
         with self._events_lock:
-            if self.folder is None:
+            if self._part is None:
                 if len(self._early) < _EARLY_EVENTS:
                     self._early.append(line)
                 else:
                     self._early_dropped += 1
                 return
-            self._append_event(line)
+            self._part.append_event(line)
 
     def describe(self, **facts: JSON) -> None:
         with self._lock:
             self._facts.update(facts)
-            if self._opened and self.folder is not None:
-                self._write_process(sealed=self._closed)
+            self._write_facts()
 
     def topology(self, tree: Mapping[str, JSON]) -> None:
         with self._lock:
             self._tree = tree
-            if self.folder is not None:
-                self._write_topology()
+            self._write_topology()
 
     def step_done(self, step: int) -> None:
         self._steps += 1
         # Steps that ran before the first tensor are many and say nothing; they are counted only.
-        if self.folder is not None:
+        if self._part is not None:
             self.event("step", f"step {step} done", step=step)
 
     def open(self) -> None:
@@ -251,7 +233,7 @@ class RunWriter:
             self._closed = True
             if self._seal_at_exit:
                 atexit.unregister(self.close)
-            if not self._opened or self.folder is None:
+            if self._part is None:
                 self._leave_orphan_events()
                 return
             self._hand_over(self._staging.submit)
@@ -259,15 +241,12 @@ class RunWriter:
                 self._seal_later(self._shard)
                 self._shard = None
             self._staging.finish()
+            self._part.give_up_reserve()
             self._write_index(b"")
-            if self._pending_index:
-                self._unlisted += self._pending_index.count(b"\n")
-            self._write_process(sealed=True)
+            self._unlisted += self._pending_index.count(b"\n")
+            self._write_facts()
             with self._events_lock:
-                for file in (self._index, self._events):
-                    if file >= 0:
-                        os.close(file)
-                self._index = self._events = -1
+                self._part.close()
 
     # ---- the program's thread
 
@@ -275,31 +254,19 @@ class RunWriter:
         """Makes the folder of this process, at its first tensor."""
         self._opened = True
         try:
-            ensure_manifest(self.path, self._command, world_size=self.world_size)
-            process = 0
-            while True:
-                folder = self.path / folder_name(self.rank, process)
-                try:
-                    folder.mkdir()
-                    break
-                except FileExistsError:
-                    process += 1
-            self.process = process
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._index = os.open(folder / INDEX, flags, 0o666)
+            part = Part(self.path, self.rank, self.world_size, self._command)
         except OSError as error:
             self.failure = f"cannot write to '{self.path}': {error.strerror or error}"
             self._closed = True
             return False
-        self._base_facts = process_facts(self.rank, process, self.world_size)
-        self.folder = folder
-        self._write_process(sealed=False)
-        if self._tree is not None:
-            self._write_topology()
         with self._events_lock:
+            self._part = part
             for line in self._early:
-                self._append_event(line)
+                part.append_event(line)
             self._early.clear()
+        self.process = part.process
+        self._write_facts()
+        self._write_topology()
         _close_with_multiprocessing(self.close)
         self._staging.start()  # now, so that a lone tensor does not wait for a second one
         return True
@@ -351,11 +318,11 @@ class RunWriter:
             self._seal_later(shard)
             shard = self._shard = None
         if shard is None:
-            assert self.folder is not None
+            assert self._part is not None
             if self._chunk is not None:
                 self._hand_over(self._staging.submit)
             while True:
-                shard = Shard.create(self.folder, self._shards, self._first_header)
+                shard = Shard.create(self._part.folder, self._shards, self._first_header)
                 self._shards += 1
                 if shard.room >= cost:
                     break
@@ -436,18 +403,17 @@ class RunWriter:
 
     def _write_index(self, text: bytes) -> None:
         """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""
+        assert self._part is not None
         if self._pending_index:
             if len(self._pending_index) + len(text) > _PENDING_INDEX:
                 self._unlisted += text.count(b"\n")
                 text = b""
             text = self._pending_index + text
-        view = memoryview(text)
-        try:
-            while view:
-                view = view[os.write(self._index, view) :]
-        except OSError as error:
-            self._fail(error)
-        self._pending_index = bytes(view)
+        rest, error = self._part.append_index(memoryview(text))
+        if error is not None and not self.failure:
+            self._fail(error)  # gives up the reserve, which makes room
+            rest, _ = self._part.append_index(rest)
+        self._pending_index = bytes(rest)
 
     def _seal(self, shard: Shard) -> None:
         good_end = None
@@ -463,6 +429,8 @@ class RunWriter:
         """From here on values are not stored; said once."""
         if self.failure:
             return
+        if self._part is not None:
+            self._part.give_up_reserve()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         self.failure = f"could not be written: {reason}"
         self.event(
@@ -472,18 +440,17 @@ class RunWriter:
 
     # ---- small files
 
-    def _write_process(self, *, sealed: bool) -> None:
-        if self.folder is None:
+    def _write_facts(self) -> None:
+        if self._part is None:
             return
-        content: dict[str, JSON] = {
-            **self._base_facts,
+        facts: dict[str, JSON] = {
             **self._facts,
             "versions": {**library_versions()},
             "dtypes": sorted(self._dtypes),
-            "sealed": sealed,
+            "sealed": self._closed,
         }
-        if sealed:
-            content |= {
+        if self._closed:
+            facts |= {
                 "ended": now(),
                 "tensors": self._order,
                 "stored_bytes": self._bytes,
@@ -493,40 +460,17 @@ class RunWriter:
                 "steps": self._steps,
                 "failure": self.failure,
             }
-        text = dump_json(content)
-        # Blanks at first, so that the last word can be written in place on a disk full by then.
-        room = 0 if sealed else len(text) + _PROCESS_ROOM
-        self._replace(self.folder / PROCESS, text.ljust(room))
-
-    def _write_topology(self) -> None:
-        if self.folder is not None and self._tree is not None:
-            self._replace(self.folder / TOPOLOGY, dump_json(self._tree))
-
-    def _replace(self, path: Path, content: bytes) -> None:
-        """Replaces a small file at once; on a full disk, in place if it fits."""
-        draft = path.with_name(f".{path.name}.new")
         try:
-            draft.write_bytes(content)
-            draft.replace(path)
+            self._part.write_facts(facts)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            with contextlib.suppress(OSError):
-                if path.stat().st_size >= len(content):
-                    with path.open("r+b") as file:
-                        file.write(content)
-                        file.truncate()
-                    return
             self._fail(error)
 
-    def _append_event(self, line: bytes) -> None:
-        if self.folder is None:
-            return
-        with contextlib.suppress(OSError):  # an event about a full disk may not fit on it either
-            if self._events < 0:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._events = os.open(self.folder / EVENTS, flags, 0o666)
-            os.write(self._events, line)
+    def _write_topology(self) -> None:
+        if self._part is not None and self._tree is not None:
+            try:
+                self._part.write_topology(self._tree)
+            except OSError as error:
+                self._fail(error)
 
     def _leave_orphan_events(self) -> None:
         """A process without tensors has no folder.
@@ -544,13 +488,11 @@ class RunWriter:
 
     def after_fork_in_child(self) -> None:
         """The parent goes on writing its files; this copy forgets them and would start its own."""
-        files = [self._index, self._events]
+        if self._part is not None:
+            self._part.close()
         if self._shard is not None:
-            files.append(self._shard.file)
-        for file in files:
-            if file >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(file)
+            with contextlib.suppress(OSError):
+                os.close(self._shard.file)
         was_closed = self._closed and not self.failure
         self._reset()
         self._closed = was_closed
