@@ -173,6 +173,24 @@ def test_the_debug_variable_shows_the_traceback_at_once(
     assert "Traceback" in driftline("doctor").err
 
 
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [
+        (PermissionError(13, "Permission denied", "a.npy"), "driftline: a.npy: Permission denied"),
+        (OSError(28, "No space left on device"), "driftline: No space left on device"),
+        (MemoryError(), "driftline: there is not enough memory"),
+    ],
+)
+def test_what_the_system_refuses_is_a_sentence_and_not_our_bug(
+    driftline: Say, monkeypatch: pytest.MonkeyPatch, trouble: BaseException, says: str
+) -> None:
+    plant(monkeypatch, trouble)
+    said = driftline("doctor")
+    assert said.code == 2
+    assert said.err.startswith(says)
+    assert "bug" not in said.err
+
+
 def test_an_interrupt_is_130_and_no_traceback(
     driftline: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:

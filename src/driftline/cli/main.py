@@ -35,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # when it flushes stdout at exit, so give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except OSError as trouble:
+        # What a disk, a permission or a full device refuses is nobody's bug.
+        complain(DriftlineError(_said_by_the_system(trouble)))
+        return EXIT_COULD_NOT
+    except MemoryError:
+        complain(DriftlineError("there is not enough memory for this", hint="try --threads 1"))
+        return EXIT_COULD_NOT
     except Exception as bug:
         return _confess(bug)
     return code
@@ -45,6 +52,11 @@ def complain(error: DriftlineError) -> None:
     print(f"driftline: {error}", file=sys.stderr)
     if error.hint:
         print(f"  hint: {error.hint}", file=sys.stderr)
+
+
+def _said_by_the_system(trouble: OSError) -> str:
+    what = trouble.strerror or str(trouble) or type(trouble).__name__
+    return f"{trouble.filename}: {what}" if trouble.filename else what
 
 
 def _dispatch(words: list[str]) -> int:
