@@ -505,3 +505,44 @@ def test_torch_func_transforms_pass_through_unharmed():
     with capturing(*EVERYTHING, model=model):
         got = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"autocast"}))
+def test_on_a_cuda_device_nothing_changes_and_the_values_are_those_of_the_host(name, monkeypatch):
+    monkeypatch.setenv(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # else products may differ by themselves
+    build, loss_of = MODELS[name]
+    host = build()
+    for module in host.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # devices draw different numbers
+    model, watched = copy.deepcopy(host).cuda(), copy.deepcopy(host).cuda()
+    with capturing("gradients") as expected:
+        loss_of(host).backward()
+    torch.set_default_device("cuda")  # the losses make their own data
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        monkeypatch.setattr(torch, "randn", on_host(torch.randn))
+        loss = loss_of(model)
+        loss.backward()
+        with capturing(*EVERYTHING) as captured:
+            seen = loss_of(watched)
+            seen.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_device("cpu")
+    assert torch.equal(loss, seen)
+    same_bits(model, watched)
+    assert not captured.faults()
+    rows = {key: value for key, value in captured.rows.items() if key in expected.rows}
+    assert len(rows) == len(expected.rows) > 4
+    for key, value in rows.items():
+        assert torch.allclose(value, expected.rows[key], rtol=5e-2, atol=1e-4), str(key)
+
+
+def on_host(function):
+    """Random numbers differ between devices: draw them on the host."""
+    return lambda *args: function(*args, device="cpu").cuda()
