@@ -19,6 +19,7 @@ from driftline.cli import dump_words as words
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.launch.plan import CapturePlan, DumpType, Layout, Level, LogLevel
 from driftline.launch.run import Outcome, run_command, say_steps
+from driftline.launch.sizes import say_size, size_of
 
 LATER_TYPES = ("op", "kernel", "cpu_profiling", "onnx")
 
@@ -172,7 +173,7 @@ def dump(
         levels=_levels(level),
         types=_types(type_),
         layout=layout,
-        max_bytes=words.size_of(max_bytes) if max_bytes else 0,
+        max_bytes=size_of(max_bytes) if max_bytes else 0,
         tiling=save_tiling,
         log_level=log_level,
         command=tuple(argv),
@@ -226,7 +227,7 @@ def _what_was_captured(outcome: Outcome) -> str:
     processes = len(harvest.processes)
     kinds = "1 process" if processes == 1 else f"{processes} processes"
     return (
-        f"{harvest.tensors} tensors, {words.say_size(harvest.bytes)}, {kinds}, "
+        f"{harvest.tensors} tensors, {say_size(harvest.bytes)}, {kinds}, "
         f"{say_steps(harvest.steps)} in {where}"
     )
 
@@ -234,9 +235,10 @@ def _what_was_captured(outcome: Outcome) -> str:
 def _skipped(outcome: Outcome) -> str:
     steps = outcome.skipped_steps
     verb = "ran and was" if len(steps) == 1 else "ran and were"
+    first, last = min(*steps, *outcome.harvest.steps), max(*steps, *outcome.harvest.steps)
     return (
         f"{say_steps(steps)} {verb} not selected ({len(steps)} in all); "
-        f"select more with -er {steps[0]},{steps[-1]}, or all with --step '*'"
+        f"select all of them with -er {first},{last}, or --step '*'"
     )
 
 

@@ -15,8 +15,6 @@ from driftline.errors import BadInput
 
 _SEPARATORS = re.compile(r"[,，、\s]+")
 _OPERATOR = re.compile(r"[<>|;&]+")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
-_UNITS = "kmgtp"
 _YES = frozenset({"true", "yes", "y", "t", "1", "on"})
 _NO = frozenset({"false", "no", "n", "f", "0", "off"})
 
@@ -153,31 +151,3 @@ def device_of(index: int | None) -> int | None:
     if index is not None and index < 0:
         raise BadInput(f"-device takes the index of a device, from 0 upwards, not {index}")
     return index
-
-
-def size_of(text: str) -> int:
-    """Bytes from `2GB`, `500MB`, `1GiB`, `1000`.
-
-    >>> size_of("2GB"), size_of("1.5KiB"), size_of("7")
-    (2000000000, 1536, 7)
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or float(found[1]) == 0:
-        raise BadInput(f"--max-bytes takes a size such as 500MB or 2GiB, not '{text}'")
-    power = _UNITS.index(found[2].lower()) + 1 if found[2] else 0
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-
-
-def say_size(count: int) -> str:
-    """
-    >>> say_size(999), say_size(1_234_567)
-    ('999 bytes', '1.2 MB')
-    """
-    if count < 1000:
-        return f"{count} bytes"
-    size = float(count)
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} TB"

@@ -67,7 +67,7 @@ class CapturePlan:
                     raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, known))
         if self.max_bytes < 0:
             raise BadInput("the limit of bytes cannot be negative")
-        if self.layout == "ait" and self.reduction.kept not in ("full", "describe"):
+        if self.layout == "ait" and self.wants_tensors and self.reduction.kept != "full":
             raise BadInput(
                 f"the ait layout holds whole tensors, it has no place for '{self.reduction}'",
                 hint="leave out --layout ait; a run holds every reduction",

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
+from driftline.launch.sizes import say_size
 from driftline.runs.record import Record
 from driftline.runs.sink import JSON, Bytes, Sink
 
@@ -86,7 +87,8 @@ class Late:
 
     def put(self, record: Record, data: Bytes | None) -> None:
         if not self.tree_is_enough:
-            (self._inner or self._made()).put(record, data)
+            inner = self._inner if self._inner is not None else self._made()
+            inner.put(record, data)
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
         with self._lock:
@@ -195,12 +197,11 @@ class Limited(Forwarding):
 
     def _estimate(self, steps: JSON) -> str:
         taken = max(1, self.inner.bytes_written)
-        text = (
-            f"the first step takes {taken / 1e6:.1f} MB of the limit of {self._limit / 1e6:.1f} MB"
-        )
+        text = f"the first step takes {say_size(taken)} of the limit of {say_size(self._limit)}"
         if isinstance(steps, int):
-            text += f"; {steps} selected steps would take about {taken * steps / 1e6:.1f} MB"
-        return text + f"; the limit is reached after about {max(1, self._limit // taken)} steps"
+            text += f"; all {steps} selected steps would take about {say_size(taken * steps)}"
+        fitting = max(1, self._limit // taken)
+        return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"
 
 
 def _to_stderr(sentence: str) -> None:

@@ -1,0 +1,38 @@
+"""Sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from driftline.errors import BadInput
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+_UNITS = "kmgtp"
+
+
+def size_of(text: str) -> int:
+    """Bytes from `2GB`, `500MB`, `1GiB`, `1000`.
+
+    >>> size_of("2GB"), size_of("1.5KiB"), size_of("7")
+    (2000000000, 1536, 7)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) == 0:
+        raise BadInput(f"a limit is a size such as 500MB or 2GiB, not '{text}'")
+    power = _UNITS.index(found[2].lower()) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def say_size(count: int) -> str:
+    """
+    >>> say_size(999), say_size(1_234_567)
+    ('999 bytes', '1.2 MB')
+    """
+    if count < 1000:
+        return f"{count} bytes"
+    size = float(count)
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"

@@ -1,0 +1,148 @@
+"""Why a dump is empty, decided from marks alone; and the sinks that stand before the disk."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from driftline.adapters.reduction import Reduction
+from driftline.adapters.selection import Selection
+from driftline.errors import BadInput
+from driftline.launch.harvest import Harvest
+from driftline.launch.marks import Marks, Place, ProcessReport, read_marks
+from driftline.launch.plan import CapturePlan
+from driftline.launch.run import judge
+from driftline.launch.sinks import Late, Limited
+from driftline.launch.wake import leave_mark
+from driftline.runs.key import TensorKey
+from driftline.runs.memory import MemorySink
+from driftline.runs.record import Record
+
+PLAN = CapturePlan("/tmp/x", Selection(steps=("0",)))
+NET = (Place("(root)", "Net", ""), Place("head", "Linear", "0"))
+
+
+def report(**facts) -> ProcessReport:
+    return ProcessReport(pid=1, **{"calls": 2, "steps_seen": (0,), "places": NET, **facts})
+
+
+@pytest.mark.parametrize(
+    ("marks", "plan", "reason"),
+    [
+        (Marks(), PLAN, "no Python process could be reached"),
+        (Marks(woken=2), PLAN, "2 Python processes ran, none imported torch"),
+        (Marks(too_old=("Python 3.8.1",)), PLAN, "runs on Python 3.8.1"),
+        (Marks(woken=1, failed=("ImportError: no numpy",)), PLAN, "could not start (ImportError"),
+        (Marks(woken=1, began=1), PLAN, "ended before it captured anything"),
+        (Marks(1, 1, reports=(report(calls=0),)), PLAN, "no module was called"),
+        (
+            Marks(1, 1, reports=(report(steps_seen=(3, 4, 9)),)),
+            PLAN,
+            "steps 3-4, 9 ran, and none of them is selected",
+        ),
+        (
+            Marks(1, 1, reports=(report(rank=0, steps_taken=(0,)),)),
+            CapturePlan("/tmp/x", Selection(ranks=("1",))),
+            "--rank selects none of the ranks 0",
+        ),
+        (
+            Marks(1, 1, reports=(report(steps_taken=(0,)),)),
+            CapturePlan("/tmp/x", Selection(sites=("haed",))),
+            "--site 'haed' matches no module; did you mean 'head'?",
+        ),
+        (
+            Marks(1, 1, reports=(report(steps_taken=(0,)),)),
+            CapturePlan("/tmp/x", Selection(device=3)),
+            "the filters left no tensor of them (device 3)",
+        ),
+    ],
+)
+def test_the_first_thing_that_stopped_it_is_the_reason(marks, plan, reason):
+    outcome = judge(plan, 0, marks, Harvest())
+    assert reason in outcome.reason
+    assert outcome.exit_code == 2
+    assert judge(plan, 3, marks, Harvest()).exit_code == 3
+    assert judge(plan, 0, marks, Harvest(tensors=1)).exit_code == 0
+
+
+def test_a_plan_is_the_same_after_its_journey():
+    plan = CapturePlan(
+        "/tmp/x",
+        Selection(sites=("a.*",), steps=("3-5",), ids=("2", "3_1"), children=False, time=2),
+        Reduction("sample", 10),
+        ("modules", "gradients"),
+        ("tensor", "model"),
+        max_bytes=7,
+        tiling=True,
+        log_level="error",
+        command=("python", "x.py"),
+    )
+    assert CapturePlan.from_json(plan.to_json()) == plan
+    with pytest.raises(BadInput, match="schema 9"):
+        CapturePlan.from_json(plan.to_json().replace('"schema": 1', '"schema": 9'))
+    with pytest.raises(BadInput, match="no JSON"):
+        CapturePlan.from_json("{")
+    with pytest.raises(BadInput, match="no level 'modles'"):
+        CapturePlan("/tmp/x", levels=("modles",))
+
+
+def test_a_mark_cut_short_is_passed_over(tmp_path):
+    (tmp_path / "marks").mkdir()
+    plan = str(tmp_path / "plan.json")
+    leave_mark(plan, "woken", "")
+    leave_mark(plan, "began", "")
+    leave_mark(plan, "report", report(notes=("a note",)).to_json())
+    leave_mark(plan, "report", report().to_json()[:20])
+    marks = read_marks(tmp_path / "marks")
+    assert (marks.woken, marks.began, len(marks.reports)) == (1, 1, 1)
+    assert marks.reports[0] == report(notes=("a note",))
+    assert marks.places == set(NET)
+
+
+def tensor(step: int, number: int = 0) -> tuple[Record, np.ndarray]:
+    values = np.full(64, step * 7 + number, np.uint8)
+    return Record(TensorKey.of(f"m{number}", "output", step=step), 0, "uint8", (64,)), values
+
+
+def test_a_late_sink_is_made_once_and_gets_what_was_said_before():
+    made: list[MemorySink] = []
+
+    def make() -> MemorySink:
+        made.append(MemorySink())
+        return made[-1]
+
+    late = Late(make)
+    late.event("early", "before any tensor")
+    late.topology({"roots": []})
+    late.step_done(0)
+    late.close()
+    assert not made and late.waiting_events == [("early", "before any tensor")]
+    threads = [threading.Thread(target=late.put, args=tensor(0, i)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and made[0].tensors_written == 8
+    assert not late.waiting_events
+    late.forget()
+    late.put(*tensor(1))
+    assert len(made) == 2
+
+
+def test_a_limited_sink_ends_with_the_step_that_met_the_limit():
+    said: list[str] = []
+    inner = MemorySink()
+    limited = Limited(inner, limit=200, say=said.append)
+    for step in range(4):
+        for number in range(2):
+            limited.put(*tensor(step, number))
+        if step == 0:
+            limited.event("estimate", "the first step", steps=4)
+    run = inner.run()
+    assert {record.key.step for record in run.records} == {0, 1}
+    assert said == [
+        "the first step takes 128 bytes of the limit of 200 bytes; "
+        "all 4 selected steps would take about 512 bytes; the limit holds about 1 step"
+    ]
