@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
-STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEV_PACKAGES := pytest hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash transformers
+BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja
+SOURCES := $(shell find src -name '*.py' -o -name '*.c')
 
-.PHONY: help demo test test-all lint bench install clean
+.PHONY: help install demo test test-all lint bench clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
@@ -16,21 +17,26 @@ help:
 	@echo "make bench     print every speed figure against its goal"
 	@echo "make clean     remove what the above made"
 
-# torch comes first and by plain pip: with the pin satisfied nothing later pulls the CUDA build.
-$(STAMP): pyproject.toml CMakeLists.txt constraints.txt Makefile src/driftline/numerics/kernel.c
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "driftline needs Python 3.11 or newer; set PYTHON=")'
+# torch comes first and by plain pip: with the pin satisfied nothing later pulls another build.
+$(VENV)/.packages: pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "driftline needs Python 3.11 or newer: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(DEV_PACKAGES)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[torch]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(BUILD_PACKAGES) $(DEV_PACKAGES)
 	touch $@
 
-install: $(STAMP)
+# Not an editable install: its import hook would add 40 ms to every Python that is started here,
+# which is more than `driftline --help` takes.
+$(VENV)/.installed: $(VENV)/.packages CMakeLists.txt README.md $(SOURCES)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation '.[torch]'
+	touch $@
 
-demo: $(STAMP)
+install: $(VENV)/.installed
+
+demo: install
 	$(BIN)/python examples/demo/run.py
 
-lint: $(STAMP)
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -41,8 +47,8 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest -n $(JOBS) -q
 
-bench: $(STAMP)
+bench: install
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .bench-venv build demo-output bench-output src/driftline/numerics/_kernel.so
+	rm -rf $(VENV) .bench-venv build demo-output bench-output

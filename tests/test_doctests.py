@@ -1,0 +1,34 @@
+"""Examples in docstrings are promises too."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import driftline
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(driftline.__path__, "driftline.")
+    if module.name != "driftline.__main__"  # importing it is running it
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_its_docstrings_are_true(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+def test_there_are_examples_at_all() -> None:
+    finder = doctest.DocTestFinder()
+    found = sum(
+        1
+        for name in MODULES
+        for test in finder.find(importlib.import_module(name))
+        if test.examples
+    )
+    assert found > 10
