@@ -64,7 +64,7 @@ def measure(
         A table whose compared rows are `unjudged`, in the reference's execution order, extra last.
     """
     work = _Work(plan.pairs, reference, candidate, tuple(metrics), rtol, atol, progress)
-    rows = work.run(threads or len(os.sched_getaffinity(0)))
+    rows = work.run(threads or _cores())
     alone = [_lone(record, "missing", "only in the reference") for record in plan.missing]
     extra = [_lone(record, "extra", "only in the candidate") for record in plan.extra]
     if alone:
@@ -75,6 +75,12 @@ def measure(
         reference=_side(reference),
         candidate=_side(candidate),
     )
+
+
+def _cores() -> int:
+    """Cores this process may use; a container is often given fewer than the machine has."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(usable(0)) if usable is not None else os.cpu_count() or 1
 
 
 class _Work:
@@ -181,8 +187,7 @@ class _Work:
                 found = measure_values(values, found, self.metrics)
         else:
             found = measure_values(values, found, self.metrics)
-        basis = "values" if values.shape is not None else "sample"
-        return replace(row, metrics=found, basis=basis)
+        return row.measured("values" if values.shape is not None else "sample", found)
 
 
 def _blocks(pair: Pair) -> list[tuple[int, int]]:
@@ -236,7 +241,7 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
     ours, theirs = pair.reference, pair.candidate
     known_apart = _digests(ours, theirs)
     if known_apart is False:
-        return replace(row, basis="digest", metrics=dict(_SAME))
+        return row.measured("digest", dict(_SAME))
     here, there = _summary(reference, ours), _summary(candidate, theirs)
     lost = reference.lost(ours) or candidate.lost(theirs)
     if lost and (here is None or there is None):
@@ -252,7 +257,7 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
         )
     if here is not None and there is not None:
         found = measure_summaries(here, there)
-        return replace(row, basis="summary", estimated=ESTIMATED, metrics=found)
+        return row.measured("summary", found, estimated=ESTIMATED)
     kept = " and ".join(dict.fromkeys((ours.kept, theirs.kept)))
     why = f"nothing of it can be compared: kept as {kept}"
     if "describe" in kept:

@@ -127,6 +127,63 @@ class Row:
         """Whether both sides were there and could be set against each other."""
         return self.status in ("pass", "fail", "unjudged")
 
+    def measured(
+        self,
+        basis: Basis,
+        metrics: Mapping[str, Number],
+        *,
+        estimated: tuple[str, ...] = (),
+        status: Status = "unjudged",
+        reason: str = "",
+    ) -> Row:
+        """This row with its measurements; spelt out, `replace` costs more than the kernel."""
+        return Row(
+            self.key,
+            status,
+            reason,
+            self.order,
+            self.candidate_slot,
+            self.class_name,
+            self.reference_dtype,
+            self.candidate_dtype,
+            self.reference_shape,
+            self.candidate_shape,
+            basis,
+            estimated,
+            metrics,
+        )
+
+    def judged(
+        self,
+        status: Status,
+        reason: str = "",
+        *,
+        decided_by: str = "",
+        limit: float | None = None,
+        limit_from: str = "",
+        severity: float = 0.0,
+    ) -> Row:
+        """This row with another judgement in place of whatever it had."""
+        return Row(
+            self.key,
+            status,
+            reason,
+            self.order,
+            self.candidate_slot,
+            self.class_name,
+            self.reference_dtype,
+            self.candidate_dtype,
+            self.reference_shape,
+            self.candidate_shape,
+            self.basis,
+            self.estimated,
+            self.metrics,
+            decided_by,
+            limit,
+            limit_from,
+            severity,
+        )
+
     def __str__(self) -> str:
         return f"{self.status:>12}  {self.key}" + (f"  {self.reason}" if self.reason else "")
 

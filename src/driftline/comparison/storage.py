@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -26,6 +25,7 @@ PARQUET_FILE = "rows.parquet"
 CSV_FILE = "rows.csv"
 _FILES = (TABLE_FILE, PARQUET_FILE, CSV_FILE)
 _INTEGER_FIELDS = ("step", "rank", "visit", "process", "order")
+_SHAPE_FIELDS = ("reference_shape", "candidate_shape")
 _NUMBER_FIELDS = ("limit", "severity")
 
 
@@ -123,7 +123,7 @@ def write_parquet(table: Table, path: StrPath) -> None:
             numbers = [row.limit if name == "limit" else row.severity for row in table.rows]
             arrays[name] = pa.array(numbers, pa.float64(), from_pandas=False)
         else:
-            arrays[name] = pa.array([_text(value) for value in values], pa.string())
+            arrays[name] = pa.array([_text(name, value) for value in values], pa.string())
     for name in metric_names(table):
         numbers = [_double(row.metrics.get(name)) for row in table.rows]
         arrays[name] = pa.array(numbers, pa.float64(), from_pandas=False)
@@ -132,25 +132,18 @@ def write_parquet(table: Table, path: StrPath) -> None:
 
 def _cells(row: Row, names: list[str]) -> list[JSON]:
     shown = row.as_json()
-    fixed = [_text(shown[name]) for name in ROW_FIELDS]
-    return fixed + [_number_text(row.metrics.get(name)) for name in names]
+    fixed = [_text(name, shown[name]) for name in ROW_FIELDS]
+    # csv writes a float by its repr, so nan and inf are words and no digit is lost.
+    return fixed + [row.metrics.get(name) for name in names]
 
 
-def _text(value: JSON) -> str | None:
-    """Shapes as `2x3` (`scalar` for none), lists joined by blanks, absence as an empty cell."""
+def _text(name: str, value: JSON) -> str | None:
+    """Shapes as `2x3` (a 0-d tensor is `scalar`), lists joined by blanks, absence as no text."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list):
         parts = [str(item) for item in cast(list[JSON], value)]
-        return ("x" if all(part.isdigit() for part in parts) else " ").join(parts)
-    return repr(value)
-
-
-def _number_text(value: Number | None) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return " ".join(parts) if name not in _SHAPE_FIELDS else "x".join(parts) or "scalar"
     return repr(value)
 
 

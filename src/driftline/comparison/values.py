@@ -111,10 +111,8 @@ def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -
     whole = moments[0] if len(moments) == 1 else merge_moments(moments)
     found: dict[str, Number] = {}
     for metric in metrics:
-        if metric.derive is not None:
-            value = metric.derive(whole)
-            if value is not None:
-                found[metric.name] = value
+        if metric.derive is not None and (value := metric.derive(whole)) is not None:
+            found[metric.column.name] = value
     if needs_definition(whole):
         found["_scaled"] = 1  # taken out again by `measure_values`
     return found

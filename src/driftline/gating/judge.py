@@ -73,24 +73,7 @@ def _judged(rows: tuple[Row, ...], allowed: Tolerance, columns: dict[str, Column
         if not row.compared or (row.basis == "digest" and not row.metrics):
             yield row  # the engine has said all there is to say
         else:
-            yield _noted(_judge(_forget(row), allowed, columns, own, working))
-
-
-def _noted(row: Row) -> Row:
-    """Say it when an integer was set against a float: the numbers compare, the types do not."""
-    if is_exact(row.reference_dtype) == is_exact(row.candidate_dtype):
-        return row
-    note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
-    return replace(row, reason=f"{row.reason}; {note}" if row.reason else note)
-
-
-def _forget(row: Row) -> Row:
-    """The row as measured, before any earlier judgement."""
-    if row.status == "unjudged":
-        return row
-    return replace(
-        row, status="unjudged", reason="", decided_by="", limit=None, limit_from="", severity=0.0
-    )
+            yield _judge(row, allowed, columns, own, working)
 
 
 def _judge(
@@ -100,45 +83,45 @@ def _judge(
     own: DType | None,
     working: DType | None,
 ) -> Row:
+    """One compared row, whatever was said of it before."""
     one_sided = row.metrics.get("one_sided", 0)
     if one_sided:
         where = _place(row, "one_sided_at")
-        return replace(
-            row,
-            status="fail",
-            reason=f"NaN or Inf on one side only: {one_sided} elements{where}; {_counts(row)}",
+        return row.judged(
+            "fail",
+            f"NaN or Inf on one side only: {one_sided} elements{where}; {_counts(row)}",
             decided_by="one_sided",
             limit=0.0,
             limit_from="always",
             severity=math.inf,
         )
-    exact = is_exact(row.reference_dtype) and is_exact(row.candidate_dtype)
-    if exact and not allowed.elementwise:
+    exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
+    if all(exact) and not allowed.elementwise:
         return _exact(row)
     if allowed.explicit:
-        return _explicit(row, allowed, columns)
-    if own is None or working is None:
-        return replace(row, status="incomparable", reason="no limit is known for these dtypes")
-    limit = LIMITS[working.name]
-    column = columns.get(METRIC, Column(METRIC, "lower"))
-    source = working.name if working.name == own.name else f"{working.name} upstream"
-    return _held(row, column, limit, source)
+        judged = _explicit(row, allowed, columns)
+    elif own is None or working is None:
+        judged = row.judged("incomparable", "no limit is known for these dtypes")
+    else:
+        column = columns.get(METRIC, Column(METRIC, "lower"))
+        source = working.name if working.name == own.name else f"{working.name} upstream"
+        judged = _held(row, column, LIMITS[working.name], source)
+    if exact[0] != exact[1]:  # the numbers compare, the types do not
+        note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
+        return replace(judged, reason=f"{judged.reason}; {note}" if judged.reason else note)
+    return judged
 
 
 def _exact(row: Row) -> Row:
-    """Integers and booleans: every element, or every byte, must be the same."""
+    """Integers and booleans: every element must be the same."""
     count = row.metrics.get("different")
     if count is None:  # only summaries: a sketch that differs is proof, one that agrees is evidence
-        column = Column(METRIC, "lower")
-        return _held(row, column, 0.0, "exact")
+        return _held(row, Column(METRIC, "lower"), 0.0, "exact")
     if count == 0:
-        return replace(
-            row, status="pass", decided_by="different", limit=0.0, limit_from="exact", severity=0.0
-        )
-    return replace(
-        row,
-        status="fail",
-        reason=f"{count} of {_elements(row)} differ{_place(row, 'first_different_at')}",
+        return row.judged("pass", decided_by="different", limit=0.0, limit_from="exact")
+    return row.judged(
+        "fail",
+        f"{count} of {_elements(row)} differ{_place(row, 'first_different_at')}",
         decided_by="different",
         limit=0.0,
         limit_from="exact",
@@ -161,25 +144,26 @@ def _held(row: Row, column: Column, limit: float, source: str) -> Row:
     """One limit on one metric of a row."""
     value = row.metrics.get(column.name)
     if value is None:
-        return replace(
-            row,
-            status="incomparable",
-            reason=f"{column.name} needs the values; only the {row.basis} was kept",
+        kept = row.basis
+        return row.judged(
+            "incomparable", f"{column.name} needs the values; only the {kept} was kept"
         )
-    severity = _severity(column, float(value), limit)
-    decided = replace(
-        row, decided_by=column.name, limit=limit, limit_from=source, severity=severity
-    )
-    if column.holds(float(value), limit):
-        return replace(decided, status="pass")
-    about = "estimated " if column.name in row.estimated else ""
-    sign = {"higher": ">=", "zero": "within +-"}.get(column.direction, "<=")
-    allowed_as = {"user": "asked for", "exact": "exact"}.get(source, f"for {source}")
-    where = _place(row, "max_abs_error_at", "largest error")
-    return replace(
-        decided,
-        status="fail",
-        reason=f"{about}{column.name} {value:.3g}, allowed {sign} {limit:g} {allowed_as}{where}",
+    number = float(value)
+    holds = column.holds(number, limit)
+    reason = ""
+    if not holds:
+        about = "estimated " if column.name in row.estimated else ""
+        sign = {"higher": ">=", "zero": "within +-"}.get(column.direction, "<=")
+        whose = {"user": "asked for", "exact": "exact"}.get(source, f"for {source}")
+        where = _place(row, "max_abs_error_at", "largest error")
+        reason = f"{about}{column.name} {value:.3g}, allowed {sign} {limit:g} {whose}{where}"
+    return row.judged(
+        "pass" if holds else "fail",
+        reason,
+        decided_by=column.name,
+        limit=limit,
+        limit_from=source,
+        severity=_severity(column, number, limit),
     )
 
 
