@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +136,25 @@ def test_a_table_of_a_newer_schema_is_refused(driftline: Say, tmp_path: Path) ->
     said = driftline("show", tmp_path)
     assert said.code == 2
     assert "driftline.table/9" in said.err
+
+
+def test_a_file_of_a_run_points_to_its_folder(driftline: Say, reference: Path) -> None:
+    for name in ("run.json", "rank0/index.jsonl"):
+        said = driftline("show", reference / name)
+        assert said.code == 2
+        assert f"give the run's folder: {reference}" in said.err
+
+
+def test_a_terminal_that_cannot_write_a_name_shows_its_code(
+    reference: Path, faulty: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "a.npz", größe=np.ones(1), 層=np.ones(1))
+    for words in (("show", tmp_path / "a.npz"), ("compare", reference, faulty)):
+        done = subprocess.run(
+            [sys.executable, "-m", "driftline", *map(str, words)],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        )
+        assert done.returncode in (0, 1)
+        assert done.stderr == b""
+        assert b"\\u" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import save_file
 
@@ -64,3 +65,17 @@ class TestTorchLegacy(FormatConformance):
             path,
             _use_new_zipfile_serialization=False,
         )
+
+
+LONG = 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "suite", [TestNpy, TestNpz, TestCompressedNpz, TestSafetensors, TestTorchZip]
+)
+def test_thousands_of_damaged_files_end_in_sentences(
+    suite: type[FormatConformance], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "damages", LONG)
+    suite().test_damaged_bytes_never_end_in_anything_but_a_sentence(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,7 +88,10 @@ def read_header(stream: BinaryIO, source: str) -> Header:
     try:
         # Version 3 differs only in the encoding of field names, and fields are refused below.
         reader = readers[min(npy_format.read_magic(start), (2, 0))]
-        shape, fortran, stored = reader(start)
+        with warnings.catch_warnings():
+            # Python warns of odd escapes in a damaged header; the refusal says enough.
+            warnings.simplefilter("ignore")
+            shape, fortran, stored = reader(start)
     except Exception as trouble:  # numpy raises half a dozen kinds for a damaged header
         said = str(trouble).splitlines()[0][:120] if str(trouble) else type(trouble).__name__
         raise BadFile(f"{source} has a malformed npy header: {said}") from trouble

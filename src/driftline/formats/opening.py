@@ -17,6 +17,7 @@ from driftline.formats.member import Member
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import Address, plugins
 from driftline.runs.key import TensorKey
+from driftline.runs.layout import INDEX, MANIFEST
 from driftline.runs.record import Blob, Record
 from driftline.runs.run import Loss, Run, Storage
 
@@ -85,6 +86,9 @@ def open_file(path: Path) -> FileRun:
     for format_ in (*_builtin(), *_announced()):
         if format_.sniff(path):
             return FileRun(path, format_.NAME, format_.members(path))
+    if path.name in (MANIFEST, INDEX):
+        folder = path.parent if path.name == MANIFEST else path.parent.parent
+        raise BadFile(f"{path} is a part of a run", hint=f"give the run's folder: {folder}")
     raise BadFile(
         f"{path} is no tensor file that driftline can read",
         hint="it reads folders written by `driftline dump`, and .npy, .npz, .pt, .pth and "
