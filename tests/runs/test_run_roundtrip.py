@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -378,3 +380,54 @@ def test_a_hundred_thousand_tensors_open_without_building_them(tmp_path: Path) -
     run = open_run(tmp_path / "run")
     assert len(run) == 100_000 and len(run.sites()) == 997 and not run.losses
     assert run.records[99_999].order == 99_999
+
+
+def test_a_bare_environment_reads_runs_too(writer: RunWriter) -> None:
+    put(writer, "a", np.arange(3, dtype=np.float32))
+    writer.put(record("b", "bfloat16", (1,)), np.array([0x80, 0x3F], np.uint8))
+    writer.close()
+    code = (
+        "import sys\n"
+        "sys.modules['msgspec'] = sys.modules['ml_dtypes'] = None\n"
+        "from driftline.errors import NotInstalled\n"
+        "from driftline.runs.reader import open_run\n"
+        "run = open_run(sys.argv[1])\n"
+        "assert not run.losses and run.get('a').numpy().tolist() == [0, 1, 2]\n"
+        "assert run.get('b').float64().tolist() == [1.0]\n"
+        "try:\n"
+        "    run.get('b').numpy()\n"
+        "except NotInstalled as error:\n"
+        "    print(error.hint)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(writer.path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "pip install ml_dtypes\n", done.stderr
+
+
+def test_writing_a_run_imports_neither_a_framework_nor_a_reader() -> None:
+    code = (
+        "import sys, driftline.runs.writer, driftline.runs.memory\n"
+        "print(sorted(set(sys.modules) & {'torch', 'pyarrow', 'msgspec', 'ml_dtypes'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_many_losses_of_one_kind_are_said_in_a_hundred(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", max_bytes=4)
+    for i in range(500):
+        put(writer, f"a{i}", np.full(1, i, np.float32))
+    writer.close()
+    losses = open_run(tmp_path / "run").losses
+    assert len(losses) == 101
+    assert str(losses[-1]) == "rank0: 399 more tensors: beyond the size limit of the dump"
+
+
+def test_too_many_events_before_the_first_tensor_are_counted(writer: RunWriter) -> None:
+    for i in range(1005):
+        writer.event("note", str(i))
+    put(writer, "a", np.ones(1, np.float32))
+    writer.close()
+    events = list(open_run(writer.path).events())
+    assert len(events) == 1001 and events[-1]["message"].startswith("5 more events")

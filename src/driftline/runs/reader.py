@@ -40,6 +40,7 @@ from driftline.runs.run import Loss, Run, Storage, no_values
 from driftline.runs.sink import JSON
 
 _MOST_BAD_LINES = 1000
+_MOST_ALIKE = 100
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
 
@@ -165,10 +166,20 @@ class _Part:
         if bad > _MOST_BAD_LINES:
             more = bad - _MOST_BAD_LINES
             losses.append(Loss(f"{self.name}/{INDEX}", f"{more} more lines cannot be read"))
-        for line in lines:
+        self._list_lost(losses)
+
+    def _list_lost(self, losses: list[Loss]) -> None:
+        """One loss per tensor, but a disk that was full for an hour is said in a hundred."""
+        by_reason: dict[str, int] = {}
+        for line in self.lines:
             if line.lost:
-                key = record_of(line, self.rank, self.process).key
-                losses.append(Loss(str(key), line.lost, key))
+                count = by_reason[line.lost] = by_reason.get(line.lost, 0) + 1
+                if count <= _MOST_ALIKE:
+                    key = record_of(line, self.rank, self.process).key
+                    losses.append(Loss(str(key), line.lost, key))
+        for reason, count in by_reason.items():
+            if count > _MOST_ALIKE:
+                losses.append(Loss(self.name, f"{count - _MOST_ALIKE} more tensors: {reason}"))
 
     def _bad_line(self, number: int, is_last: bool, error: BaseException) -> Loss:
         where = f"{self.name}/{INDEX}:{number}"

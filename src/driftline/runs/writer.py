@@ -95,7 +95,7 @@ class RunWriter:
             rank: Rank of this process in its job.
             world_size: How many ranks the job has.
             command: What the user ran, if not this process's own command line.
-            max_bytes: Store no more tensor bytes than this; index lines and summaries go on.
+            max_bytes: Store no more tensor bytes of this process; lines and summaries go on.
             shard_bytes: Begin a new shard file beyond this size.
             header_bytes: Reserved at the start of the first shard.
             seal_at_exit: Close at interpreter exit; pass False if the owner does.
@@ -261,7 +261,7 @@ class RunWriter:
             return False
         with self._events_lock:
             self._part = part
-            for line in self._early:
+            for line in self._early_events():
                 part.append_event(line)
             self._early.clear()
         self.process = part.process
@@ -472,6 +472,13 @@ class RunWriter:
             except OSError as error:
                 self._fail(error)
 
+    def _early_events(self) -> list[bytes]:
+        """What was said before there was a place for it."""
+        if not self._early_dropped:
+            return self._early
+        text = f"{self._early_dropped} more events before the first tensor were not kept"
+        return [*self._early, event_line("dropped", text, 0, {})]
+
     def _leave_orphan_events(self) -> None:
         """A process without tensors has no folder.
 
@@ -482,7 +489,7 @@ class RunWriter:
         with contextlib.suppress(OSError):
             ensure_manifest(self.path, self._command, world_size=self.world_size)
             with (self.path / ORPHAN_EVENTS).open("ab", buffering=0) as file:
-                file.write(b"".join(self._early))
+                file.write(b"".join(self._early_events()))
 
     # ---- forks
 
