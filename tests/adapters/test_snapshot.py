@@ -44,7 +44,7 @@ def test_bytes_of_every_dtype_are_those_in_memory(dtype: torch.dtype) -> None:
     raw = torch.arange(6 * width, dtype=torch.uint8) % 2
     tensor = raw.view(dtype).reshape(2, 3)
     shot = _take(tensor)
-    assert (shot.dtype, shot.shape, shot.count) == (str(dtype).removeprefix("torch."), (2, 3), 6)
+    assert (shot.dtype, shot.shape, shot.elements) == (str(dtype).removeprefix("torch."), (2, 3), 6)
     assert shot.data is not None and shot.data.tobytes() == raw.numpy().tobytes()
     turned = _take(tensor.t())
     assert turned.shape == (3, 2)
@@ -55,7 +55,7 @@ def test_bytes_of_every_dtype_are_those_in_memory(dtype: torch.dtype) -> None:
 def test_packed_four_bit_floats_count_elements_not_bytes() -> None:
     raw = torch.tensor([[0x21, 0x43], [0x65, 0x07]], dtype=torch.uint8)
     shot = _take(raw.view(torch.float4_e2m1fn_x2))
-    assert (shot.dtype, shot.shape, shot.count) == ("float4_e2m1fn_x2", (2, 4), 8)
+    assert (shot.dtype, shot.shape, shot.elements) == ("float4_e2m1fn_x2", (2, 4), 8)
     assert every_nth(shot, 3).tolist() == [0x41, 0x07]
 
 

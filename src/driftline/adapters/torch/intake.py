@@ -142,7 +142,7 @@ class Intake:
             data = None
         elif kept == "sample" and data is not None:
             digest = kernel.digest(data)
-            stride = self._reduction.stride(shot.count)
+            stride = self._reduction.stride(shot.elements)
             data = snapshots.every_nth(shot, stride)
         elif kept == "describe":
             data = None
@@ -166,11 +166,11 @@ class Intake:
 
     def _summary(self, digest: str, shot: snapshots.Snapshot) -> Summary:
         """One module's output is the next one's input: what was summarised is not read again."""
-        key = (digest, shot.dtype, shot.count)
+        key = (digest, shot.dtype, shot.elements)
         known = self._summaries.get(key)
         if known is None:
             assert shot.data is not None
-            known = kernel.summarize(shot.data, DTYPES[shot.dtype], count=shot.count)
+            known = kernel.summarize(shot.data, DTYPES[shot.dtype], count=shot.elements)
             self._summaries[key] = known
             if len(self._summaries) > _REMEMBERED_SUMMARIES:
                 self._summaries.popitem(last=False)

@@ -109,9 +109,10 @@ def enter(
     kwargs: dict[str, Any],
 ) -> Frame | None:
     """A module is about to run: name it, count it, take its inputs."""
-    caller = stack[-1].place if stack else None
-    place = session.names.of(module, caller)
-    if place is None or not session.running or _is_unwelcome():
+    if not session.running or _is_unwelcome():
+        return None
+    place = session.names.of(module, stack[-1].place if stack else None)
+    if place is None:
         return None
     recompute = _graph_task() != -1
     if place.wraps and is_transparent(module):
@@ -154,9 +155,10 @@ def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
     """A module has run: take its outputs, and its inputs again where asked."""
     look = frame.place.look
     taps = session.taps
-    if len(session._thread.stack) == 1:
-        session.note_topology()
+    outermost = len(session._thread.stack) == 1
     if not (look.outputs or look.inputs_after or taps):
+        if outermost:
+            session.note_topology()
         return
     wanted = session.selection.takes_step(frame.step)
     if look.inputs_after and wanted and frame.inputs:
@@ -166,6 +168,8 @@ def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
         _take_all(session, frame, "output", found, "after")
     for tap in taps:
         session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
+    if outermost:
+        session.note_topology()
 
 
 def _take_all(
@@ -238,7 +242,6 @@ def _fault(session: CaptureSession, module: nn.Module, error: Exception) -> None
 
 
 # --- switching on and off
-# ------------------------------------------------------------------------------
 
 
 def watch(session: CaptureSession) -> None:

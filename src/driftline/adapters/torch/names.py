@@ -292,16 +292,22 @@ class ModuleNames:
         forward that calls it); the latter share the site `<caller>.<Class>` and count as visits of
         it.
         """
-        root = caller.root
-        top = root.module()
-        if top is not None and not root.helper:
-            self._walk(top, root, site=root.prefix or ROOT, ids="" if not root.prefix else None)
+        name = type(module).__name__
+        site = name if caller.site == ROOT else f"{caller.site}.{name}"
+        holder = caller.ref()
+        made_before = self._by_site.get(site)
+        # Made anew by every forward (a softmax, a loss): looking for it each time would be slow.
+        passing = (
+            made_before is not None
+            and made_before.class_name == name
+            and next(module.parameters(), None) is None
+        )
+        if holder is not None and not passing:
+            self._walk(holder, caller.root, site=caller.site, ids=caller.ids)
             place = self.known(module)
             if place is not None:
                 return place
-        name = type(module).__name__
-        site = name if caller.site == ROOT else f"{caller.site}.{name}"
-        self._walk(module, root, site=site, ids=None)
+        self._walk(module, caller.root, site=site, ids=None)
         return self.known(module)
 
     def _helper_place(self, module: nn.Module) -> Place:

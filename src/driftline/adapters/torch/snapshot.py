@@ -10,12 +10,11 @@ modes; callers hold `undisturbed()` around a group of snapshots. Knows nothing o
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +32,12 @@ _is_functional: Callable[[torch.Tensor], bool] = torch.__dict__["_is_functional_
 _EMPTY: Bytes = np.empty(0, np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """One tensor's description and, unless only described, its bytes in C order.
 
     Attributes:
         data: Flat bytes, possibly of live memory; None when only the description was wanted.
-        count: Logical elements.
+        elements: How many, logically.
         placement: For a shard: how the whole lies over its ranks.
         owner: Keeps the memory behind `data` alive.
     """
@@ -49,27 +47,41 @@ class Snapshot:
     data: Bytes | None
     device: str
     device_index: int | None
-    count: int
+    elements: int
     placement: str
     owner: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a tensor cannot be stored, as the end of the sentence "not stored: ..."."""
 
     reason: str
 
 
-@contextlib.contextmanager
-def undisturbed() -> Generator[None]:
+class undisturbed:
     """No modes of the program see what happens inside, and autograd records nothing of it."""
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch.no_grad(),
-    ):
-        yield
+
+    __slots__ = ("_dispatch", "_function", "_grad")
+
+    def __enter__(self) -> None:
+        self._function = torch._C.DisableTorchFunction()
+        self._function.__enter__()
+        self._dispatch = torch._C._DisableTorchDispatch()
+        self._dispatch.__enter__()
+        self._grad = torch.is_grad_enabled()
+        if self._grad:
+            torch._C._set_grad_enabled(False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._grad:
+            torch._C._set_grad_enabled(True)
+        self._dispatch.__exit__(kind, error, trace)
+        self._function.__exit__(kind, error, trace)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
