@@ -80,6 +80,17 @@ def test_equal_digests_are_read_once_and_give_the_row_of_two_reads():
     assert short.metrics["reference_inf"] == 1
 
 
+def test_the_share_outside_uses_the_coarser_dtype_s_tolerance_unless_one_is_given():
+    x = np.ones(1000, np.float32)
+    y = x.copy()
+    y[:10] = 1.01
+    assert only(compare(run_of({"a": x}), run_of({"a": y}))).metrics["outside_share"] == 0.01
+    coarse = run_of({"a": y.astype(ml_dtypes.bfloat16)})
+    assert only(compare(run_of({"a": x}), coarse)).metrics["outside_share"] == 0.0
+    strict = compare(run_of({"a": x}), coarse, rtol=1e-3)
+    assert only(strict).metrics["outside_share"] == 0.01
+
+
 def test_shapes_that_differ_are_a_row_with_a_reason():
     row = only(compare(run_of({"a": noise(2, 3)}), run_of({"a": noise(3, 2)})))
     assert row.status == "incomparable"

@@ -31,10 +31,19 @@ from driftline.runs.run import Run
 Progress = Callable[[int, int], None]
 """Called with (pairs done, pairs in all); from any thread, one call at a time."""
 
+Elementwise = Callable[[str, str], tuple[float, float]]
+"""rtol and atol for two dtypes: an element is inside when `|c - r| <= atol + rtol |r|`."""
+
 _LARGE = 64 << 20
 """Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
 _ABOUT = ("id", "command", "argv", "created", "versions", "framework", "devices", "git", "seeds")
 _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
+
+
+def exactly(reference: str, candidate: str) -> tuple[float, float]:
+    """Every element that differs is outside."""
+    del reference, candidate
+    return 0.0, 0.0
 
 
 def measure(
@@ -43,8 +52,7 @@ def measure(
     candidate: Run,
     *,
     metrics: Sequence[Metric] = STANDARD,
-    rtol: float = 0.0,
-    atol: float = 0.0,
+    elementwise: Elementwise = exactly,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Table:
@@ -55,15 +63,14 @@ def measure(
         reference: Where the reference's bytes are.
         candidate: Where the candidate's bytes are.
         metrics: What to measure.
-        rtol: For `outside_share`: an element is inside when `|c - r| <= atol + rtol |r|`.
-        atol: See `rtol`.
+        elementwise: What `outside_share` counts as outside, by the dtypes of a pair.
         threads: Worker threads; one per usable core when not given.
         progress: Told how far it is.
 
     Returns:
         A table whose compared rows are `unjudged`, in the reference's execution order, extra last.
     """
-    work = _Work(plan.pairs, reference, candidate, tuple(metrics), rtol, atol, progress)
+    work = _Work(plan.pairs, reference, candidate, tuple(metrics), elementwise, progress)
     rows = work.run(threads or _cores())
     alone = [_lone(record, "missing", "only in the reference") for record in plan.missing]
     extra = [_lone(record, "extra", "only in the candidate") for record in plan.extra]
@@ -92,16 +99,14 @@ class _Work:
         reference: Run,
         candidate: Run,
         metrics: tuple[Metric, ...],
-        rtol: float,
-        atol: float,
+        elementwise: Elementwise,
         progress: Progress | None,
     ) -> None:
         self.pairs = pairs
         self.reference = reference
         self.candidate = candidate
         self.metrics = metrics
-        self.rtol = rtol
-        self.atol = atol
+        self.elementwise = elementwise
         self.progress = progress
         self.rows: list[Row | None] = [None] * len(pairs)
         self.units = [
@@ -170,7 +175,8 @@ class _Work:
         pair = self.pairs[at]
         values = open_values(self.reference, pair.reference, self.candidate, pair.candidate)
         start, stop = blocks_of(values.count)[block] if blocks > 1 else (0, values.count)
-        part = values.moments(start, stop, atol=self.atol, rtol=self.rtol)
+        rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
+        part = values.moments(start, stop, rtol=rtol, atol=atol)
         if blocks == 1:
             parts = [part]
         else:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from driftline.alignment.names import align_by_name, select
 from driftline.alignment.plan import Plan
-from driftline.comparison.engine import Progress, measure
+from driftline.comparison.engine import Elementwise, Progress, measure
 from driftline.comparison.metrics.catalogue import requested
 from driftline.comparison.table import Table
 from driftline.errors import BadInput
 from driftline.gating.judge import judge
 from driftline.runs.run import Run
+from driftline.tolerance.defaults import elementwise
 from driftline.tolerance.limits import Limit, Tolerance, limits_from
 
 if TYPE_CHECKING:
@@ -70,12 +71,15 @@ def compare(
         ours,
         theirs,
         metrics=wanted,
-        rtol=rtol or 0.0,
-        atol=atol or 0.0,
+        elementwise=_constant(rtol, atol) if tolerance.elementwise else elementwise,
         threads=threads,
         progress=progress,
     )
     return judge(table, tolerance)
+
+
+def _constant(rtol: float | None, atol: float | None) -> Elementwise:
+    return lambda reference, candidate: (rtol or 0.0, atol or 0.0)
 
 
 def align(

@@ -32,6 +32,25 @@ LIMITS: dict[str, float] = {
     "float4_e2m1fn_x2": 0.5,
 }
 
+_ATOL = 1e-5
+_RTOL = {"float64": 1e-7, "complex128": 1e-7, "float32": 1.3e-6, "complex64": 1.3e-6}
+
+
+def elementwise(reference: str, candidate: str) -> tuple[float, float]:
+    """The rtol and atol behind `outside_share` when nobody says: those of the coarser dtype.
+
+    The values are the ones `torch.testing.assert_close` has made familiar, four units of roundoff
+    for the formats it leaves out. Integers are exact. No verdict hangs on them.
+
+    >>> elementwise("float32", "bfloat16")
+    (0.016, 1e-05)
+    """
+    dtype = coarsest((reference, candidate))
+    if dtype is None:
+        return 0.0, 0.0
+    familiar = {**_RTOL, "float16": 1e-3, "complex32": 1e-3, "bfloat16": 1.6e-2}
+    return familiar.get(dtype.name, 4 * dtype.unit_roundoff), _ATOL
+
 
 def coarsest(names: tuple[str, ...]) -> DType | None:
     """The coarsest floating format among these names; None when there is none.
