@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 import textwrap
@@ -202,6 +203,30 @@ def test_input_is_passed_on_to_the_program(workshop):
     result = subprocess.run(words, input="Ada\n", capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "who? hello Ada\n"
+
+
+def test_a_terminal_stays_a_terminal(workshop):
+    (workshop / "asks.py").write_text(
+        "import os\nsame_group = os.getpgrp() == os.getpgid(os.getppid())\n"
+        "print(*map(os.isatty, range(3)), same_group)\n"
+    )
+    words = [
+        sys.executable,
+        "-m",
+        "driftline",
+        "dump",
+        "-o",
+        "out",
+        "--",
+        sys.executable,
+        "asks.py",
+    ]
+    master, slave = pty.openpty()
+    with subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave) as launcher:
+        os.close(slave)
+        assert os.read(master, 1000).decode().split() == ["True", "True", "True", "True"]
+        assert launcher.wait(timeout=20) == 2  # no torch, so nothing was captured
+    os.close(master)
 
 
 @pytest.fixture

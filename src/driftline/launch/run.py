@@ -156,7 +156,7 @@ def why_nothing(
             )
         return (
             "nothing was captured: torch was imported, but no module was called",
-            "capture sees calls of torch.nn.Module; --level ops sees bare operators too",
+            "capture sees calls of torch.nn.Module and what happens inside them, nothing outside",
         )
     if unmatched:
         return (
