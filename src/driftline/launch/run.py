@@ -199,7 +199,8 @@ def _why_not_begun(marks: Marks) -> tuple[str, str]:
         return (
             "nothing was captured: no Python process could be reached",
             "does the command start Python here, without `env -i`, `python -S` or a container? "
-            "For `python -I` and `-E` install driftline in the program's own environment",
+            "Installed in the program's own environment, driftline also reaches `python -I` and "
+            "scripts that set PYTHONPATH",
         )
     some = "1 Python process" if marks.woken == 1 else f"{marks.woken} Python processes"
     return (
