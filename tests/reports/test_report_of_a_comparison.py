@@ -113,6 +113,14 @@ def test_steps_and_ranks_are_columns_only_when_there_are_several() -> None:
     assert "step" in head and "rank" in head
 
 
+def test_metrics_that_somebody_asked_for_are_always_shown() -> None:
+    ours = {"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
+    table = compare(run_of(ours), run_of(ours), metrics=["kl"], limits={"rmse": 1, "cosine": 0.9})
+    head = next(x for x in painted(table, 80).splitlines() if "decided" in x)
+    assert "kl" in head
+    assert "rmse" in painted(table, 80) and "cosine" in painted(table, 80)
+
+
 def test_a_passing_table_has_no_tree_and_shows_how_close_it_came() -> None:
     view = comparison.view(planted(bad=""))
     assert not any(isinstance(block, Tree) for block in view.blocks)

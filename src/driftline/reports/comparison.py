@@ -5,8 +5,9 @@ Only chooses and words; whether a row fails was decided in gating.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.row import Row, Status
 from driftline.comparison.table import Table
 from driftline.reports.view import Block, Branch, Grid, Heading, Line, Sentence, Tone, Tree, View
@@ -82,7 +83,8 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
     worst = [row for row in table.worst(len(table.rows)) if id(row) in kept]
     failing = sum(row.status == "fail" for row in compared)
     shown = worst if everything else worst[: max(SHOWN_ROWS, min(failing, SHOWN_FAILING))]
-    metrics = _metric_columns(table, shown)
+    asked, usual = _metric_columns(table, shown)
+    metrics = [*asked, *usual]
     ranks = len({(row.rank, row.key.process) for row in table.rows}) > 1
     steps = len({row.step for row in table.rows}) > 1
     headings = [
@@ -95,7 +97,8 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
         Heading("decided by"),
         Heading("value"),
         Heading("limit"),
-        *(Heading(name, essential=False) for name in metrics),
+        *(Heading(name) for name in asked),
+        *(Heading(name, essential=False) for name in usual),
         Heading("dtype", essential=False),
         Heading("shape", essential=False),
         Heading("class", essential=False),
@@ -131,14 +134,20 @@ def _rank(row: Row) -> str:
     return f"{row.rank}" + (f".p{row.key.process}" if row.key.process else "")
 
 
-def _metric_columns(table: Table, shown: Iterable[Row]) -> list[str]:
-    """The usual metrics and those a user asked for, less the one that decides every row anyway."""
+def _metric_columns(table: Table, shown: Iterable[Row]) -> tuple[list[str], list[str]]:
+    """What a user asked for, and the usual; without the one that decides every row anyway."""
     rows = list(shown)
     deciding = {row.decided_by for row in rows}
-    present = {name for row in rows for name in row.metrics}
-    own = [c.name for c in table.columns if c.name in table.limits.get("metrics", ())]
-    wanted = dict.fromkeys([*_USUAL_METRICS, *own])
-    return [name for name in wanted if name in present and deciding != {name}]
+    present = {name for row in rows for name in row.metrics if deciding != {name}}
+    standard = {metric.name for metric in STANDARD}
+    limited: Collection[str] = table.limits.get("metrics", ())
+    asked = [
+        column.name
+        for column in table.columns
+        if column.name in present and (column.name in limited or column.name not in standard)
+    ]
+    usual = [name for name in _USUAL_METRICS if name in present and name not in asked]
+    return asked, usual
 
 
 def _others(title: str, rows: Sequence[Row], everything: bool) -> Grid:
