@@ -161,6 +161,38 @@ def test_the_optimizer_step_is_the_boundary_of_training() -> None:
     assert roots == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (3, 0)]
 
 
+def test_parts_of_a_model_that_is_never_called_itself_count_its_steps() -> None:
+    harness = nn.ModuleDict({"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 2)})
+
+    def program() -> None:
+        with torch.no_grad():
+            for _ in range(3):
+                harness["decoder"](harness["encoder"](torch.ones(1, 2)))
+
+    assert _sites(_watch(program)) == [
+        (site, step, 0) for step in range(3) for site in ("encoder", "decoder")
+    ]
+
+
+def test_two_models_in_one_program_count_their_own_calls() -> None:
+    draft, target = Tiny(), Tiny()
+
+    def program() -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                for _ in range(2):
+                    draft(torch.ones(1, 2))
+                target(torch.ones(1, 2))
+
+    seen = [
+        (site, step) for site, step, _ in _sites(_watch(program)) if site in ("(root)", "Tiny_1")
+    ]
+    assert seen == [
+        *(("(root)", 0), ("(root)", 1), ("Tiny_1", 0)),
+        *(("(root)", 2), ("(root)", 3), ("Tiny_1", 1)),
+    ]
+
+
 def test_the_program_may_count_its_own_steps() -> None:
     model = Tiny()
     sink = MemorySink()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +86,7 @@ def inputs(
         position = str(i)
         slot = names[i] if i < len(names) else position
         if isinstance(value, torch.Tensor):
-            found.append((slot, position, value))
+            found.append((slot, "" if slot == position else position, value))
         elif not isinstance(value, _PLAIN):
             _walk(value, slot, position, found, 0, cache)
     for name, value in kwargs.items():
@@ -130,13 +130,14 @@ def _items(value: Any, cache: int) -> list[tuple[str, str, Any]]:
     kind = type(value)
     if issubclass(kind, tuple):
         fields = getattr(kind, "_fields", None)
-        names = fields if fields is not None and len(fields) == len(value) else None
+        named = fields is not None and len(fields) == tuple.__len__(value)
         return [
-            (names[i] if names else str(i), str(i), item)
+            (fields[i] if fields is not None and named else str(i), str(i), item)
             for i, item in enumerate(tuple.__iter__(value))
         ]
-    if issubclass(kind, list):
-        return [(str(i), str(i), item) for i, item in enumerate(list.__iter__(value))]
+    if issubclass(kind, list | deque):
+        base: Any = list if issubclass(kind, list) else deque
+        return [(str(i), str(i), item) for i, item in enumerate(base.__iter__(value))]
     if _is_cache(kind):
         return _cache_items(value, cache)
     if issubclass(kind, dict):
@@ -144,11 +145,20 @@ def _items(value: Any, cache: int) -> list[tuple[str, str, Any]]:
         return [(str(k), str(i), v) for i, (k, v) in enumerate(present)]
     if issubclass(kind, UserDict):
         return [(str(k), str(i), v) for i, (k, v) in enumerate(value.__dict__["data"].items())]
+    names = _field_names(value, kind)
+    stored = [(name, _stored(value, name)) for name in names]
+    present = [(name, item) for name, item in stored if item is not None]
+    return [(name, str(i), item) for i, (name, item) in enumerate(present)]
+
+
+def _field_names(value: Any, kind: type) -> list[str]:
+    """The declared fields of a record; none for other objects, which are not ours to open."""
     if dataclasses.is_dataclass(kind):
-        stored = [(f.name, _stored(value, f.name)) for f in dataclasses.fields(kind)]
-        present = [(n, v) for n, v in stored if v is not None]
-        return [(name, str(i), item) for i, (name, item) in enumerate(present)]
-    return []
+        return [field.name for field in dataclasses.fields(kind)]
+    if kind is types.SimpleNamespace:
+        return list(vars(value))
+    attributes = kind.__dict__.get("__attrs_attrs__", ())
+    return [attribute.name for attribute in attributes]
 
 
 def _stored(thing: Any, name: str) -> Any:

@@ -294,6 +294,12 @@ def _hide_from_compiler() -> None:
             _eval_frame.skip_code(code)
 
 
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
 def _optimizer_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
     for session in _sessions:
         session.shielded("optimizer", session.clock.optimizer_stepped)

@@ -97,6 +97,7 @@ class CaptureSession:
         self.bytes_in_first_step: int | None = None
         self.steps_seen: set[int] = set()
         self._topology_places = 0
+        self._graphs_before = 0
 
     # --- life
 
@@ -112,6 +113,7 @@ class CaptureSession:
                 if level in self.levels:
                     where, name = _TAPS[level]
                     self.taps.append(getattr(importlib.import_module(where), name)(self))
+            self._graphs_before = modules.compiled_graphs()
             modules.watch(self)
             for tap in self.taps:
                 tap.install()
@@ -131,10 +133,20 @@ class CaptureSession:
             self.shielded("closing", self._finish)
 
     def _finish(self) -> None:
-        for kind, text, hint in self.selection.unmatched(
-            (p.site, p.class_name, p.ids) for p in self.names.places()
-        ):
+        from driftline.adapters.torch import modules
+
+        places = [(p.site, p.class_name, p.ids) for p in self.names.places()]
+        places += [(site, class_name, None) for site, class_name, _ in self._wanted]
+        for kind, text, hint in self.selection.unmatched(places):
             self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
+        graphs = modules.compiled_graphs() - self._graphs_before
+        if graphs > 0:
+            self.event(
+                "compiled",
+                f"torch.compile made {graphs} graphs; modules inside them are not seen: run the "
+                "program with TORCHDYNAMO_DISABLE=1 to see them",
+                graphs=graphs,
+            )
         skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
         if skipped:
             taken = len(self.steps_seen) - len(skipped)

@@ -1,0 +1,124 @@
+"""Nested values become named tensors without running any code of the program."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from driftline.adapters.torch import flatten
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: Any
+
+
+@dataclasses.dataclass
+class Record:
+    hidden: torch.Tensor
+    missing: torch.Tensor | None = None
+    more: Any = None
+
+    @property
+    def trap(self) -> torch.Tensor:
+        raise AssertionError("a property was run")
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: torch.Tensor
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.tensor = torch.ones(1)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"asked for {name}")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("iterated")
+
+
+def _names(value: Any, **options: Any) -> list[tuple[str, str]]:
+    return [(slot, alias) for slot, alias, _ in flatten.outputs(value, **options)]
+
+
+T = torch.ones(2)
+
+
+def test_a_lone_tensor_is_slot_zero_like_the_first_of_a_tuple() -> None:
+    assert _names(T) == [("0", "")]
+    assert _names((T, None, T)) == [("0", ""), ("2", "")]
+
+
+def test_records_give_field_names_and_keep_positions_as_aliases() -> None:
+    assert _names(Pair(T, [T, T])) == [("left", "0"), ("right.0", "1.0"), ("right.1", "1.1")]
+    assert _names(Record(T, more={"a": T})) == [("hidden", "0"), ("more.a", "1.0")]
+    assert _names(Slotted(T)) == [("value", "0")]
+    assert _names(types.SimpleNamespace(x=T)) == [("x", "0")]
+    assert _names(collections.deque([T])) == [("0", "")]
+    assert _names(collections.UserDict({"k": T})) == [("k", "0")]
+
+
+def test_a_model_output_meets_the_tuple_it_stands_for() -> None:
+    output = BaseModelOutputWithPast(last_hidden_state=T, hidden_states=(T, T))
+    aliases = [alias for _, alias in _names(output)]
+    slots = [slot for slot, _ in _names(output.to_tuple())]
+    assert aliases == slots == ["0", "1.0", "1.1"]
+
+
+def test_objects_that_are_no_containers_are_left_alone() -> None:
+    assert _names([Opaque(), 3, "text", T]) == [("3", "")]
+
+
+def test_a_cache_is_walked_by_layer_as_the_tuples_it_replaced() -> None:
+    cache = DynamicCache()
+    for layer in range(3):
+        cache.update(torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), layer)
+    whole = [slot for slot, _ in _names({"past": cache})]
+    assert whole == [f"past.{layer}.{part}" for layer in range(3) for part in range(2)]
+    assert [s for s, _ in _names({"past": cache}, cache=1)] == ["past.1.0", "past.1.1"]
+    assert _names({"past": cache}, cache=flatten.NO_CACHE) == []
+
+
+def test_endless_nesting_ends() -> None:
+    endless: list[Any] = [T]
+    endless.append(endless)
+    assert len(_names(endless)) == flatten.MAX_DEPTH
+
+
+def test_decorated_forwards_are_bound_to_the_names_of_the_wrapped_one() -> None:
+    import functools
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    class One:
+        @decorate
+        def forward(self, first: Any, second: Any) -> None: ...
+
+    class Two:
+        @decorate
+        def forward(self, other: Any, *rest: Any, flag: Any = None) -> None: ...
+
+    one, two = flatten.binding_of(One().forward), flatten.binding_of(Two().forward)
+    assert one.names == ("first", "second")
+    assert two.names == ("other",)
+    found = flatten.inputs(two, (T, T), {"flag": T, "other": T})
+    assert [(s, a) for s, a, _ in found] == [
+        ("other", "0"),
+        ("1", ""),
+        ("flag", ""),
+        ("other", "0"),
+    ]
