@@ -63,8 +63,12 @@ def test_descriptions_only_store_no_values(dump):
     assert "tiling data were asked for" in dumped.err
 
 
-def test_a_module_tree_alone_is_a_success(dump):
-    dumped = dump("--type", "model", "layer", run=["infer.py"])
+def test_a_module_tree_alone_is_a_success(dump, workshop):
+    (workshop / "loads.py").write_text(
+        "from model import run\nfrom torch.utils.data import DataLoader\n"
+        "run()\nprint(len(list(DataLoader([1, 2], num_workers=1))))\n"
+    )
+    dumped = dump("--type", "model", "layer", run=["loads.py"])
     assert dumped.code == 0, dumped.err
     assert "module tree of 1 process" in dumped.err
     tree = json.loads((dumped.path / "rank0" / "topology.json").read_text())
@@ -106,12 +110,15 @@ def test_a_size_limit_is_kept_and_foretold(dump):
 def test_summaries_and_class_globs(dump):
     dumped = dump(
         "--keep", "summary", "--class", "*Norm", "--port", "output", "-l", "error",
-        run=["infer.py"],
+        run=["infer.py", "1", "--api-key", "hunter2-hunter2"],
     )  # fmt: skip
     assert dumped.code == 0
     assert dumped.err == ""  # nothing went wrong, and only errors were to be said
     assert sites(dumped) == {"norm"}
     assert all(r.summary is not None and r.blob is None for r in dumped.run.records)
+    kept = [path.read_text() for path in dumped.path.rglob("*.json*")]
+    assert any("--api-key" in text for text in kept)
+    assert not any("hunter2" in text for text in kept)
 
 
 def test_gradients_are_a_level(dump, workshop):

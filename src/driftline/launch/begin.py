@@ -91,6 +91,9 @@ class Launched:
         if self.ended:
             return
         self.ended = True
+        if not self.session.execution_order:
+            # A data worker, forked from a process that knows a model: its tree is not its own.
+            self.sink.tree_is_enough = False
         self.session.stop()
         with contextlib.suppress(OSError):  # the launcher is gone, nobody reads reports any more
             leave_mark(self.plan_path, "report", self.report().to_json())
