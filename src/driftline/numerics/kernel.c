@@ -55,10 +55,6 @@ enum {
   I64, I32, I16, I8, U64, U32, U16, U8, BOOL, I4, U4, DTYPES
 };
 
-typedef double vd __attribute__((vector_size(64)));
-typedef int64_t vl __attribute__((vector_size(64)));
-typedef uint64_t vu __attribute__((vector_size(64)));
-
 static const uint8_t BITS[DTYPES] = {64, 32, 16, 16, 8, 8, 8, 8, 8, 4, 64, 32, 16, 8, 64, 32, 16, 8, 8, 4, 4};
 
 /* The fields of PairMoments in their order, eight bytes each; arrays are {reference, candidate}. */
@@ -226,59 +222,6 @@ INLINE void decode_side(const uint8_t *base, int dtype, int widen, int64_t first
   for (int64_t i = 0; i < n; i++) out[i] = i & 1 ? 0.0 : half[i / 2];
 }
 
-/* ---- lanes ---- */
-
-INLINE vd lanes(double v) { return (vd){v, v, v, v, v, v, v, v}; }
-INLINE vl lanes_l(int64_t v) { return (vl){v, v, v, v, v, v, v, v}; }
-INLINE vu lanes_u(uint64_t v) { return (vu){v, v, v, v, v, v, v, v}; }
-INLINE vd pick(vl mask, vd yes, vd no) { return (vd)(((vl)yes & mask) | ((vl)no & ~mask)); }
-INLINE vd keep(vl mask, vd v) { return (vd)((vl)v & mask); }
-INLINE vd magnitude(vd v) { return (vd)((vl)v & lanes_l(INT64_MAX)); }
-INLINE vd load8(const double *p) { vd v; memcpy(&v, p, sizeof v); return v; }
-
-INLINE double total(vd v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
-INLINE int64_t total_l(vl v) { return v[0] + v[1] + v[2] + v[3] + v[4] + v[5] + v[6] + v[7]; }
-INLINE double greatest(vd v) {
-  double best = v[0];
-  for (int i = 1; i < 8; i++) best = v[i] > best ? v[i] : best;
-  return best;
-}
-INLINE double least(vd v) {
-  double best = v[0];
-  for (int i = 1; i < 8; i++) best = v[i] < best ? v[i] : best;
-  return best;
-}
-INLINE uint64_t greatest_u(vu v) {
-  uint64_t best = v[0];
-  for (int i = 1; i < 8; i++) best = v[i] > best ? v[i] : best;
-  return best;
-}
-#define MAXV(a, b) pick((a) < (b), (b), (a))
-#define MINV(a, b) pick((b) < (a), (b), (a))
-
-/* Where a magnitude stands in a format's list of numbers, after rounding to nearest even. */
-INLINE vu ordinal(vd a, const Format *f) {
-  if (f->mantissa == 52) return (vu)a;
-  int shift = 52 - f->mantissa;
-  vu bits = (vu)a;
-  vu rounded = bits + lanes_u((1ull << (shift - 1)) - 1) + ((bits >> shift) & 1);
-  vu normal = (rounded >> shift) - lanes_u((uint64_t)(f->emin + 1022) << f->mantissa);
-  vd scaled = a * lanes(double_of((uint64_t)(f->mantissa - f->emin + 1023) << 52)) + lanes(0x1p52);
-  vu small = (vu)scaled - lanes_u(0x4330000000000000ull);
-  vl below = a < lanes(double_of((uint64_t)(f->emin + 1023) << 52));
-  vu place = (vu)(((vl)small & below) | ((vl)normal & ~below));
-  vl past = (vl)(place > lanes_u(f->top));
-  return (vu)(((vl)lanes_u(f->top) & past) | ((vl)place & ~past));
-}
-
-INLINE vu ulp_lanes(vd r, vd c, const Format *f) {
-  vu a = ordinal(magnitude(r), f), b = ordinal(magnitude(c), f);
-  vl opposite = ((vl)r ^ (vl)c) < 0;
-  vl less = (vl)(a < b);
-  vu apart = (vu)(((vl)(b - a) & less) | ((vl)(a - b) & ~less));
-  return (vu)(((vl)(a + b) & opposite) | ((vl)apart & ~opposite));
-}
-
 /* ---- moments, gathered ---- */
 
 typedef struct {
@@ -307,7 +250,7 @@ typedef struct {
 } Pair;
 
 INLINE void note_first(int64_t *place, int64_t at) {
-  if (*place < 0) *place = at;
+  if (*place < 0 || at < *place) *place = at;
 }
 
 /* Positions are rare wants: looked up one by one, in a block that is known to hold them. */
@@ -324,6 +267,37 @@ COLD static void find_positions(Pair *s, const double *r, const double *c, int64
   }
 }
 
+/* A pair that is not finite on both sides, alone. */
+COLD static void measure_odd(Pair *s, double r, double c, int64_t at) {
+  Moments *m = &s->m;
+  double v[2] = {r, c};
+  int finite[2];
+  for (int side = 0; side < 2; side++) {
+    if (v[side] == s->format[side].sentinel) v[side] = -INFINITY;
+    finite[side] = fabs(v[side]) <= DBL_MAX;
+    if (finite[side]) {
+      m->finite_one[side]++;
+      m->sum[side] += v[side];
+      m->sumsq[side] += v[side] * v[side];
+      m->ends[side].min = fmin(m->ends[side].min, v[side]);
+      m->ends[side].max = fmax(m->ends[side].max, v[side]);
+      join_spread(&s->spread[side], 1, v[side], 0);
+      continue;
+    }
+    note_first(&m->nonfinite_at[side], at);
+    if (v[side] != v[side]) m->nan[side]++;
+    else if (v[side] > 0) m->pos_inf[side]++;
+    else m->neg_inf[side]++;
+  }
+  if (v[0] != v[1] && !(v[0] != v[0] && v[1] != v[1])) {
+    m->different++;
+    m->one_sided++;
+    m->outside++;
+    note_first(&m->first_different_at, at);
+    note_first(&m->one_sided_at, at);
+  }
+}
+
 INLINE void find_greatest_error(Pair *s, const double *r, const double *c, int64_t base, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     double a = r[i], b = c[i];
@@ -335,131 +309,6 @@ INLINE void find_greatest_error(Pair *s, const double *r, const double *c, int64
       s->m.max_abs_e_at = base + i;
     }
   }
-}
-
-/* One block of both sides in float64. Arrays hold a multiple of eight; what is past n is masked. */
-INLINE void careful_pair(Pair *s, const double *r_in, const double *c_in, int64_t base, int64_t n) {
-  const vd zero = lanes(0.0), inf = lanes(INFINITY), top = lanes(DBL_MAX);
-  const vd sr = lanes(s->format[0].sentinel), sc = lanes(s->format[1].sentinel);
-  const vd atol = lanes(s->atol), rtol = lanes(s->rtol);
-  const vl iota = {0, 1, 2, 3, 4, 5, 6, 7};
-  vd own_r = zero, own_c = zero, own_rr = zero, own_cc = zero;
-  vd jr = zero, jc = zero, jrr = zero, jcc = zero, jrc = zero, jee = zero, jae = zero, jrel = zero;
-  vd max_e = zero, max_rel = zero, rmin = inf, rmax = -inf, cmin = inf, cmax = -inf, far = zero;
-  vl nr = {0}, nc = {0}, nj = {0}, nan_r = {0}, nan_c = {0}, pos_r = {0}, pos_c = {0}, neg_r = {0}, neg_c = {0};
-  vl differ_n = {0}, sided_n = {0}, outside_n = {0};
-  vu ulp = {0};
-  Format f = s->format[1];
-
-  for (int64_t i = 0; i < n; i += 8) {
-    vl valid = iota < lanes_l(n - i);
-    vd r = load8(r_in + i), c = load8(c_in + i);
-    r = pick(r == sr, -inf, r);
-    c = pick(c == sc, -inf, c);
-    vl fr = (magnitude(r) <= top) & valid, fc = (magnitude(c) <= top) & valid, both = fr & fc;
-    vl isnan_r = r != r, isnan_c = c != c;
-    nan_r -= isnan_r & valid;
-    nan_c -= isnan_c & valid;
-    pos_r -= (r == inf) & valid;
-    pos_c -= (c == inf) & valid;
-    neg_r -= (r == -inf) & valid;
-    neg_c -= (c == -inf) & valid;
-    nr -= fr;
-    nc -= fc;
-    nj -= both;
-    vd r1 = keep(fr, r), c1 = keep(fc, c);
-    own_r += r1;
-    own_c += c1;
-    own_rr += r1 * r1;
-    own_cc += c1 * c1;
-    rmin = MINV(rmin, pick(fr, r, inf));
-    rmax = MAXV(rmax, pick(fr, r, -inf));
-    cmin = MINV(cmin, pick(fc, c, inf));
-    cmax = MAXV(cmax, pick(fc, c, -inf));
-    vd rj = keep(both, r), cj = keep(both, c), e = cj - rj, ae = magnitude(e), ar = magnitude(rj);
-    jr += rj;
-    jc += cj;
-    jrr += rj * rj;
-    jcc += cj * cj;
-    jrc += rj * cj;
-    jee += e * e;
-    jae += ae;
-    vd rel = keep(ae != zero, ae / ar);
-    jrel += rel;
-    max_e = MAXV(max_e, ae);
-    max_rel = MAXV(max_rel, rel);
-    vl differ = (r != c) & ~(isnan_r & isnan_c) & valid, sided = differ & ~both;
-    differ_n -= differ;
-    sided_n -= sided;
-    outside_n -= (both & ~(ae <= atol + rtol * ar)) | sided;
-    if (f.is_float) {
-      vu d = ulp_lanes(rj, cj, &f);
-      vl more = (vl)(ulp < d);
-      ulp = (vu)(((vl)d & more) | ((vl)ulp & ~more));
-    } else {
-      /* To the nearest integer, ties to even; what has no fraction bits left is one already. */
-      vd bump = lanes(0x1p52), whole = (ar + bump) - bump;
-      whole = pick(ar >= bump, ar, whole);
-      whole = (vd)((vl)whole | ((vl)rj & lanes_l(INT64_MIN)));
-      far = MAXV(far, magnitude(cj - whole));
-    }
-  }
-
-  Moments *m = &s->m;
-  double count[2] = {(double)total_l(nr), (double)total_l(nc)}, sums[2] = {total(own_r), total(own_c)};
-  for (int side = 0; side < 2; side++) {
-    if (count[side] == 0) continue;
-    const double *x = side ? c_in : r_in;
-    vd mean = lanes(sums[side] / count[side]), m2 = zero, drift = zero, sentinel = side ? sc : sr;
-    for (int64_t i = 0; i < n; i += 8) {
-      vd v = load8(x + i);
-      vl ok = (iota < lanes_l(n - i)) & (magnitude(v) <= top) & (v != sentinel);
-      vd d = keep(ok, v - mean);
-      m2 += d * d;
-      drift += d;
-    }
-    double slip = total(drift); /* what rounding left in the mean: part of the sum of squares about it */
-    join_spread(&s->spread[side], count[side], mean[0] + slip / count[side], total(m2) - slip * slip / count[side]);
-  }
-  if (count[0] > 0) s->shift = sums[0] / count[0];
-  int64_t new_differ = total_l(differ_n), joint = total_l(nj);
-  m->finite += joint;
-  m->finite_one[0] += (int64_t)count[0];
-  m->finite_one[1] += (int64_t)count[1];
-  m->nan[0] += total_l(nan_r);
-  m->nan[1] += total_l(nan_c);
-  m->pos_inf[0] += total_l(pos_r);
-  m->pos_inf[1] += total_l(pos_c);
-  m->neg_inf[0] += total_l(neg_r);
-  m->neg_inf[1] += total_l(neg_c);
-  m->different += new_differ;
-  m->one_sided += total_l(sided_n);
-  m->outside += total_l(outside_n);
-  m->sum_r += total(jr);
-  m->sum_c += total(jc);
-  m->sum_rr += total(jrr);
-  m->sum_cc += total(jcc);
-  m->sum_rc += total(jrc);
-  m->sum_ee += total(jee);
-  m->sum_abs_e += total(jae);
-  m->sum_rel_e += total(jrel);
-  m->sum[0] += sums[0];
-  m->sum[1] += sums[1];
-  m->sumsq[0] += total(own_rr);
-  m->sumsq[1] += total(own_cc);
-  m->ends[0].min = fmin(m->ends[0].min, least(rmin));
-  m->ends[0].max = fmax(m->ends[0].max, greatest(rmax));
-  m->ends[1].min = fmin(m->ends[1].min, least(cmin));
-  m->ends[1].max = fmax(m->ends[1].max, greatest(cmax));
-  m->max_rel_e = fmax(m->max_rel_e, greatest(max_rel));
-  uint64_t u = greatest_u(ulp);
-  if (u > s->ulp) s->ulp = u;
-  s->ulp_real = fmax(s->ulp_real, greatest(far));
-  if (greatest(max_e) > m->max_abs_e) find_greatest_error(s, r_in, c_in, base, n);
-  int all_finite = count[0] == (double)n && count[1] == (double)n;
-  if ((new_differ && m->first_different_at < 0) || (!all_finite && (m->nonfinite_at[0] < 0 || m->nonfinite_at[1] < 0)) ||
-      (!all_finite && m->one_sided_at < 0))
-    find_positions(s, r_in, c_in, base, n);
 }
 
 /* 64-bit integers beyond 2^53: differences exactly, in 128 bits, one by one. */
@@ -516,24 +365,6 @@ COLD static void exact_integers(Pair *s, int64_t base, int64_t n) {
 INLINE int is_wide(int dtype) { return dtype == I64 || dtype == U64; }
 INLINE int is_integer(int dtype) { return dtype >= I64; }
 
-INLINE void careful_block(Pair *s, int64_t base, int64_t n) {
-  double r[BLOCK] __attribute__((aligned(64))), c[BLOCK] __attribute__((aligned(64)));
-  int64_t whole = (n + 7) & ~(int64_t)7;
-  for (int64_t i = n; i < whole; i++) r[i] = c[i] = 0.0;
-  decode_side(s->data[0], s->dtype[0], s->widen[0], base, n, r);
-  decode_side(s->data[1], s->dtype[1], s->widen[1], base, n, c);
-  if ((is_wide(s->dtype[0]) || is_wide(s->dtype[1])) && is_integer(s->dtype[0]) && is_integer(s->dtype[1]) &&
-      !s->widen[0] && !s->widen[1]) {
-    double widest = 0;
-    for (int64_t i = 0; i < n; i++) widest = fmax(widest, fmax(fabs(r[i]), fabs(c[i])));
-    if (widest >= 0x1p52) {
-      exact_integers(s, base, n);
-      return;
-    }
-  }
-  careful_pair(s, r, c, base, n);
-}
-
 INLINE void begin_pair(Pair *s) {
   Moments *m = &s->m;
   m->max_abs_e_at = m->first_different_at = m->one_sided_at = m->nonfinite_at[0] = m->nonfinite_at[1] = -1;
@@ -555,10 +386,6 @@ INLINE void finish_pair(Pair *s, Moments *out) {
   *out = *m;
 }
 
-static void pair_generic(Pair *s, int64_t count) {
-  for (int64_t i = 0; i < count; i += BLOCK) careful_block(s, i, count - i < BLOCK ? count - i : BLOCK);
-}
-
 /* ---- summaries of one tensor ---- */
 
 typedef struct {
@@ -577,88 +404,6 @@ INLINE uint64_t sketch_signs(uint64_t group) {
   return z ^ (z >> 31);
 }
 INLINE unsigned sketch_xor(uint64_t signs) { return (unsigned)((signs * 0xD6E8FEB86659FD93ull) >> 58); }
-
-/* One block in float64; the array holds a multiple of 64, zeros past n. `base` is a multiple of 64. */
-INLINE void careful_summary(One *s, double *x, int64_t base, int64_t n) {
-  const vd zero = lanes(0.0), inf = lanes(INFINITY), top = lanes(DBL_MAX), sentinel = lanes(s->sentinel);
-  const vl iota = {0, 1, 2, 3, 4, 5, 6, 7};
-  vd sum = zero, squares = zero, low = inf, high = -inf, m2 = zero, drift = zero;
-  vl finite = {0}, zeros = {0}, nans = {0}, pos = {0}, neg = {0};
-  for (int64_t i = 0; i < n; i += 8) {
-    vl valid = iota < lanes_l(n - i);
-    vd v = load8(x + i);
-    v = pick(v == sentinel, -inf, v);
-    vl ok = (magnitude(v) <= top) & valid;
-    nans -= (v != v) & valid;
-    pos -= (v == inf) & valid;
-    neg -= (v == -inf) & valid;
-    zeros -= (v == zero) & valid;
-    finite -= ok;
-    low = MINV(low, pick(ok, v, inf));
-    high = MAXV(high, pick(ok, v, -inf));
-    v = keep(ok, v);
-    sum += v;
-    squares += v * v;
-    memcpy(x + i, &v, sizeof v);
-  }
-  int64_t ok_n = total_l(finite), odd = n - ok_n;
-  Summary *o = &s->s;
-  if (ok_n) {
-    vd mean = lanes(total(sum) / (double)ok_n);
-    for (int64_t i = 0; i < n; i += 8) {
-      vd d = keep(iota < lanes_l(n - i), load8(x + i) - mean);
-      m2 += d * d;
-      drift += d;
-    }
-    double slip = total(drift), about = total(m2);
-    if (odd) { /* masked elements were counted as zeros; take them out again */
-      about -= (double)odd * mean[0] * mean[0];
-      slip += (double)odd * mean[0];
-      if (about < 1e-6 * (double)odd * mean[0] * mean[0] || !(about >= 0)) { /* too much was taken out to trust */
-        about = slip = 0;
-        double raw[BLOCK];
-        decode_double(s->data, s->dtype, base, n, raw);
-        for (int64_t i = 0; i < n; i++)
-          if (fabs(raw[i]) <= DBL_MAX && raw[i] != s->sentinel) {
-            about += (raw[i] - mean[0]) * (raw[i] - mean[0]);
-            slip += raw[i] - mean[0];
-          }
-      }
-    }
-    join_spread(&s->spread, (double)ok_n, mean[0] + slip / (double)ok_n, about - slip * slip / (double)ok_n);
-    s->shift = mean[0];
-  }
-  o->nan += total_l(nans);
-  o->pos_inf += total_l(pos);
-  o->neg_inf += total_l(neg);
-  o->zeros += total_l(zeros);
-  o->min = fmin(o->min, least(low));
-  o->max = fmax(o->max, greatest(high));
-  s->sumsq += total(squares);
-  for (int64_t i = 0; i < n; i += BUCKETS) {
-    uint64_t signs = sketch_signs((uint64_t)(base + i) / BUCKETS);
-    unsigned flip = sketch_xor(signs);
-    for (unsigned high8 = 0; high8 < 8; high8++) {
-      vd v = load8(x + i + 8 * high8);
-      vu turn = ((lanes_u(signs >> (8 * high8)) >> (vu)iota) & 1) << 63;
-      v = (vd)((vu)v ^ turn);
-      double *to = o->sketch + ((high8 ^ (flip >> 3)) * 8);
-      for (unsigned lane = 0; lane < 8; lane++) to[lane ^ (flip & 7)] += v[lane];
-    }
-  }
-}
-
-INLINE void careful_summary_block(One *s, int64_t base, int64_t n) {
-  double x[BLOCK] __attribute__((aligned(64)));
-  decode_double(s->data, s->dtype, base, n, x);
-  int64_t whole = (n + BUCKETS - 1) / BUCKETS * BUCKETS;
-  for (int64_t i = n; i < whole; i++) x[i] = 0.0;
-  careful_summary(s, x, base, n);
-}
-
-static void summary_generic(One *s, int64_t count) {
-  for (int64_t i = 0; i < count; i += BLOCK) careful_summary_block(s, i, count - i < BLOCK ? count - i : BLOCK);
-}
 
 INLINE void finish_summary(One *s, int64_t count, Summary *out) {
   Summary *o = &s->s;
@@ -777,17 +522,6 @@ static Hash hash_to_240(const uint8_t *p, size_t n) {
   return finish_mid(a, n);
 }
 
-/* Eight running sums; a stripe is 64 bytes, sixteen stripes make a block, then the sums are scrambled. */
-INLINE vu load_u(const uint8_t *p) { vu v; memcpy(&v, p, sizeof v); return v; }
-
-INLINE vu swapped_pairs(vu v) { return (vu){v[1], v[0], v[3], v[2], v[5], v[4], v[7], v[6]}; }
-
-INLINE vu stripe(vu sums, vu data, vu key) {
-  vu keyed = data ^ key;
-  return sums + swapped_pairs(data) + (keyed & 0xFFFFFFFFu) * (keyed >> 32);
-}
-INLINE vu scramble(vu sums, vu key) { return ((sums ^ (sums >> 47)) ^ key) * (uint64_t)P32_1; }
-
 static const uint64_t HASH_START[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
 
 INLINE uint64_t merge_sums(const uint64_t *sums, const uint8_t *k, uint64_t start) {
@@ -802,21 +536,185 @@ static Hash finish_long(const uint64_t *sums, size_t n) {
                 merge_sums(sums, SECRET + 192 - 64 - 11, ~((uint64_t)n * P64_2))};
 }
 
-static void hash_long_generic(const uint8_t *p, size_t n, uint64_t *out) {
-  vu sums;
-  memcpy(&sums, HASH_START, sizeof sums);
-  size_t blocks = (n - 1) / 1024;
-  for (size_t b = 0; b < blocks; b++, p += 1024) {
-    for (size_t i = 0; i < 16; i++) sums = stripe(sums, load_u(p + 64 * i), load_u(SECRET + 8 * i));
-    sums = scramble(sums, load_u(SECRET + 128));
+/* ---- THE FAST PATHS: the end of this file, included once for each instruction set ---- */
+
+/* What one block of float32 lanes leaves behind. */
+typedef struct {
+  double x, e, xx, xe, ee, ae, rel; /* sums */
+  float max_ae, min_r, max_r;
+  int64_t differ, outside;
+  uint32_t margin; /* how close an element came to the tolerance, in float32 steps */
+  int hits;
+  uint16_t hit[BLOCK / 16]; /* where a ULP distance or a relative error could exceed what was seen */
+} Sums;
+
+typedef struct {
+  float shift, limit, atol, rtol;
+} Knobs;
+
+enum { LANES_F32, LANES_BF16, LANES_F16, LANES_DECODED, LANES_NONE };
+
+/* Formats whose every value is a float32. */
+INLINE int lane_kind(int dtype) {
+  switch (dtype) {
+    case F32: return LANES_F32;
+    case BF16: return LANES_BF16;
+    case F16: return LANES_F16;
+    case F64: case I64: case U64: case I32: case U32: return LANES_NONE;
+    default: return LANES_DECODED;
   }
-  size_t rest = n - blocks * 1024, stripes = (rest - 1) / 64;
-  for (size_t i = 0; i < stripes; i++) sums = stripe(sums, load_u(p + 64 * i), load_u(SECRET + 8 * i));
-  sums = stripe(sums, load_u(p + rest - 64), load_u(SECRET + 192 - 64 - 7));
-  memcpy(out, &sums, sizeof sums);
 }
 
-/*FAST*/
+/* Float32 tests the tolerance a little early (about 4 to 8 steps); what falls within 16 steps is counted again. */
+enum { MARGIN_STEPS = 16 };
+#define TOLERANCE_SHADE (1.0 - 0x1p-21)
+
+INLINE int tolerance_fits(double t) { return t == 0.0 || (t >= 1e-30 && t <= 1e30); }
+
+/* A relative error up to this cannot mean more ULPs than were already seen.
+ * Between r and c (same sign, rel < 1/2) numbers stand at least min(|r|,|c|) * 2^-(mantissa+1) apart, so there are
+ * at most rel/(1-rel) * 2^(mantissa+1) steps; rounding r to the candidate's format first may add one. */
+INLINE double ulp_limit(const Pair *s) {
+  if (!s->format[1].is_float) return INFINITY; /* integers' ULPs are their errors */
+  int same = s->dtype[0] == s->dtype[1];
+  double steps = (double)s->ulp + (same ? 0.99 : -0.01);
+  if (steps <= 0) return 0.0;
+  double q = ldexp(steps, -(s->format[1].mantissa + 1)), limit = q / (1.0 + q) * (1.0 - 0x1p-20);
+  return limit < 0.49 ? limit : 0.49;
+}
+
+/* Whether float32 lanes were good enough for this block; see the head of the file. */
+INLINE int sums_hold(const Pair *s, const Sums *b, double n, double *spread_r, double *spread_c) {
+  if (!(b->ae <= DBL_MAX) || !(b->xx <= DBL_MAX) || !(b->ee <= DBL_MAX)) return 0;
+  if (b->min_r <= s->format[0].sentinel) return 0;
+  if (!(b->rel <= DBL_MAX) && !(s->m.max_rel_e > DBL_MAX)) return 0;
+  if (b->xx < 0x1p-115 && b->min_r != b->max_r) return 0; /* squares may have fallen below float32 */
+  if (b->ee < 0x1p-115 && b->max_ae != 0.0f) return 0;
+  double yy = b->xx + 2 * b->xe + b->ee, y = b->x + b->e;
+  *spread_r = b->xx - b->x * b->x / n;
+  *spread_c = yy - y * y / n;
+  if (!(*spread_r >= 0.1 * b->xx)) return 0;
+  return *spread_c >= 0.05 * (b->xx + b->ee);
+}
+
+INLINE void fold_sums(Pair *s, const Sums *b, const Knobs *k, double n, double spread_r, double spread_c) {
+  Moments *m = &s->m;
+  double shift = k->shift, r = b->x + n * shift, c = r + b->e;
+  double rr = b->xx + shift * (2 * b->x + n * shift), re = b->xe + shift * b->e;
+  int64_t count = (int64_t)n;
+  m->finite += count;
+  m->finite_one[0] += count;
+  m->finite_one[1] += count;
+  m->sum_r += r;
+  m->sum_c += c;
+  m->sum[0] += r;
+  m->sum[1] += c;
+  m->sum_rr += rr;
+  m->sumsq[0] += rr;
+  m->sum_rc += rr + re;
+  double cc = rr + 2 * re + b->ee;
+  m->sum_cc += cc;
+  m->sumsq[1] += cc;
+  m->sum_ee += b->ee;
+  m->sum_abs_e += b->ae;
+  m->sum_rel_e += b->rel;
+  if (b->min_r < m->ends[0].min) m->ends[0].min = b->min_r;
+  if (b->max_r > m->ends[0].max) m->ends[0].max = b->max_r;
+  m->different += b->differ;
+  join_spread(&s->spread[0], n, shift + b->x / n, spread_r);
+  join_spread(&s->spread[1], n, shift + (b->x + b->e) / n, spread_c);
+  s->shift = shift + b->x / n;
+}
+
+/* Vector code must be compiled as a whole for its instruction set (gcc lowers vectors before it inlines), so each
+ * function below exists once per set, told apart by a suffix. */
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+#define NAME(name) PASTE(name, SUFFIX)
+#define vd NAME(vd)
+#define vl NAME(vl)
+#define vu NAME(vu)
+#define lanes NAME(lanes)
+#define lanes_l NAME(lanes_l)
+#define lanes_u NAME(lanes_u)
+#define iota NAME(iota)
+#define pick NAME(pick)
+#define keep NAME(keep)
+#define magnitude NAME(magnitude)
+#define load_lanes_d NAME(load_lanes_d)
+#define total NAME(total)
+#define total_l NAME(total_l)
+#define greatest NAME(greatest)
+#define least NAME(least)
+#define greatest_u NAME(greatest_u)
+#define ordinal NAME(ordinal)
+#define ulp_lanes NAME(ulp_lanes)
+#define careful_pair NAME(careful_pair)
+#define careful_block NAME(careful_block)
+#define careful_summary NAME(careful_summary)
+#define careful_summary_block NAME(careful_summary_block)
+#define load_bits NAME(load_bits)
+#define load_lanes NAME(load_lanes)
+#define sum_lanes NAME(sum_lanes)
+#define max_lane NAME(max_lane)
+#define min_lane NAME(min_lane)
+#define fold_bits NAME(fold_bits)
+#define count_lanes NAME(count_lanes)
+#define least_lane NAME(least_lane)
+#define sum_block NAME(sum_block)
+#define sum_kinds NAME(sum_kinds)
+#define extremes NAME(extremes)
+#define ulp_distance NAME(ulp_distance)
+#define visit_hits NAME(visit_hits)
+#define patch_block NAME(patch_block)
+#define finish_block NAME(finish_block)
+#define ask_again NAME(ask_again)
+#define fast_block NAME(fast_block)
+#define pair NAME(pair)
+#define summary NAME(summary)
+#define summary_block NAME(summary_block)
+#define summary_kinds NAME(summary_kinds)
+#define stripe NAME(stripe)
+#define scramble NAME(scramble)
+#define hash_long NAME(hash_long)
+#define read_two NAME(read_two)
+
+#define DRIFTLINE_BODY 1
+#define SUFFIX _generic
+#define TARGET
+#define WIDTH 0
+#define LANES 2
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("no-tree-slp-vectorize") /* gcc 12 breaks down over two-lane code otherwise */
+#endif
+#include "kernel.c"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif
+#if X86_PATHS
+#undef SUFFIX
+#undef TARGET
+#undef WIDTH
+#undef LANES
+#define SUFFIX _avx2
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define WIDTH 8
+#define LANES 4
+#include "kernel.c"
+#undef SUFFIX
+#undef TARGET
+#undef WIDTH
+#undef LANES
+#define SUFFIX _avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define WIDTH 16
+#define LANES 8
+#include "kernel.c"
+#endif
+#undef DRIFTLINE_BODY
+#undef pair
+#undef summary
 
 /* ---- doors ---- */
 
@@ -899,6 +797,16 @@ static Hash digest(const uint8_t *p, size_t n, int path) {
   return finish_long(sums, n);
 }
 
+/* Benchmark only: the floor that the kernels are measured against. */
+EXPORT uint64_t driftline_read_two(const void *a, const void *b, int64_t bytes, int path) {
+#if X86_PATHS
+  if (path == PATH_AVX512) return read_two_avx512(a, b, bytes);
+  if (path == PATH_AVX2) return read_two_avx2(a, b, bytes);
+#endif
+  (void)path;
+  return read_two_generic(a, b, bytes);
+}
+
 /* Sixteen bytes, most significant first, as the xxhash package's `digest()` gives them. */
 EXPORT void driftline_digest(const void *data, int64_t bytes, int path, uint8_t *out) {
   Hash h = digest(data, (size_t)bytes, path);
@@ -907,4 +815,981 @@ EXPORT void driftline_digest(const void *data, int64_t bytes, int path, uint8_t 
     out[8 + i] = (uint8_t)(h.low >> (56 - 8 * i));
   }
 }
+
+#else /* DRIFTLINE_BODY: everything below exists once per instruction set */
+
+#undef LANE_FN
+#define LANE_FN static inline __attribute__((always_inline)) TARGET
+
+/* ---- lanes ---- */
+
+typedef double vd __attribute__((vector_size(8 * LANES)));
+typedef int64_t vl __attribute__((vector_size(8 * LANES)));
+typedef uint64_t vu __attribute__((vector_size(8 * LANES)));
+
+LANE_FN vd lanes(double v) { vd o; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
+LANE_FN vl lanes_l(int64_t v) { vl o; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
+LANE_FN vu lanes_u(uint64_t v) { vu o; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
+LANE_FN vl iota(void) { vl o; for (int i = 0; i < LANES; i++) o[i] = i; return o; }
+LANE_FN vd pick(vl mask, vd yes, vd no) { return (vd)(((vl)yes & mask) | ((vl)no & ~mask)); }
+LANE_FN vd keep(vl mask, vd v) { return (vd)((vl)v & mask); }
+LANE_FN vd magnitude(vd v) { return (vd)((vl)v & lanes_l(INT64_MAX)); }
+LANE_FN vd load_lanes_d(const double *p) { vd v; memcpy(&v, p, sizeof v); return v; }
+
+LANE_FN double total(vd v) {
+  double sum = 0;
+  for (int i = 0; i < LANES; i++) sum += v[i];
+  return sum;
+}
+LANE_FN int64_t total_l(vl v) {
+  int64_t sum = 0;
+  for (int i = 0; i < LANES; i++) sum += v[i];
+  return sum;
+}
+LANE_FN double greatest(vd v) {
+  double best = v[0];
+  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+LANE_FN double least(vd v) {
+  double best = v[0];
+  for (int i = 1; i < LANES; i++) best = v[i] < best ? v[i] : best;
+  return best;
+}
+LANE_FN uint64_t greatest_u(vu v) {
+  uint64_t best = v[0];
+  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+#undef MAXV
+#undef MINV
+#if WIDTH == 16
+#define MAXV(a, b) ((vd)_mm512_max_pd((__m512d)(a), (__m512d)(b)))
+#define MINV(a, b) ((vd)_mm512_min_pd((__m512d)(a), (__m512d)(b)))
+#elif WIDTH == 8
+#define MAXV(a, b) ((vd)_mm256_max_pd((__m256d)(a), (__m256d)(b)))
+#define MINV(a, b) ((vd)_mm256_min_pd((__m256d)(a), (__m256d)(b)))
+#else
+#define MAXV(a, b) pick((a) < (b), (b), (a))
+#define MINV(a, b) pick((b) < (a), (b), (a))
 #endif
+
+/* Where a magnitude stands in a format's list of numbers, after rounding to nearest even. */
+LANE_FN vu ordinal(vd a, const Format *f) {
+  if (f->mantissa == 52) return (vu)a;
+  int shift = 52 - f->mantissa;
+  vu bits = (vu)a;
+  vu rounded = bits + lanes_u((1ull << (shift - 1)) - 1) + ((bits >> shift) & 1);
+  vu normal = (rounded >> shift) - lanes_u((uint64_t)(f->emin + 1022) << f->mantissa);
+  vd scaled = a * lanes(double_of((uint64_t)(f->mantissa - f->emin + 1023) << 52)) + lanes(0x1p52);
+  vu small = (vu)scaled - lanes_u(0x4330000000000000ull);
+  vl below = a < lanes(double_of((uint64_t)(f->emin + 1023) << 52));
+  vu place = (vu)(((vl)small & below) | ((vl)normal & ~below));
+  vl past = (vl)(place > lanes_u(f->top));
+  return (vu)(((vl)lanes_u(f->top) & past) | ((vl)place & ~past));
+}
+
+LANE_FN vu ulp_lanes(vd r, vd c, const Format *f) {
+  vu a = ordinal(magnitude(r), f), b = ordinal(magnitude(c), f);
+  vl opposite = ((vl)r ^ (vl)c) < 0;
+  vl less = (vl)(a < b);
+  vu apart = (vu)(((vl)(b - a) & less) | ((vl)(a - b) & ~less));
+  return (vu)(((vl)(a + b) & opposite) | ((vl)apart & ~opposite));
+}
+
+/* One block of both sides in float64. Arrays hold a multiple of eight; what is past n is masked. */
+LANE_FN void careful_pair(Pair *s, const double *r_in, const double *c_in, int64_t base, int64_t n) {
+  const vd zero = lanes(0.0), inf = lanes(INFINITY), top = lanes(DBL_MAX);
+  const vd sr = lanes(s->format[0].sentinel), sc = lanes(s->format[1].sentinel);
+  const vd atol = lanes(s->atol), rtol = lanes(s->rtol);
+  vd own_r = zero, own_c = zero, own_rr = zero, own_cc = zero;
+  vd jr = zero, jc = zero, jrr = zero, jcc = zero, jrc = zero, jee = zero, jae = zero, jrel = zero;
+  vd max_e = zero, max_rel = zero, rmin = inf, rmax = -inf, cmin = inf, cmax = -inf, far = zero;
+  vl nr = {0}, nc = {0}, nj = {0}, nan_r = {0}, nan_c = {0}, pos_r = {0}, pos_c = {0}, neg_r = {0}, neg_c = {0};
+  vl differ_n = {0}, sided_n = {0}, outside_n = {0};
+  vu ulp = {0};
+  Format f = s->format[1];
+
+  for (int64_t i = 0; i < n; i += LANES) {
+    vl valid = iota() < lanes_l(n - i);
+    vd r = load_lanes_d(r_in + i), c = load_lanes_d(c_in + i);
+    r = pick(r == sr, -inf, r);
+    c = pick(c == sc, -inf, c);
+    vl fr = (magnitude(r) <= top) & valid, fc = (magnitude(c) <= top) & valid, both = fr & fc;
+    vl isnan_r = r != r, isnan_c = c != c;
+    nan_r -= isnan_r & valid;
+    nan_c -= isnan_c & valid;
+    pos_r -= (r == inf) & valid;
+    pos_c -= (c == inf) & valid;
+    neg_r -= (r == -inf) & valid;
+    neg_c -= (c == -inf) & valid;
+    nr -= fr;
+    nc -= fc;
+    nj -= both;
+    vd r1 = keep(fr, r), c1 = keep(fc, c);
+    own_r += r1;
+    own_c += c1;
+    own_rr += r1 * r1;
+    own_cc += c1 * c1;
+    rmin = MINV(rmin, pick(fr, r, inf));
+    rmax = MAXV(rmax, pick(fr, r, -inf));
+    cmin = MINV(cmin, pick(fc, c, inf));
+    cmax = MAXV(cmax, pick(fc, c, -inf));
+    vd rj = keep(both, r), cj = keep(both, c), e = cj - rj, ae = magnitude(e), ar = magnitude(rj);
+    jr += rj;
+    jc += cj;
+    jrr += rj * rj;
+    jcc += cj * cj;
+    jrc += rj * cj;
+    jee += e * e;
+    jae += ae;
+    vd rel = keep(ae != zero, ae / ar);
+    jrel += rel;
+    max_e = MAXV(max_e, ae);
+    max_rel = MAXV(max_rel, rel);
+    vl differ = (r != c) & ~(isnan_r & isnan_c) & valid, sided = differ & ~both;
+    differ_n -= differ;
+    sided_n -= sided;
+    outside_n -= (both & ~(ae <= atol + rtol * ar)) | sided;
+    if (f.is_float) {
+      vu d = ulp_lanes(rj, cj, &f);
+      vl more = (vl)(ulp < d);
+      ulp = (vu)(((vl)d & more) | ((vl)ulp & ~more));
+    } else {
+      /* To the nearest integer, ties to even; what has no fraction bits left is one already. */
+      vd bump = lanes(0x1p52), whole = (ar + bump) - bump;
+      whole = pick(ar >= bump, ar, whole);
+      whole = (vd)((vl)whole | ((vl)rj & lanes_l(INT64_MIN)));
+      far = MAXV(far, magnitude(cj - whole));
+    }
+  }
+
+  Moments *m = &s->m;
+  double count[2] = {(double)total_l(nr), (double)total_l(nc)}, sums[2] = {total(own_r), total(own_c)};
+  for (int side = 0; side < 2; side++) {
+    if (count[side] == 0) continue;
+    const double *x = side ? c_in : r_in;
+    vd mean = lanes(sums[side] / count[side]), m2 = zero, drift = zero, sentinel = side ? sc : sr;
+    for (int64_t i = 0; i < n; i += LANES) {
+      vd v = load_lanes_d(x + i);
+      vl ok = (iota() < lanes_l(n - i)) & (magnitude(v) <= top) & (v != sentinel);
+      vd d = keep(ok, v - mean);
+      m2 += d * d;
+      drift += d;
+    }
+    double slip = total(drift); /* what rounding left in the mean: part of the sum of squares about it */
+    join_spread(&s->spread[side], count[side], mean[0] + slip / count[side], total(m2) - slip * slip / count[side]);
+  }
+  if (count[0] > 0) s->shift = sums[0] / count[0];
+  int64_t new_differ = total_l(differ_n), joint = total_l(nj);
+  m->finite += joint;
+  m->finite_one[0] += (int64_t)count[0];
+  m->finite_one[1] += (int64_t)count[1];
+  m->nan[0] += total_l(nan_r);
+  m->nan[1] += total_l(nan_c);
+  m->pos_inf[0] += total_l(pos_r);
+  m->pos_inf[1] += total_l(pos_c);
+  m->neg_inf[0] += total_l(neg_r);
+  m->neg_inf[1] += total_l(neg_c);
+  m->different += new_differ;
+  m->one_sided += total_l(sided_n);
+  m->outside += total_l(outside_n);
+  m->sum_r += total(jr);
+  m->sum_c += total(jc);
+  m->sum_rr += total(jrr);
+  m->sum_cc += total(jcc);
+  m->sum_rc += total(jrc);
+  m->sum_ee += total(jee);
+  m->sum_abs_e += total(jae);
+  m->sum_rel_e += total(jrel);
+  m->sum[0] += sums[0];
+  m->sum[1] += sums[1];
+  m->sumsq[0] += total(own_rr);
+  m->sumsq[1] += total(own_cc);
+  m->ends[0].min = fmin(m->ends[0].min, least(rmin));
+  m->ends[0].max = fmax(m->ends[0].max, greatest(rmax));
+  m->ends[1].min = fmin(m->ends[1].min, least(cmin));
+  m->ends[1].max = fmax(m->ends[1].max, greatest(cmax));
+  m->max_rel_e = fmax(m->max_rel_e, greatest(max_rel));
+  uint64_t u = greatest_u(ulp);
+  if (u > s->ulp) s->ulp = u;
+  s->ulp_real = fmax(s->ulp_real, greatest(far));
+  if (greatest(max_e) > m->max_abs_e) find_greatest_error(s, r_in, c_in, base, n);
+  int odd_r = count[0] != (double)n, odd_c = count[1] != (double)n;
+  if ((new_differ && m->first_different_at < 0) || (odd_r && m->nonfinite_at[0] < 0) ||
+      (odd_c && m->nonfinite_at[1] < 0) || (m->one_sided && m->one_sided_at < 0))
+    find_positions(s, r_in, c_in, base, n);
+}
+
+TARGET static void careful_block(Pair *s, int64_t base, int64_t n) {
+  double r[BLOCK] __attribute__((aligned(64))), c[BLOCK] __attribute__((aligned(64)));
+  int64_t whole = (n + 7) & ~(int64_t)7;
+  for (int64_t i = n; i < whole; i++) r[i] = c[i] = 0.0;
+  decode_side(s->data[0], s->dtype[0], s->widen[0], base, n, r);
+  decode_side(s->data[1], s->dtype[1], s->widen[1], base, n, c);
+  if ((is_wide(s->dtype[0]) || is_wide(s->dtype[1])) && is_integer(s->dtype[0]) && is_integer(s->dtype[1]) &&
+      !s->widen[0] && !s->widen[1]) {
+    double widest = 0;
+    for (int64_t i = 0; i < n; i++) widest = fmax(widest, fmax(fabs(r[i]), fabs(c[i])));
+    if (widest >= 0x1p52) {
+      exact_integers(s, base, n);
+      return;
+    }
+  }
+  careful_pair(s, r, c, base, n);
+}
+
+/* One block in float64; the array holds a multiple of 64, zeros past n. `base` is a multiple of 64. */
+LANE_FN void careful_summary(One *s, double *x, int64_t base, int64_t n) {
+  const vd zero = lanes(0.0), inf = lanes(INFINITY), top = lanes(DBL_MAX), sentinel = lanes(s->sentinel);
+  vd sum = zero, squares = zero, low = inf, high = -inf, m2 = zero, drift = zero;
+  vl finite = {0}, zeros = {0}, nans = {0}, pos = {0}, neg = {0};
+  for (int64_t i = 0; i < n; i += LANES) {
+    vl valid = iota() < lanes_l(n - i);
+    vd v = load_lanes_d(x + i);
+    v = pick(v == sentinel, -inf, v);
+    vl ok = (magnitude(v) <= top) & valid;
+    nans -= (v != v) & valid;
+    pos -= (v == inf) & valid;
+    neg -= (v == -inf) & valid;
+    zeros -= (v == zero) & valid;
+    finite -= ok;
+    low = MINV(low, pick(ok, v, inf));
+    high = MAXV(high, pick(ok, v, -inf));
+    v = keep(ok, v);
+    sum += v;
+    squares += v * v;
+    memcpy(x + i, &v, sizeof v);
+  }
+  int64_t ok_n = total_l(finite), odd = n - ok_n;
+  Summary *o = &s->s;
+  if (ok_n) {
+    vd mean = lanes(total(sum) / (double)ok_n);
+    for (int64_t i = 0; i < n; i += LANES) {
+      vd d = keep(iota() < lanes_l(n - i), load_lanes_d(x + i) - mean);
+      m2 += d * d;
+      drift += d;
+    }
+    double slip = total(drift), about = total(m2);
+    if (odd) { /* masked elements were counted as zeros; take them out again */
+      about -= (double)odd * mean[0] * mean[0];
+      slip += (double)odd * mean[0];
+      if (about < 1e-6 * (double)odd * mean[0] * mean[0] || !(about >= 0)) { /* too much was taken out to trust */
+        about = slip = 0;
+        double raw[BLOCK];
+        decode_double(s->data, s->dtype, base, n, raw);
+        for (int64_t i = 0; i < n; i++)
+          if (fabs(raw[i]) <= DBL_MAX && raw[i] != s->sentinel) {
+            about += (raw[i] - mean[0]) * (raw[i] - mean[0]);
+            slip += raw[i] - mean[0];
+          }
+      }
+    }
+    join_spread(&s->spread, (double)ok_n, mean[0] + slip / (double)ok_n, about - slip * slip / (double)ok_n);
+    s->shift = mean[0];
+  }
+  o->nan += total_l(nans);
+  o->pos_inf += total_l(pos);
+  o->neg_inf += total_l(neg);
+  o->zeros += total_l(zeros);
+  o->min = fmin(o->min, least(low));
+  o->max = fmax(o->max, greatest(high));
+  s->sumsq += total(squares);
+  for (int64_t i = 0; i < n; i += BUCKETS) {
+    uint64_t signs = sketch_signs((uint64_t)(base + i) / BUCKETS);
+    unsigned flip = sketch_xor(signs);
+    for (int j = 0; j < BUCKETS; j += LANES) {
+      vu turn = ((lanes_u(signs >> j) >> (vu)iota()) & 1) << 63;
+      vu v = (vu)load_lanes_d(x + i + j) ^ turn;
+      memcpy(x + i + j, &v, sizeof v);
+    }
+    for (unsigned j = 0; j < BUCKETS; j += 2) { /* pairs: they move together, perhaps changing places */
+      double *to = o->sketch + (j ^ (flip & 62));
+      const double *from = x + i + j;
+      to[0] += from[flip & 1];
+      to[1] += from[~flip & 1];
+    }
+  }
+}
+
+TARGET static void careful_summary_block(One *s, int64_t base, int64_t n) {
+  double x[BLOCK] __attribute__((aligned(64)));
+  decode_double(s->data, s->dtype, base, n, x);
+  int64_t whole = (n + BUCKETS - 1) / BUCKETS * BUCKETS;
+  for (int64_t i = n; i < whole; i++) x[i] = 0.0;
+  careful_summary(s, x, base, n);
+}
+
+#if WIDTH == 0
+static void pair(Pair *s, int64_t count) {
+  for (int64_t i = 0; i < count; i += BLOCK) careful_block(s, i, count - i < BLOCK ? count - i : BLOCK);
+}
+
+static void summary(One *s, int64_t count) {
+  for (int64_t i = 0; i < count; i += BLOCK) careful_summary_block(s, i, count - i < BLOCK ? count - i : BLOCK);
+}
+
+LANE_FN void stripe(uint64_t *sums, const uint8_t *p, const uint8_t *key) {
+  uint64_t data[8], keyed[8];
+  for (int i = 0; i < 8; i++) {
+    data[i] = read64(p + 8 * i);
+    keyed[i] = data[i] ^ read64(key + 8 * i);
+  }
+  for (int i = 0; i < 8; i++) sums[i] += data[i ^ 1] + (uint64_t)(uint32_t)keyed[i] * (keyed[i] >> 32);
+}
+
+LANE_FN void scramble(uint64_t *sums, const uint8_t *key) {
+  for (int i = 0; i < 8; i++) sums[i] = (sums[i] ^ (sums[i] >> 47) ^ read64(key + 8 * i)) * P32_1;
+}
+
+static void hash_long(const uint8_t *p, size_t n, uint64_t *sums) {
+  memcpy(sums, HASH_START, sizeof HASH_START);
+  size_t blocks = (n - 1) / 1024;
+  for (size_t b = 0; b < blocks; b++, p += 1024) {
+    for (size_t i = 0; i < 16; i++) stripe(sums, p + 64 * i, SECRET + 8 * i);
+    scramble(sums, SECRET + 128);
+  }
+  size_t rest = n - blocks * 1024, stripes = (rest - 1) / 64;
+  for (size_t i = 0; i < stripes; i++) stripe(sums, p + 64 * i, SECRET + 8 * i);
+  stripe(sums, p + rest - 64, SECRET + 192 - 64 - 7);
+}
+
+static uint64_t read_two(const uint8_t *a, const uint8_t *b, int64_t bytes) {
+  uint64_t sums[4] = {0};
+  for (int64_t i = 0; i + 32 <= bytes; i += 32)
+    for (int j = 0; j < 4; j++) sums[j] += read64(a + i + 8 * j) + read64(b + i + 8 * j);
+  return sums[0] + sums[1] + sums[2] + sums[3];
+}
+
+#else /* vectors of float32 */
+
+#undef VF
+#undef VI
+#undef OP
+#undef OPI
+#if WIDTH == 16
+#define VF __m512
+#define VI __m512i
+#define OP(name) _mm512_##name
+#else
+#define VF __m256
+#define VI __m256i
+#define OP(name) _mm256_##name
+#endif
+
+#undef AS_FLOAT
+#undef AS_BITS
+#undef AND_BITS
+#undef ABS
+#if WIDTH == 16
+#define AS_FLOAT(v) _mm512_castsi512_ps(v)
+#define AS_BITS(v) _mm512_castps_si512(v)
+#define AND_BITS(a, b) _mm512_and_si512(a, b)
+#define ABS(v) _mm512_abs_ps(v)
+#else
+#define AS_FLOAT(v) _mm256_castsi256_ps(v)
+#define AS_BITS(v) _mm256_castps_si256(v)
+#define AND_BITS(a, b) _mm256_and_si256(a, b)
+#define ABS(v) _mm256_and_ps(v, AS_FLOAT(_mm256_set1_epi32(0x7FFFFFFF)))
+#endif
+
+LANE_FN VI load_bits(const uint8_t *p) {
+#if WIDTH == 16
+  return _mm512_loadu_si512(p);
+#else
+  return _mm256_loadu_si256((const __m256i *)p);
+#endif
+}
+
+/* WIDTH elements in their own order. */
+LANE_FN VF load_lanes(const uint8_t *p, int kind) {
+  if (kind == LANES_F32) return AS_FLOAT(load_bits(p));
+#if WIDTH == 16
+  __m256i half = _mm256_loadu_si256((const __m256i *)p);
+#else
+  __m128i half = _mm_loadu_si128((const __m128i *)p);
+#endif
+  if (kind == LANES_F16) return OP(cvtph_ps)(half);
+  return AS_FLOAT(OP(slli_epi32)(OP(cvtepu16_epi32)(half), 16));
+}
+
+/* Sums of lanes in float64, so that a fold costs no digits. */
+LANE_FN double sum_lanes(VF v) {
+#if WIDTH == 16
+  __m512d wide = _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+  __m256d d = _mm256_add_pd(_mm512_castpd512_pd256(wide), _mm512_extractf64x4_pd(wide, 1));
+#else
+  __m256d d = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+#endif
+  __m128d q = _mm_add_pd(_mm256_castpd256_pd128(d), _mm256_extractf128_pd(d, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(q, _mm_unpackhi_pd(q, q)));
+}
+
+LANE_FN float max_lane(VF v) {
+#if WIDTH == 16
+  __m256 h = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  __m256 h = v;
+#endif
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+
+LANE_FN float min_lane(VF v) {
+#if WIDTH == 16
+  __m256 h = _mm256_min_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  __m256 h = v;
+#endif
+  __m128 q = _mm_min_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_min_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_min_ss(q, _mm_movehdup_ps(q)));
+}
+
+LANE_FN __m128i fold_bits(VI v, int least) {
+#if WIDTH == 16
+  __m256i a = _mm512_castsi512_si256(v), b = _mm512_extracti64x4_epi64(v, 1);
+  __m256i h = least ? _mm256_min_epu32(a, b) : _mm256_add_epi32(a, b);
+#else
+  __m256i h = v;
+#endif
+  __m128i c = _mm256_castsi256_si128(h), d = _mm256_extracti128_si256(h, 1);
+  __m128i q = least ? _mm_min_epu32(c, d) : _mm_add_epi32(c, d);
+  __m128i turned = _mm_shuffle_epi32(q, 0x4E);
+  q = least ? _mm_min_epu32(q, turned) : _mm_add_epi32(q, turned);
+  turned = _mm_shuffle_epi32(q, 0xB1);
+  return least ? _mm_min_epu32(q, turned) : _mm_add_epi32(q, turned);
+}
+
+LANE_FN int64_t count_lanes(VI v) { return _mm_cvtsi128_si32(fold_bits(v, 0)); }
+LANE_FN uint32_t least_lane(VI v) { return (uint32_t)_mm_cvtsi128_si32(fold_bits(v, 1)); }
+
+/* The inner loop. n is a multiple of 2 * WIDTH; kinds and `tolerant` are constants where it is inlined. */
+LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
+                             const Knobs *k, Sums *out) {
+  const VF zero = OP(setzero_ps)(), shift = OP(set1_ps)(k->shift), limit = OP(set1_ps)(k->limit);
+  const VF atol = OP(set1_ps)(k->atol), rtol = OP(set1_ps)(k->rtol);
+  VF sx = zero, se = zero, sxx = zero, sxe = zero, see = zero, sae = zero, srel = zero;
+  VF max_ae = zero, min_r = OP(set1_ps)(INFINITY), max_r = OP(set1_ps)(-INFINITY);
+  VI margin = OP(set1_epi32)(-1);
+#if WIDTH == 16
+  int64_t equal = 0, outside = 0; /* masks are counted on the scalar side, which has time */
+#else
+  VI equal = AS_BITS(zero), outside = AS_BITS(zero);
+#endif
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  int hits = 0;
+  for (int64_t i = 0; i < n; i += 2 * WIDTH) {
+    VF rs[2], cs[2];
+    if (r_kind == LANES_BF16 && c_kind == LANES_BF16) {
+      /* The odd elements of a word first, then the even ones: no lane has to move, and sums do not mind. */
+      const VI upper = OP(set1_epi32)((int)0xFFFF0000u);
+      VI r = load_bits(r_at + 2 * i), c = load_bits(c_at + 2 * i);
+      rs[0] = AS_FLOAT(OP(slli_epi32)(r, 16));
+      cs[0] = AS_FLOAT(OP(slli_epi32)(c, 16));
+      rs[1] = AS_FLOAT(AND_BITS(r, upper));
+      cs[1] = AS_FLOAT(AND_BITS(c, upper));
+    } else {
+      rs[0] = load_lanes(r_at + r_size * i, r_kind);
+      rs[1] = load_lanes(r_at + r_size * (i + WIDTH), r_kind);
+      cs[0] = load_lanes(c_at + c_size * i, c_kind);
+      cs[1] = load_lanes(c_at + c_size * (i + WIDTH), c_kind);
+    }
+    unsigned hit = 0;
+    for (int half = 0; half < 2; half++) {
+      VF r = rs[half], c = cs[half];
+      VF e = OP(sub_ps)(c, r), x = OP(sub_ps)(r, shift), ae = ABS(e), ar = ABS(r);
+      sx = OP(add_ps)(sx, x);
+      se = OP(add_ps)(se, e);
+      sae = OP(add_ps)(sae, ae);
+      sxx = OP(fmadd_ps)(x, x, sxx);
+      sxe = OP(fmadd_ps)(x, e, sxe);
+      see = OP(fmadd_ps)(e, e, see);
+      min_r = OP(min_ps)(min_r, r);
+      max_r = OP(max_ps)(max_r, r);
+      max_ae = OP(max_ps)(max_ae, ae);
+#if WIDTH == 16
+      __mmask16 apart = _mm512_cmp_ps_mask(e, zero, _CMP_NEQ_UQ);
+      VF rel = _mm512_maskz_div_ps(apart, ae, ar);
+      equal += __builtin_popcount(0xFFFF & ~(unsigned)apart);
+#else
+      VF same = _mm256_cmp_ps(e, zero, _CMP_EQ_OQ);
+      VF rel = _mm256_andnot_ps(same, _mm256_div_ps(ae, ar));
+      equal = _mm256_sub_epi32(equal, AS_BITS(same));
+#endif
+      srel = OP(add_ps)(srel, rel);
+      if (tolerant) {
+        VF allowed = OP(fmadd_ps)(rtol, ar, atol);
+        VI past = OP(sub_epi32)(AS_BITS(ae), AS_BITS(allowed));
+        /* Where the two sides are equal there is no margin to speak of. */
+#if WIDTH == 16
+        outside += __builtin_popcount(_mm512_cmp_ps_mask(ae, allowed, _CMP_GT_OQ));
+        margin = _mm512_mask_min_epu32(margin, apart, margin, past);
+#else
+        outside = _mm256_sub_epi32(outside, AS_BITS(_mm256_cmp_ps(ae, allowed, _CMP_GT_OQ)));
+        margin = _mm256_min_epu32(margin, _mm256_or_si256(past, AS_BITS(same)));
+#endif
+      }
+#if WIDTH == 16
+      hit |= _mm512_cmp_ps_mask(rel, limit, _CMP_GT_OQ);
+#else
+      hit |= (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(rel, limit, _CMP_GT_OQ));
+#endif
+    }
+    /* Written always, kept sometimes: no branch to mispredict. */
+    out->hit[hits] = (uint16_t)i;
+    hits += hit != 0;
+  }
+  out->x = sum_lanes(sx);
+  out->e = sum_lanes(se);
+  out->xx = sum_lanes(sxx);
+  out->xe = sum_lanes(sxe);
+  out->ee = sum_lanes(see);
+  out->ae = sum_lanes(sae);
+  out->rel = sum_lanes(srel);
+  out->max_ae = max_lane(max_ae);
+  out->min_r = min_lane(min_r);
+  out->max_r = max_lane(max_r);
+#if WIDTH == 16
+  out->differ = n - equal;
+  out->outside = outside;
+#else
+  out->differ = n - count_lanes(equal);
+  out->outside = count_lanes(outside);
+#endif
+  out->margin = tolerant ? least_lane(margin) : UINT32_MAX;
+  out->hits = hits;
+}
+
+#undef CASE
+#define CASE(r_kind, c_kind)                                                                      \
+  case r_kind * 3 + c_kind:                                                                       \
+    if (tolerant) sum_block(r, c, n, r_kind, c_kind, 1, k, out);                            \
+    else sum_block(r, c, n, r_kind, c_kind, 0, k, out);                                     \
+    break
+
+TARGET static void sum_kinds(const uint8_t *r, const uint8_t *c, int64_t n, int r_kind, int c_kind, int tolerant,
+                                   const Knobs *k, Sums *out) {
+  switch (r_kind * 3 + c_kind) {
+    CASE(LANES_F32, LANES_F32);
+    CASE(LANES_F32, LANES_BF16);
+    CASE(LANES_F32, LANES_F16);
+    CASE(LANES_BF16, LANES_F32);
+    CASE(LANES_BF16, LANES_BF16);
+    CASE(LANES_BF16, LANES_F16);
+    CASE(LANES_F16, LANES_F32);
+    CASE(LANES_F16, LANES_BF16);
+    CASE(LANES_F16, LANES_F16);
+  }
+}
+
+/* The candidate's extremes; wanted only when the reference's and the greatest error cannot rule out new ones. */
+LANE_FN void extremes(const uint8_t *p, int64_t n, int kind, double *low, double *high) {
+  VF lo = OP(set1_ps)(INFINITY), hi = OP(set1_ps)(-INFINITY);
+  const int size = kind == LANES_F32 ? 4 : 2;
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    VF v = load_lanes(p + size * i, kind);
+    lo = OP(min_ps)(lo, v);
+    hi = OP(max_ps)(hi, v);
+  }
+  *low = min_lane(lo);
+  *high = max_lane(hi);
+}
+
+LANE_FN VI ulp_distance(VF r, VF c, int dtype) {
+  const VI magnitude_bits = OP(set1_epi32)(0x7FFFFFFF);
+  VI a = AND_BITS(AS_BITS(r), magnitude_bits), b = AND_BITS(AS_BITS(c), magnitude_bits);
+  if (dtype == BF16) {
+    VI odd = AND_BITS(OP(srli_epi32)(a, 16), OP(set1_epi32)(1));
+    a = OP(srli_epi32)(OP(add_epi32)(a, OP(add_epi32)(odd, OP(set1_epi32)(0x7FFF))), 16);
+    b = OP(srli_epi32)(b, 16);
+  } else if (dtype == F16) {
+    a = OP(cvtepu16_epi32)(OP(cvtps_ph)(AS_FLOAT(a), _MM_FROUND_TO_NEAREST_INT));
+    b = OP(cvtepu16_epi32)(OP(cvtps_ph)(AS_FLOAT(b), _MM_FROUND_TO_NEAREST_INT));
+  }
+  VI apart = OP(sub_epi32)(OP(max_epu32)(a, b), OP(min_epu32)(a, b)), across = OP(add_epi32)(a, b);
+#if WIDTH == 16
+  __mmask16 opposite = _mm512_movepi32_mask(_mm512_xor_si512(AS_BITS(r), AS_BITS(c)));
+  return _mm512_mask_mov_epi32(apart, opposite, across);
+#else
+  return AS_BITS(_mm256_blendv_ps(AS_FLOAT(apart), AS_FLOAT(across), _mm256_xor_ps(r, c)));
+#endif
+}
+
+/* The ULP distances and relative errors in the places that were marked. */
+TARGET static void visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, const Sums *b) {
+  int dtype = s->dtype[1], direct = dtype == F32 || dtype == BF16 || dtype == F16;
+  const VF zero = OP(setzero_ps)();
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  VI far = OP(set1_epi32)(0);
+  VF most = zero;
+  for (int h = 0; h < b->hits; h++)
+    for (int half = 0; half < 2; half++) {
+      int64_t i = b->hit[h] + half * WIDTH;
+      VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
+      VF e = OP(sub_ps)(c, r);
+#if WIDTH == 16
+      VF rel = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(e, zero, _CMP_NEQ_UQ), ABS(e), ABS(r));
+#else
+      VF rel = _mm256_and_ps(_mm256_cmp_ps(e, zero, _CMP_NEQ_UQ), _mm256_div_ps(ABS(e), ABS(r)));
+#endif
+      most = OP(max_ps)(most, rel);
+      if (direct) {
+        far = OP(max_epu32)(far, ulp_distance(r, c, dtype));
+      } else if (s->format[1].is_float) {
+        float rf[WIDTH], cf[WIDTH];
+        OP(storeu_ps)(rf, r);
+        OP(storeu_ps)(cf, c);
+        for (int j = 0; j < WIDTH; j += LANES) {
+          vd rd, cd;
+          for (int lane = 0; lane < LANES; lane++) {
+            rd[lane] = rf[j + lane];
+            cd[lane] = cf[j + lane];
+          }
+          uint64_t u = greatest_u(ulp_lanes(rd, cd, &s->format[1]));
+          if (u > s->ulp) s->ulp = u;
+        }
+      }
+    }
+  double greatest_rel = max_lane(most);
+  if (greatest_rel > s->m.max_rel_e) s->m.max_rel_e = greatest_rel;
+  if (direct) {
+    /* The greatest of unsigned lanes is the complement of the least complement. */
+    uint32_t u = ~least_lane(OP(sub_epi32)(OP(set1_epi32)(-1), far));
+    if (u > s->ulp) s->ulp = u;
+  }
+}
+
+/* What the sums of a block cannot tell and its elements must be asked for again, in float64. */
+TARGET static void ask_again(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
+                             int64_t n, int count_outside) {
+  static const int dtype_of_kind[] = {F32, BF16, F16};
+  double r[BLOCK] __attribute__((aligned(64))), c[BLOCK] __attribute__((aligned(64)));
+  decode_double(r_at, dtype_of_kind[r_kind], 0, n, r);
+  decode_double(c_at, dtype_of_kind[c_kind], 0, n, c);
+  if (s->m.first_different_at < 0 || s->m.first_different_at >= base) find_positions(s, r, c, base, n);
+  vd most = lanes(0.0), atol = lanes(s->atol), rtol = lanes(s->rtol);
+  vl outside = lanes_l(0);
+  for (int64_t i = 0; i < n; i += LANES) { /* n is a multiple of 2 * WIDTH */
+    vd a = load_lanes_d(r + i), ae = magnitude(load_lanes_d(c + i) - a);
+    most = MAXV(most, ae);
+    outside -= ~(ae <= atol + rtol * magnitude(a));
+  }
+  if (count_outside) s->m.outside += total_l(outside);
+  if (greatest(most) > s->m.max_abs_e) find_greatest_error(s, r, c, base, n);
+}
+
+/* A block with something infinite, not a number or a sentinel in it, made fit for the lanes: such pairs are measured
+ * one by one and become shift against shift, which adds nothing to any sum. Returns how many, -1 for too many. */
+TARGET static int64_t patch_block(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
+                                  int64_t n, const Knobs *k, float *r_out, float *c_out, Sums *ends, double *c_ends) {
+  const VF shift = OP(set1_ps)(k->shift), top = OP(set1_ps)(FLT_MAX);
+  const VF r_mask = OP(set1_ps)((float)s->format[0].sentinel), c_mask = OP(set1_ps)((float)s->format[1].sentinel);
+  VF lo = OP(set1_ps)(INFINITY), hi = OP(set1_ps)(-INFINITY), c_lo = lo, c_hi = hi;
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  uint16_t odd[BLOCK / 4];
+  int64_t odds = 0;
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
+#if WIDTH == 16
+    unsigned good = _mm512_cmp_ps_mask(ABS(r), top, _CMP_LE_OQ) & _mm512_cmp_ps_mask(ABS(c), top, _CMP_LE_OQ) &
+                    _mm512_cmp_ps_mask(r, r_mask, _CMP_NEQ_UQ) & _mm512_cmp_ps_mask(c, c_mask, _CMP_NEQ_UQ);
+    __mmask16 ok = (__mmask16)good;
+    lo = _mm512_mask_min_ps(lo, ok, lo, r);
+    hi = _mm512_mask_max_ps(hi, ok, hi, r);
+    c_lo = _mm512_mask_min_ps(c_lo, ok, c_lo, c);
+    c_hi = _mm512_mask_max_ps(c_hi, ok, c_hi, c);
+    _mm512_storeu_ps(r_out + i, _mm512_mask_mov_ps(shift, ok, r));
+    _mm512_storeu_ps(c_out + i, _mm512_mask_mov_ps(shift, ok, c));
+#else
+    VF ok = _mm256_and_ps(_mm256_and_ps(_mm256_cmp_ps(ABS(r), top, _CMP_LE_OQ), _mm256_cmp_ps(ABS(c), top, _CMP_LE_OQ)),
+                          _mm256_and_ps(_mm256_cmp_ps(r, r_mask, _CMP_NEQ_UQ), _mm256_cmp_ps(c, c_mask, _CMP_NEQ_UQ)));
+    unsigned good = (unsigned)_mm256_movemask_ps(ok);
+    lo = _mm256_min_ps(lo, _mm256_blendv_ps(lo, r, ok));
+    hi = _mm256_max_ps(hi, _mm256_blendv_ps(hi, r, ok));
+    c_lo = _mm256_min_ps(c_lo, _mm256_blendv_ps(c_lo, c, ok));
+    c_hi = _mm256_max_ps(c_hi, _mm256_blendv_ps(c_hi, c, ok));
+    _mm256_storeu_ps(r_out + i, _mm256_blendv_ps(shift, r, ok));
+    _mm256_storeu_ps(c_out + i, _mm256_blendv_ps(shift, c, ok));
+#endif
+    for (unsigned bad = ~good & ((1u << WIDTH) - 1); bad; bad &= bad - 1) {
+      if (odds == BLOCK / 4) return -1;
+      odd[odds++] = (uint16_t)(i + __builtin_ctz(bad));
+    }
+  }
+  if (odds == n) return -1;
+  for (int64_t i = 0; i < odds; i++) {
+    static const int dtype_of_kind[] = {F32, BF16, F16};
+    double r, c;
+    decode_double(r_at, dtype_of_kind[r_kind], odd[i], 1, &r);
+    decode_double(c_at, dtype_of_kind[c_kind], odd[i], 1, &c);
+    measure_odd(s, r, c, base + odd[i]);
+  }
+  ends->min_r = min_lane(lo);
+  ends->max_r = max_lane(hi);
+  c_ends[0] = min_lane(c_lo);
+  c_ends[1] = max_lane(c_hi);
+  return odds;
+}
+
+LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t base, int64_t n, int r_kind, int c_kind,
+                          int tolerant, const Sums *b) {
+  Moments *m = &s->m;
+  int unsure = b->margin <= MARGIN_STEPS;
+  if (!unsure) m->outside += tolerant ? b->outside : b->differ;
+  if (b->hits) visit_hits(s, r, c, r_kind, c_kind, b);
+  if (unsure || (b->differ && (m->first_different_at < 0 || m->first_different_at >= base)) ||
+      b->max_ae > (float)m->max_abs_e) /* errors alike to float32 are alike: the first keeps the place */
+    ask_again(s, r, c, r_kind, c_kind, base, n, unsure);
+}
+
+TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k) {
+  float decoded[2][BLOCK] __attribute__((aligned(64)));
+  const uint8_t *r, *c;
+  if (r_kind == LANES_DECODED) {
+    decode_float(s->data[0], s->dtype[0], base, n, decoded[0]);
+    r = (const uint8_t *)decoded[0];
+    r_kind = LANES_F32;
+  } else {
+    r = s->data[0] + base * (r_kind == LANES_F32 ? 4 : 2);
+  }
+  if (c_kind == LANES_DECODED) {
+    decode_float(s->data[1], s->dtype[1], base, n, decoded[1]);
+    c = (const uint8_t *)decoded[1];
+    c_kind = LANES_F32;
+  } else {
+    c = s->data[1] + base * (c_kind == LANES_F32 ? 4 : 2);
+  }
+  Moments *m = &s->m;
+  Sums b;
+  double spread_r, spread_c, count = (double)n, limit = ulp_limit(s);
+  k->shift = (float)s->shift;
+  k->limit = (float)(limit < m->max_rel_e ? limit : m->max_rel_e);
+  sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+  double low = (double)b.min_r - b.max_ae * (1 + 0x1p-22), high = (double)b.max_r + b.max_ae * (1 + 0x1p-22);
+  if (!(b.ae <= DBL_MAX) || b.min_r <= s->format[0].sentinel) {
+    Moments saved = *m;
+    Spread spreads[2] = {s->spread[0], s->spread[1]};
+    float clean[2][BLOCK] __attribute__((aligned(64)));
+    double c_ends[2];
+    Sums ends;
+    if (!(fabsf(k->shift) <= FLT_MAX)) return 0;
+    int64_t odds = patch_block(s, r, c, r_kind, c_kind, base, n, k, clean[0], clean[1], &ends, c_ends);
+    if (odds < 0) return 0;
+    r = (const uint8_t *)clean[0];
+    c = (const uint8_t *)clean[1];
+    r_kind = c_kind = LANES_F32;
+    count -= (double)odds;
+    sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+    b.min_r = ends.min_r;
+    b.max_r = ends.max_r;
+    if (!sums_hold(s, &b, count, &spread_r, &spread_c)) {
+      *m = saved;
+      s->spread[0] = spreads[0];
+      s->spread[1] = spreads[1];
+      return 0;
+    }
+    if (c_ends[0] < m->ends[1].min) m->ends[1].min = c_ends[0];
+    if (c_ends[1] > m->ends[1].max) m->ends[1].max = c_ends[1];
+    fold_sums(s, &b, k, count, spread_r, spread_c);
+    finish_block(s, r, c, base, n, r_kind, c_kind, tolerant, &b);
+    return 1;
+  }
+  if (!sums_hold(s, &b, count, &spread_r, &spread_c)) return 0;
+  if (low < m->ends[1].min || high > m->ends[1].max || low <= s->format[1].sentinel) {
+    switch (c_kind) {
+      case LANES_F32: extremes(c, n, LANES_F32, &low, &high); break;
+      case LANES_BF16: extremes(c, n, LANES_BF16, &low, &high); break;
+      default: extremes(c, n, LANES_F16, &low, &high); break;
+    }
+    if (low <= s->format[1].sentinel) return 0;
+    if (low < m->ends[1].min) m->ends[1].min = low;
+    if (high > m->ends[1].max) m->ends[1].max = high;
+  }
+  fold_sums(s, &b, k, count, spread_r, spread_c);
+  finish_block(s, r, c, base, n, r_kind, c_kind, tolerant, &b);
+  return 1;
+}
+
+TARGET static void pair(Pair *s, int64_t count) {
+  int r_kind = lane_kind(s->dtype[0]), c_kind = lane_kind(s->dtype[1]);
+  int tolerant = s->atol != 0.0 || s->rtol != 0.0;
+  int fast = r_kind != LANES_NONE && c_kind != LANES_NONE && !s->widen[0] && !s->widen[1] &&
+             tolerance_fits(s->atol) && tolerance_fits(s->rtol) &&
+             (s->format[1].is_float || !s->format[0].is_float); /* integers' ULPs are their errors */
+  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE)};
+  if (fast && count >= 2 * WIDTH) {
+    double sample[8], sum = 0;
+    for (int i = 0; i < 8; i++) {
+      decode_double(s->data[0], s->dtype[0], (int64_t)i * 2 * WIDTH / 8, 1, sample + i);
+      sum += sample[i] / 8;
+    }
+    s->shift = sum;
+  }
+  for (int64_t i = 0; i < count;) {
+    int64_t n = count - i < BLOCK ? count - i : BLOCK, whole = n & -(int64_t)(2 * WIDTH);
+    if (fast && whole && fast_block(s, i, whole, r_kind, c_kind, tolerant, &k)) {
+      i += whole;
+      continue;
+    }
+    careful_block(s, i, n);
+    i += n;
+  }
+  if (fast && !s->format[1].is_float) s->ulp_real = s->m.max_abs_e;
+}
+
+/* One block of one tensor, n a multiple of 64. Returns 0, with nothing changed, when float32 cannot carry it. */
+LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int kind) {
+  enum { PARTS = BUCKETS / WIDTH };
+  const VF zero = OP(setzero_ps)(), shift = OP(set1_ps)((float)s->shift);
+  const int size = kind == LANES_F32 ? 4 : 2;
+  VF sx[2] = {zero, zero}, sxx[2] = {zero, zero}, low = OP(set1_ps)(INFINITY), high = OP(set1_ps)(-INFINITY);
+  VF buckets[PARTS];
+  int64_t zeros = 0;
+#if WIDTH == 16
+  const VI iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  const VI iota = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const VI to_top = _mm256_sub_epi32(_mm256_set1_epi32(31), iota), minus = _mm256_set1_epi32(INT32_MIN);
+#endif
+  for (int v = 0; v < PARTS; v++) buckets[v] = zero;
+  for (int64_t i = 0; i < n; i += BUCKETS) {
+    uint64_t signs = sketch_signs((uint64_t)(base + i) / BUCKETS);
+    unsigned flip = sketch_xor(signs), part = flip / WIDTH;
+    VI lanes_to = OP(set1_epi32)((int)(flip % WIDTH));
+#if WIDTH == 16
+    lanes_to = _mm512_xor_si512(lanes_to, iota);
+#else
+    lanes_to = _mm256_xor_si256(lanes_to, iota);
+#endif
+    for (unsigned v = 0; v < PARTS; v++) {
+      VF value = load_lanes(p + size * (i + WIDTH * v), kind), x = OP(sub_ps)(value, shift);
+      sx[v & 1] = OP(add_ps)(sx[v & 1], x);
+      sxx[v & 1] = OP(fmadd_ps)(x, x, sxx[v & 1]);
+      low = OP(min_ps)(low, value);
+      high = OP(max_ps)(high, value);
+#if WIDTH == 16
+      zeros += __builtin_popcount(_mm512_cmp_ps_mask(value, zero, _CMP_EQ_OQ));
+      VF turned = AS_FLOAT(_mm512_mask_xor_epi32(AS_BITS(value), (__mmask16)(signs >> (16 * v)), AS_BITS(value),
+                                                 _mm512_set1_epi32(INT32_MIN)));
+      turned = _mm512_permutexvar_ps(lanes_to, turned);
+#else
+      zeros += __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_cmp_ps(value, zero, _CMP_EQ_OQ)));
+      VI sign = AND_BITS(_mm256_sllv_epi32(_mm256_set1_epi32((int)(signs >> (8 * v))), to_top), minus);
+      VF turned = _mm256_permutevar8x32_ps(_mm256_xor_ps(value, AS_FLOAT(sign)), lanes_to);
+#endif
+      buckets[v ^ part] = OP(add_ps)(buckets[v ^ part], turned);
+    }
+  }
+  double count = (double)n, x = sum_lanes(OP(add_ps)(sx[0], sx[1])), xx = sum_lanes(OP(add_ps)(sxx[0], sxx[1]));
+  float least_value = min_lane(low), greatest_value = max_lane(high);
+  double about = xx - x * x / count, by = (float)s->shift;
+  if (!(xx <= DBL_MAX) || least_value <= s->sentinel) return 0;
+  if (xx < 0x1p-115 && least_value != greatest_value) return 0;
+  if (!(about >= 0.1 * xx)) return 0;
+  Summary *o = &s->s;
+  if (least_value < o->min) o->min = least_value;
+  if (greatest_value > o->max) o->max = greatest_value;
+  o->zeros += zeros;
+  s->sumsq += xx + by * (2 * x + count * by);
+  join_spread(&s->spread, count, by + x / count, about);
+  s->shift = by + x / count;
+  for (int v = 0; v < PARTS; v++) {
+    float part[WIDTH];
+    OP(storeu_ps)(part, buckets[v]);
+    for (int lane = 0; lane < WIDTH; lane++) o->sketch[v * WIDTH + lane] += part[lane];
+  }
+  return 1;
+}
+
+TARGET static int summary_kinds(One *s, const uint8_t *p, int64_t base, int64_t n, int kind) {
+  switch (kind) {
+    case LANES_F32: return summary_block(s, p, base, n, LANES_F32);
+    case LANES_BF16: return summary_block(s, p, base, n, LANES_BF16);
+    default: return summary_block(s, p, base, n, LANES_F16);
+  }
+}
+
+TARGET static void summary(One *s, int64_t count) {
+  int kind = lane_kind(s->dtype);
+  float decoded[BLOCK] __attribute__((aligned(64)));
+  for (int64_t i = 0; i < count;) {
+    int64_t n = count - i < BLOCK ? count - i : BLOCK, whole = n & -(int64_t)BUCKETS;
+    if (kind != LANES_NONE && whole) {
+      const uint8_t *p = s->data + i * (kind == LANES_F32 ? 4 : 2);
+      if (kind == LANES_DECODED) {
+        decode_float(s->data, s->dtype, i, whole, decoded);
+        p = (const uint8_t *)decoded;
+      }
+      if (summary_kinds(s, p, i, whole, kind == LANES_DECODED ? LANES_F32 : kind)) {
+        i += whole;
+        continue;
+      }
+    }
+    careful_summary_block(s, i, n);
+    i += n;
+  }
+}
+
+LANE_FN VI stripe(VI sums, VI data, VI key) {
+#if WIDTH == 16
+  VI keyed = _mm512_xor_si512(data, key);
+#else
+  VI keyed = _mm256_xor_si256(data, key);
+#endif
+  VI product = OP(mul_epu32)(keyed, OP(srli_epi64)(keyed, 32));
+  return OP(add_epi64)(OP(add_epi64)(sums, OP(shuffle_epi32)(data, 0x4E)), product);
+}
+
+LANE_FN VI scramble(VI sums, VI key) {
+  const VI prime = OP(set1_epi32)((int)P32_1);
+#if WIDTH == 16
+  VI v = _mm512_ternarylogic_epi64(sums, _mm512_srli_epi64(sums, 47), key, 0x96);
+#else
+  VI v = _mm256_xor_si256(_mm256_xor_si256(sums, _mm256_srli_epi64(sums, 47)), key);
+#endif
+  VI low = OP(mul_epu32)(v, prime), high = OP(mul_epu32)(OP(srli_epi64)(v, 32), prime);
+  return OP(add_epi64)(low, OP(slli_epi64)(high, 32));
+}
+
+TARGET static void hash_long(const uint8_t *p, size_t n, uint64_t *out) {
+  enum { PARTS = 16 / WIDTH, PART = 4 * WIDTH };
+  VI sums[PARTS];
+  for (int v = 0; v < PARTS; v++) sums[v] = load_bits((const uint8_t *)HASH_START + PART * v);
+  size_t blocks = (n - 1) / 1024;
+  for (size_t b = 0; b < blocks; b++, p += 1024) {
+    for (size_t i = 0; i < 16; i++)
+      for (int v = 0; v < PARTS; v++)
+        sums[v] = stripe(sums[v], load_bits(p + 64 * i + PART * v), load_bits(SECRET + 8 * i + PART * v));
+    for (int v = 0; v < PARTS; v++) sums[v] = scramble(sums[v], load_bits(SECRET + 128 + PART * v));
+  }
+  size_t rest = n - blocks * 1024, stripes = (rest - 1) / 64;
+  for (size_t i = 0; i < stripes; i++)
+    for (int v = 0; v < PARTS; v++)
+      sums[v] = stripe(sums[v], load_bits(p + 64 * i + PART * v), load_bits(SECRET + 8 * i + PART * v));
+  for (int v = 0; v < PARTS; v++) {
+    sums[v] = stripe(sums[v], load_bits(p + rest - 64 + PART * v), load_bits(SECRET + 121 + PART * v));
+    memcpy(out + PART / 8 * v, &sums[v], PART);
+  }
+}
+
+/* For the benchmark: two streams read as fast as this processor can, with nothing done to them. */
+TARGET static uint64_t read_two(const uint8_t *a, const uint8_t *b, int64_t bytes) {
+  enum { PART = 4 * WIDTH, AHEAD = 1024 };
+  VI x[4];
+  for (int v = 0; v < 4; v++) x[v] = OP(set1_epi32)(0);
+  for (int64_t i = 0; i + 4 * PART <= bytes; i += 4 * PART) {
+    for (int line = 0; line < 4 * PART; line += 64) {
+      _mm_prefetch((const char *)(a + i + line + AHEAD), _MM_HINT_T0);
+      _mm_prefetch((const char *)(b + i + line + AHEAD), _MM_HINT_T0);
+    }
+    for (int v = 0; v < 4; v++)
+      x[v] = OP(add_epi32)(x[v], OP(add_epi32)(load_bits(a + i + PART * v), load_bits(b + i + PART * v)));
+  }
+  return (uint64_t)count_lanes(OP(add_epi32)(OP(add_epi32)(x[0], x[1]), OP(add_epi32)(x[2], x[3])));
+}
+
+#endif /* WIDTH */
+
+#endif /* DRIFTLINE_BODY */
