@@ -11,6 +11,7 @@ import torch
 from capturing import capturing
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WITHOUT_VALUES = {"aten._unsafe_view", "aten.empty", "aten.empty_like", "aten.new_empty"}
@@ -173,9 +174,7 @@ def test_recomputed_operators_are_told_apart_from_the_first_forward():
             self.inner = nn.Tanh()
 
         def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.inner, x * 2, use_reentrant=False)
-
-    import torch.utils.checkpoint
+            return checkpoint(self.inner, x * 2, use_reentrant=False)
 
     with capturing("ops", model=(model := Model())) as captured:
         model(torch.randn(3, requires_grad=True)).sum().backward()
@@ -193,6 +192,43 @@ def test_dropout_draws_the_same_numbers_with_capture():
     with capturing("ops", "modules", model=model):
         assert torch.equal(model(x), expected)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda x, v: x.prod(1),
+        lambda x, v: x.prod(),
+        lambda x, v: x.cumprod(1),
+        lambda x, v: x.masked_fill(x > 0, v) * x,
+    ],
+    ids=["prod", "prod-all", "cumprod", "masked_fill"],
+)
+def test_gradients_that_a_mode_would_change_are_left_alone_and_the_run_says_so(formula, reentrant):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+            self.value = nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x):
+            x = self.linear(x)
+            if reentrant is None:
+                return formula(x, self.value)
+            return checkpoint(formula, x, self.value, use_reentrant=reentrant)
+
+    model = Model()
+    watched = copy.deepcopy(model)
+    x = torch.randn(7, 5)
+    model(x).square().sum().backward()
+    with capturing("ops", "gradients") as captured:
+        watched(x).square().sum().backward()
+    for p, q in zip(model.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad) if p.grad is not None else q.grad is None
+    assert "backward-unseen" in {event["kind"] for event in captured.events}
+    assert not captured.faults()
+    assert captured.of("param_grad")
 
 
 def test_the_program_s_own_mode_sees_its_own_operators_and_is_taken_off_again():

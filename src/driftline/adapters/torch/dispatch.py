@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -43,6 +43,8 @@ class Watcher(Protocol):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def around_backward(self) -> AbstractContextManager[None]: ...
+
+    def backward_unseen(self, reason: str) -> None: ...
 
 
 @contextmanager
@@ -95,6 +97,8 @@ def has_values(tensor: torch.Tensor) -> bool:
 # Tensor hooks would start too late: the backward of the loss itself is an operator too.
 _ENGINE = "_engine_run_backward"
 _autograd: Any = torch.autograd
+_DELICATE = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0"})
+_MASKED_FILL = "MaskedFillBackward1"  # only where the value filled in has a gradient
 _watchers: tuple[Watcher, ...] = ()
 _original: Callable[..., Any] | None = None
 _lock = threading.Lock()
@@ -105,12 +109,54 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     if not _watchers or torch.compiler.is_compiling():
         return _original(*args, **kwargs)
     with ExitStack() as around:
+        delicate = _delicate_node(args[0] if args else kwargs.get("t_outputs", ()))
         for watcher in _watchers:
-            around.enter_context(watcher.around_backward())
+            if delicate:
+                watcher.backward_unseen(f"torch computes {delicate} differently when it is watched")
+            else:
+                around.enter_context(watcher.around_backward())
+        if delicate:
+            around.enter_context(_unwatched())
         return _original(*args, **kwargs)
 
 
-hide_from_compiler(watching)
+def _delicate_node(outputs: Sequence[Any]) -> str:
+    """The first node of a graph whose gradient would change in its last bits; empty if none.
+
+    A few formulas choose another, composite way as soon as any dispatch mode is on. All operators
+    of torch's own test database were tried, with a mode that does nothing: these are the ones.
+    """
+    # Tensors have a `grad_fn`, gradient edges a `node`.
+    nodes = [getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs]
+    waiting = [node for node in nodes if node is not None]
+    seen: set[Any] = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        following = node.next_functions
+        name = type(node).__name__
+        if name in _DELICATE or (name == _MASKED_FILL and following[1][0] is not None):
+            return name
+        for one, _ in following:
+            if one is not None and one not in seen:
+                seen.add(one)
+                waiting.append(one)
+    return ""
+
+
+@contextmanager
+def _unwatched() -> Generator[None]:
+    """Take our modes off: inside another backward pass (reentrant checkpointing) they may be on."""
+    taken: list[Any] = []
+    while isinstance(_stack._get_current_dispatch_mode(), _OperatorMode):
+        taken.append(_stack._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            _stack._push_mode(mode)
+
+
+hide_from_compiler(watching, _unwatched, _delicate_node)
 hide_from_compiler(_run_backward, callees=False)  # a backward pass may call compiled regions
 
 

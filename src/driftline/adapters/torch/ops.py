@@ -182,9 +182,7 @@ class OperatorTap:
     def install(self) -> None:
         self.active = True
         if not watch_backward(self):
-            self.session.event_once(
-                "backward-unseen", "this version of torch does not show its backward passes"
-            )
+            self.backward_unseen("this version of torch does not show its backward passes")
 
     def remove(self) -> None:
         self.active = False
@@ -214,6 +212,11 @@ class OperatorTap:
         self._backward = self._thread.marks
         with watching(self):
             yield
+
+    def backward_unseen(self, reason: str) -> None:
+        self.session.event_once(
+            "backward-unseen", f"operators of a backward pass are not captured: {reason}"
+        )
 
     def before_forward(self, frame: Any, inputs: Named) -> None:
         thread = self._thread

@@ -174,9 +174,10 @@ class ParameterGradients:
     def _hook(self, parameter: torch.Tensor, owner: Owner) -> None:
         reference = weakref.ref(self)
 
-        def arrived(gradient: torch.Tensor) -> None:
+        def arrived(gradient: torch.Tensor | None) -> None:
             me = reference()
-            if me is not None and me._active:
+            # A custom function may pass on no gradient at all.
+            if gradient is not None and me is not None and me._active:
                 me._emit("param_grad", owner, gradient)
 
         hide_from_compiler(arrived)
