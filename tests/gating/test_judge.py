@@ -83,6 +83,20 @@ def test_rounding_upstream_is_inherited_by_what_was_cast_up_again():
     assert params.rows[1].status == "fail"
 
 
+def test_values_near_the_smallest_step_of_a_format_may_be_rounded_to_it():
+    small = noise(1000) * np.float32(1e-6)
+    row = table_of({"a": small}, {"a": small.astype(np.float16)}).rows[0]
+    assert row.metrics["relative_l2"] > 0.015
+    tiny = noise(1000) * np.float32(3e-7)
+    row = table_of({"a": tiny}, {"a": tiny.astype(np.float16)}).rows[0]
+    assert row.metrics["relative_l2"] > 0.02
+    assert (row.status, row.limit_from) == ("pass", "float16, near its smallest step")
+    # Not an excuse for a fault, nor for gradients that vanish altogether.
+    assert table_of({"a": tiny}, {"a": (-tiny).astype(np.float16)}).verdict == "fail"
+    gone = noise(1000) * np.float32(1e-9)
+    assert table_of({"a": gone}, {"a": gone.astype(np.float16)}).verdict == "fail"
+
+
 def test_a_zero_reference_against_anything_else_fails():
     row = table_of({"a": np.zeros(4, np.float32)}, {"a": np.full(4, 1e-30, np.float32)}).rows[0]
     assert row.status == "fail"

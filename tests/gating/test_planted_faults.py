@@ -7,6 +7,8 @@ import torch
 from planted import FAULTS, LAYER, broken, culprit, inputs, llama
 
 import driftline
+from driftline.adapters.torch.door import capture
+from driftline.runs.memory import MemorySink
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -79,11 +81,41 @@ def test_a_fault_between_the_layers_is_blamed_on_the_layer_whose_output_it_is():
     assert table.first.port == "output"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_a_fault_free_llama_pass_and_a_wrong_backward_is_named(dtype):
+    def gradients(model):
+        sink = MemorySink()
+        with capture(model, sink, levels=("modules", "gradients", "params")):
+            ids = inputs(0)["input_ids"]
+            model(input_ids=ids, labels=ids).loss.backward()
+        return sink.run()
+
+    model = llama(0)
+    reference = gradients(model)
+    table = driftline.compare(reference, gradients(copy.deepcopy(model).to(dtype)))
+    assert table.failing == ()
+    assert {"grad_input", "grad_output", "param", "param_grad"} <= {row.port for row in table}
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    other = copy.deepcopy(model)
+    silu = other.model.layers[LAYER].mlp.act_fn.forward
+    other.model.layers[LAYER].mlp.act_fn.forward = lambda x: silu(Doubled.apply(x))
+    table = driftline.compare(reference, gradients(other.to(dtype)))
+    assert table.first_site == f"model.layers.{LAYER}.mlp.act_fn"
+    assert table.first.port == "grad_input"
+    assert "in the gradient of its input" in table.finding
+
+
 def test_inputs_that_differ_are_said_to_differ_already():
     model = llama(0)
-    from driftline.adapters.torch.door import capture
-    from driftline.runs.memory import MemorySink
-
     runs = []
     for seed in (0, 1):
         sink = MemorySink()

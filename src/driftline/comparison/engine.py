@@ -258,7 +258,7 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
             row,
             basis="digest",
             status="fail",
-            reason="the bytes differ; only digests were kept, so how much is not known",
+            reason="the bytes differ; the values were not kept, so how much is not known",
             severity=math.inf,
         )
     if here is not None and there is not None:

@@ -16,6 +16,15 @@ ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""
 
 
+_PLACES = {
+    "output": "its output",
+    "grad_input": "the gradient of its input",
+    "grad_output": "the gradient that arrives at its output",
+    "param_grad": "the gradient of its parameter",
+    "optimizer_grad": "the gradient that the optimizer sees of",
+}
+
+
 class Divergence(NamedTuple):
     """The first failing row, the site to look at, and the finding as a sentence."""
 
@@ -49,10 +58,8 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     if key.port == "param":
         return key.site, f"the parameter '{key.slot}' of {name} differs already{when}"
     if key.port != "input":
-        what = {"output": "output"}.get(key.port, key.port.replace("_", " of "))
-        if key.port == "output":
-            what = f"{what} '{key.slot}'" if key.slot != "0" else what
-        return key.site, f"the drift starts at {name}{when}, in its {what}"
+        what = _PLACES[key.port] + (f" '{key.slot}'" if key.slot != "0" else "")
+        return key.site, f"the drift starts at {name}{when}, in {what}"
     parent = _enclosing(first, rows)
     if parent is None:
         return key.site, f"the inputs differ already{when}: '{key.slot}' of {name}"

@@ -15,7 +15,7 @@ from driftline.comparison.table import Table
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
 from driftline.numerics.dtypes import DType, coarser
-from driftline.tolerance.defaults import LIMITS, METRIC, coarsest, is_exact
+from driftline.tolerance.defaults import LIMITS, METRIC, coarsest, is_exact, with_smallest_steps
 from driftline.tolerance.limits import Tolerance
 
 
@@ -106,10 +106,21 @@ def _judge(
         column = columns.get(METRIC, Column(METRIC, "lower"))
         source = working.name if working.name == own.name else f"{working.name} upstream"
         judged = _held(row, column, LIMITS[working.name], source)
+        if judged.status == "fail" and row.metrics.get("candidate_l2") and _scale(row):
+            # A candidate that is zero throughout is a finding, whatever its format can hold.
+            wider = with_smallest_steps(working, math.prod(row.reference_shape or ()), _scale(row))
+            near_zero = _held(row, column, wider, f"{source}, near its smallest step")
+            judged = near_zero if near_zero.status == "pass" else judged
     if exact[0] != exact[1]:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
         return replace(judged, reason=f"{judged.reason}; {note}" if judged.reason else note)
     return judged
+
+
+def _scale(row: Row) -> float:
+    """Norm of the reference; 0.0 when it is zero, not finite or not known."""
+    norm = float(row.metrics.get("reference_l2", 0.0))
+    return norm if math.isfinite(norm) else 0.0
 
 
 def _exact(row: Row) -> Row:

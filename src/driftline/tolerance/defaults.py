@@ -10,6 +10,9 @@ scale (1.0) are outside. docs/metrics.md shows the table.
 
 from __future__ import annotations
 
+import math
+
+from driftline.numerics.definition import COMPONENT, ULP_FORMATS
 from driftline.numerics.dtypes import DTYPES, DType, coarser
 
 METRIC = "relative_l2"
@@ -50,6 +53,21 @@ def elementwise(reference: str, candidate: str) -> tuple[float, float]:
         return 0.0, 0.0
     familiar = {**_RTOL, "float16": 1e-3, "complex32": 1e-3, "bfloat16": 1.6e-2}
     return familiar.get(dtype.name, 4 * dtype.unit_roundoff), _ATOL
+
+
+def with_smallest_steps(dtype: DType, count: int, reference_l2: float) -> float:
+    """The limit of a tensor so small that its format counts in fixed, not relative, steps.
+
+    Below its smallest normal number a format has a fixed step (6e-8 for float16, where gradients
+    often are), and rounding to it is a larger share the smaller the values are. Two steps per
+    element, in the mean square, are allowed on top of the usual limit.
+
+    >>> f"{with_smallest_steps(DTYPES['float16'], 100, 1e-5):.2f}"
+    '0.14'
+    """
+    mantissa, least_exponent, _ = ULP_FORMATS[COMPONENT.get(dtype.name, dtype.name)]
+    step = math.ldexp(1.0, least_exponent - mantissa)
+    return LIMITS[dtype.name] + 2.0 * step * math.sqrt(count) / reference_l2
 
 
 def coarsest(names: tuple[str, ...]) -> DType | None:
