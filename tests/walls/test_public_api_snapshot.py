@@ -20,9 +20,13 @@ def described(owner: object, name: str) -> str:
     return f"{name}  ({type(found).__name__})"
 
 
-def members(owner: type) -> list[str]:
-    names = [name for name in dir(owner) if not name.startswith("_")]
-    return [f"{owner.__name__}.{described(owner, name)}" for name in names]
+PROMISED: dict[type, str] = {
+    Run: "records tensors get sites manifest losses events topology raw",
+    TensorHandle: "key record dtype shape summary lost numpy raw float64",
+    Table: "rows columns verdict coverage finding first first_site failing worst as_json write",
+    Row: "key site port slot step rank visit status reason metrics as_json",
+}
+"""What users may rely on; other names of these classes are for the package itself."""
 
 
 def test_the_doors_of_the_package(snapshot: Any) -> None:
@@ -32,6 +36,9 @@ def test_the_doors_of_the_package(snapshot: Any) -> None:
 
 
 def test_what_a_run_a_tensor_and_a_table_offer(snapshot: Any) -> None:
-    assert [
-        line for owner in (Run, TensorHandle, Table, Row) for line in members(owner)
-    ] == snapshot
+    lines = [
+        f"{owner.__name__}.{described(owner, name)}"
+        for owner, names in PROMISED.items()
+        for name in names.split()
+    ]
+    assert lines == snapshot

@@ -331,7 +331,7 @@ def _summary(run: Run, record: Record) -> Summary | None:
 
 def _warnings(run: Run) -> list[str]:
     """What the program's own run noted, the same words once."""
-    quiet = ("step", "label")
+    quiet = ("step", "label", "estimate")
     said = Counter(
         f"{event.get('kind')}: {event.get('message')}"
         for event in run.events()
