@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, BinaryIO, cast, overload
 
 import numpy as np
 
@@ -34,13 +34,14 @@ from driftline.runs.layout import (
     is_shard_name,
     parse_folder,
 )
-from driftline.runs.lines import BadLine, Line, check_line, decoder, record_of
+from driftline.runs.lines import Line, check_line, decoder, record_of
 from driftline.runs.record import Record
 from driftline.runs.run import Loss, Run, Storage, no_values
 from driftline.runs.sink import JSON
 
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
+_LONGEST_LINE = 16 << 20
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
 
@@ -125,22 +126,23 @@ class _Part:
 
     def load(self, losses: list[Loss]) -> None:
         try:
-            text = read_inside(self.root, self.folder / INDEX, None)
+            with os.fdopen(open_inside(self.root, self.folder / INDEX), "rb") as file:
+                self._decode(file, losses)
         except OSError as error:
             losses.append(Loss(f"{self.name}/{INDEX}", f"cannot be read: {reason_of(error)}"))
             return
-        self._decode(text, losses)
         self._check_process(losses)
 
-    def _decode(self, text: bytes, losses: list[Loss]) -> None:
+    def _decode(self, file: BinaryIO, losses: list[Loss]) -> None:
         decode = decoder()
         sizes: dict[str, int | str] = {}
         lines = self.lines
         bad = 0
         last, in_order = -1, True
-        rows = text.split(b"\n")
+        # Bounded: a file without line ends must not become one string.
+        rows = iter(lambda: file.readline(_LONGEST_LINE), b"")
         for number, row in enumerate(rows, 1):
-            if not row:
+            if row == b"\n":
                 continue
             try:
                 line = decode(row)
@@ -148,7 +150,7 @@ class _Part:
             except (ValueError, RecursionError, OverflowError) as error:
                 bad += 1
                 if bad <= _MOST_BAD_LINES:
-                    losses.append(self._bad_line(number, number == len(rows), error))
+                    losses.append(self._bad_line(number, row, error))
                 continue
             if line.shard and not line.lost:
                 size = sizes.get(line.shard)
@@ -181,9 +183,9 @@ class _Part:
             if count > _MOST_ALIKE:
                 losses.append(Loss(self.name, f"{count - _MOST_ALIKE} more tensors: {reason}"))
 
-    def _bad_line(self, number: int, is_last: bool, error: BaseException) -> Loss:
+    def _bad_line(self, number: int, row: bytes, error: BaseException) -> Loss:
         where = f"{self.name}/{INDEX}:{number}"
-        if is_last and not isinstance(error, BadLine):
+        if not row.endswith(b"\n") and len(row) < _LONGEST_LINE:
             return Loss(
                 where, "the last line is cut in half; the process was killed while writing it"
             )

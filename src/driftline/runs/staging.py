@@ -29,13 +29,15 @@ Task = Callable[[], None]
 class Staging:
     """A queue of tasks, the thread that does them, and the buffers they carry."""
 
-    def __init__(self, when_idle: Task) -> None:
+    def __init__(self, when_idle: Task, when_wrong: Callable[[Exception], None]) -> None:
         """Nothing is started yet.
 
         Args:
             when_idle: Called by the thread every half second in which nothing was queued.
+            when_wrong: Takes what a task raised; neither the thread nor the program sees it.
         """
         self._when_idle = when_idle
+        self._when_wrong = when_wrong
         self._changed = threading.Condition(threading.Lock())
         self._tasks: deque[Task] = deque()
         self._free: list[Bytes] = []
@@ -127,6 +129,8 @@ class Staging:
             self._busy = True
         try:
             task()
+        except Exception as error:
+            self._when_wrong(error)
         finally:
             with self._changed:
                 self._busy = False

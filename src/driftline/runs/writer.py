@@ -13,26 +13,19 @@ import contextlib
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 from driftline.numerics.kernel import digest as digest_of
-from driftline.runs.layout import ALIGNMENT, FIRST_HEADER, ORPHAN_EVENTS, SHARD_BYTES, align
-from driftline.runs.lines import encode_line
+from driftline.runs.journal import Journal
+from driftline.runs.layout import FIRST_HEADER, ORPHAN_EVENTS, SHARD_BYTES
 from driftline.runs.manifest import ensure_manifest, event_line, library_versions, now
 from driftline.runs.part import Part
 from driftline.runs.record import Blob, Record
-from driftline.runs.shard import Shard, cost_of
 from driftline.runs.sink import JSON, Bytes
-from driftline.runs.staging import BUFFER_BYTES, LONGEST_AGE, Staging
 
-_LINES_PER_CHUNK = 2048
 _LONGEST_MEMORY = 500_000
-_PENDING_INDEX = 16 << 20
 _EARLY_EVENTS = 1000
 
 OVER_LIMIT = "beyond the size limit of the dump"
@@ -48,32 +41,12 @@ def digest_for(record: Record, data: Bytes | None) -> str:
     return digest_of(data)
 
 
-_Stored: TypeAlias = "tuple[int, Record, int, str, Blob]"
-"""A line's place in its chunk and what it was made of: it is made again if its bytes do not fit."""
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """Consecutive bytes of one shard, and the index lines that are true once they are written."""
-
-    born: float
-    shard: Shard | None = None
-    base: int = 0
-    used: int = 0
-    buffer: Bytes | None = None
-    lines: list[str] = field(default_factory=list[str])
-    stored: list[_Stored] = field(default_factory=list["_Stored"])
-
-
 class RunWriter:
     """The sink that writes a run's folder for one process; see `Sink` for what the methods promise.
 
     The folder `rankN` (or `rankN.p1`, ... when that is taken) is made at the first tensor, so that
     launchers and helper processes leave nothing behind. After a fork, the child's copy starts a
     folder of its own.
-
-    Attributes:
-        failure: Why nothing more is stored; empty as long as all is well.
     """
 
     def __init__(
@@ -118,28 +91,21 @@ class RunWriter:
 
     def _reset(self) -> None:
         """The state of a writer that has written nothing: at birth, and in a forked child."""
-        self.failure = ""
+        self._no_folder = ""
         self._part: Part | None = None
+        self._journal: Journal | None = None
         self._lock = threading.RLock()
         self._events_lock = threading.RLock()
-        self._staging = Staging(self._flush_if_old)
-        self._chunk: _Chunk | None = None
-        self._shard: Shard | None = None
-        self._shards = 0
         self._known: dict[tuple[str, int], Blob] = {}
-        self._torn_after: tuple[str, int] | None = None
-        self._pending_index = b""
         self._early: list[bytes] = []
         self._early_dropped = 0
         self._order = 0
         self._bytes = 0
         self._repeats = 0
-        self._lost = 0
         self._unlisted = 0
         self._steps = 0
         self._dtypes: set[str] = set()
         self._over_limit = False
-        self._opened = False
         self._closed = False
 
     # ---- what adapters call
@@ -148,6 +114,11 @@ class RunWriter:
     def folder(self) -> Path | None:
         """The folder of this process, once it has one."""
         return self._part.folder if self._part is not None else None
+
+    @property
+    def failure(self) -> str:
+        """Why nothing more is stored; empty as long as all is well."""
+        return self._journal.failure if self._journal is not None else self._no_folder
 
     @property
     def bytes_written(self) -> int:
@@ -160,32 +131,16 @@ class RunWriter:
     def put(self, record: Record, data: Bytes | None) -> None:
         digest = digest_for(record, data)
         with self._lock:
-            if self._closed or (not self._opened and not self._open()):
+            journal = self._journal
+            if self._closed or (journal is None and (journal := self._open()) is None):
                 self._unlisted += 1
                 return
             blob, lost = None, ""
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
-                blob, lost = self._store(record, data, digest)
-            order = self._order
-            self._order = order + 1
+                blob, lost = self._store(journal, record, data, digest)
+            journal.list(record, self._order, digest, blob, lost)
+            self._order += 1
             self._dtypes.add(record.dtype)
-            chunk = self._chunk
-            if chunk is None:
-                chunk = self._chunk = _Chunk(time.monotonic())
-            # Made here and not in the thread: a thread that needs the interpreter slows the program
-            # far more than these two microseconds do.
-            count = len(chunk.lines)
-            if blob is not None:
-                chunk.stored.append((count, record, order, digest, blob))
-            elif lost:
-                self._lost += 1
-            chunk.lines.append(encode_line(record, order, digest, blob, lost))
-            count += 1
-            # The thread looks at the age too; here only against a thread that never gets a turn.
-            if count >= _LINES_PER_CHUNK or (
-                count % 16 == 0 and time.monotonic() - chunk.born > LONGEST_AGE
-            ):
-                self._hand_over(self._staging.submit)
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
         line = event_line(kind, message, self._order, details)
@@ -217,14 +172,13 @@ class RunWriter:
     def open(self) -> None:
         """Makes this process's folder without a tensor: a dump of module trees has none."""
         with self._lock:
-            if not self._closed and not self._opened:
+            if not self._closed and self._journal is None:
                 self._open()
 
     def flush(self) -> None:
         """Returns when everything put so far is with the system: no kill can lose it now."""
-        with self._lock:
-            self._hand_over(self._staging.submit)
-        self._staging.drain()
+        if self._journal is not None:
+            self._journal.flush()
 
     def close(self) -> None:
         with self._lock:
@@ -233,53 +187,51 @@ class RunWriter:
             self._closed = True
             if self._seal_at_exit:
                 atexit.unregister(self.close)
-            if self._part is None:
+            if self._part is None or self._journal is None:
                 self._leave_orphan_events()
                 return
-            self._hand_over(self._staging.submit)
-            if self._shard is not None:
-                self._seal_later(self._shard)
-                self._shard = None
-            self._staging.finish()
-            self._part.give_up_reserve()
-            self._write_index(b"")
-            self._unlisted += self._pending_index.count(b"\n")
+            self._journal.close()
             self._write_facts()
             with self._events_lock:
                 self._part.close()
 
     # ---- the program's thread
 
-    def _open(self) -> bool:
+    def _open(self) -> Journal | None:
         """Makes the folder of this process, at its first tensor."""
-        self._opened = True
         try:
             part = Part(self.path, self.rank, self.world_size, self._command)
         except OSError as error:
-            self.failure = f"cannot write to '{self.path}': {error.strerror or error}"
+            self._no_folder = f"cannot write to '{self.path}': {error.strerror or error}"
             self._closed = True
-            return False
+            return None
         with self._events_lock:
             self._part = part
             for line in self._early_events():
                 part.append_event(line)
             self._early.clear()
         self.process = part.process
+        self._journal = Journal(
+            part,
+            self._lock,
+            self.event,
+            shard_bytes=self._shard_bytes,
+            header_bytes=self._first_header,
+        )
         self._write_facts()
         self._write_topology()
         _close_with_multiprocessing(self.close)
-        self._staging.start()  # now, so that a lone tensor does not wait for a second one
-        return True
+        return self._journal
 
-    def _store(self, record: Record, data: Bytes, digest: str) -> tuple[Blob | None, str]:
-        """Copies new bytes to the staging area; returns where they will be, or why nowhere."""
+    def _store(
+        self, journal: Journal, record: Record, data: Bytes, digest: str
+    ) -> tuple[Blob | None, str]:
+        """Hands new bytes to the journal; returns where they will be, or why nowhere."""
         length = data.nbytes
         known = self._known.get((digest, length))
         if known is not None:
             self._repeats += 1
             return known, ""
-        if self.failure:
-            return None, self.failure
         if self._max_bytes is not None and self._bytes + length > self._max_bytes:
             if not self._over_limit:
                 self._over_limit = True
@@ -290,153 +242,14 @@ class RunWriter:
                     max_bytes=self._max_bytes,
                 )
             return None, OVER_LIMIT
-        cost = cost_of(record)
-        try:
-            shard = self._shard_for(cost, length)
-        except OSError as error:
-            self._fail(error)
-            return None, self.failure
-        start = align(shard.end)
-        self._copy(shard, data, start - shard.end)
-        blob = Blob(shard.name, start, length)
-        shard.stored.append((record, self._order, blob))
-        shard.room -= cost
+        blob = journal.append(record, self._order, data)
+        if blob is None:
+            return None, journal.failure
         if len(self._known) >= _LONGEST_MEMORY:
             self._known.clear()  # forgetting costs only space on disk
         self._known[(digest, length)] = blob
         self._bytes += length
         return blob, ""
-
-    def _shard_for(self, cost: int, length: int) -> Shard:
-        """The shard with room for an entry of that cost and so many bytes."""
-        shard = self._shard
-        if shard is not None and (
-            shard.room < cost
-            or (shard.end + length + ALIGNMENT > self._shard_bytes and shard.stored)
-        ):
-            self._hand_over(self._staging.submit)
-            self._seal_later(shard)
-            shard = self._shard = None
-        if shard is None:
-            assert self._part is not None
-            if self._chunk is not None:
-                self._hand_over(self._staging.submit)
-            while True:
-                shard = Shard.create(self._part.folder, self._shards, self._first_header)
-                self._shards += 1
-                if shard.room >= cost:
-                    break
-                self._seal_later(shard)  # an absurdly small first header; the next one is larger
-            self._shard = shard
-        return shard
-
-    def _copy(self, shard: Shard, data: Bytes, gap: int) -> None:
-        """Appends zeros and data to the staged end of a shard, buffer by buffer."""
-        at = -gap
-        length = data.nbytes
-        while at < length:
-            chunk = self._chunk
-            if chunk is None:
-                chunk = self._chunk = _Chunk(time.monotonic())
-            buffer = chunk.buffer
-            if buffer is None:
-                buffer = chunk.buffer = self._staging.take_buffer()
-                chunk.shard, chunk.base, chunk.used = shard, shard.end, 0
-            used = chunk.used
-            room = BUFFER_BYTES - used
-            if room == 0:
-                self._hand_over(self._staging.submit)
-                continue
-            if at < 0:
-                size = min(-at, room)
-                buffer[used : used + size] = 0
-            else:
-                size = min(length - at, room)
-                buffer[used : used + size] = data[at : at + size]
-            at += size
-            chunk.used = used + size
-            shard.end = chunk.base + chunk.used
-
-    def _hand_over(self, submit: Callable[[Callable[[], None]], None]) -> None:
-        chunk, self._chunk = self._chunk, None
-        if chunk is not None:
-            submit(lambda: self._write_chunk(chunk))
-
-    def _seal_later(self, shard: Shard) -> None:
-        self._staging.submit(lambda: self._seal(shard))
-
-    # ---- the writing thread
-
-    def _flush_if_old(self) -> None:
-        chunk = self._chunk
-        if chunk is None or time.monotonic() - chunk.born < LONGEST_AGE:
-            return
-        # Never waits: a put in progress looks at the age itself, or fills the buffer.
-        if self._lock.acquire(blocking=False):
-            try:
-                self._hand_over(self._staging.submit_now)
-            finally:
-                self._lock.release()
-
-    def _write_chunk(self, chunk: _Chunk) -> None:
-        if chunk.buffer is not None and chunk.shard is not None:
-            if self._torn_after is None:
-                done = 0
-                try:
-                    while done < chunk.used:
-                        done += chunk.shard.write(
-                            chunk.buffer[done : chunk.used], chunk.base + done
-                        )
-                except Exception as error:
-                    self._torn_after = (chunk.shard.name, chunk.base + done)
-                    self._fail(error)
-            self._staging.give_back(chunk.buffer)
-        lines = chunk.lines
-        if self._torn_after is not None:
-            for place, record, order, digest, blob in chunk.stored:
-                if (blob.shard, blob.offset + blob.length) > self._torn_after:
-                    lines[place] = encode_line(record, order, digest, None, self.failure)
-                    self._lost += 1
-        if lines:
-            lines.append("")
-            self._write_index("\n".join(lines).encode("ascii", "replace"))
-
-    def _write_index(self, text: bytes) -> None:
-        """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""
-        assert self._part is not None
-        if self._pending_index:
-            if len(self._pending_index) + len(text) > _PENDING_INDEX:
-                self._unlisted += text.count(b"\n")
-                text = b""
-            text = self._pending_index + text
-        rest, error = self._part.append_index(memoryview(text))
-        if error is not None and not self.failure:
-            self._fail(error)  # gives up the reserve, which makes room
-            rest, _ = self._part.append_index(rest)
-        self._pending_index = bytes(rest)
-
-    def _seal(self, shard: Shard) -> None:
-        good_end = None
-        if self._torn_after is not None and shard.name >= self._torn_after[0]:
-            good_end = self._torn_after[1] if shard.name == self._torn_after[0] else shard.reserved
-        try:
-            shard.seal(good_end)
-        except (OSError, ValueError) as error:
-            self.event("unsealed", f"{shard.name} could not be sealed: {error}")
-        shard.stored.clear()
-
-    def _fail(self, error: Exception) -> None:
-        """From here on values are not stored; said once."""
-        if self.failure:
-            return
-        if self._part is not None:
-            self._part.give_up_reserve()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-        self.failure = f"could not be written: {reason}"
-        self.event(
-            "disk",
-            f"writing failed ({reason}): from here on tensors are listed without their values",
-        )
 
     # ---- small files
 
@@ -455,22 +268,26 @@ class RunWriter:
                 "tensors": self._order,
                 "stored_bytes": self._bytes,
                 "repeats": self._repeats,
-                "lost": self._lost,
-                "unlisted": self._unlisted,
+                "lost": self._journal.lost if self._journal else 0,
+                "unlisted": self._unlisted + (self._journal.unlisted if self._journal else 0),
                 "steps": self._steps,
                 "failure": self.failure,
             }
         try:
             self._part.write_facts(facts)
         except OSError as error:
-            self._fail(error)
+            self._give_up(error)
 
     def _write_topology(self) -> None:
         if self._part is not None and self._tree is not None:
             try:
                 self._part.write_topology(self._tree)
             except OSError as error:
-                self._fail(error)
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if self._journal is not None:
+            self._journal.fail(error)
 
     def _early_events(self) -> list[bytes]:
         """What was said before there was a place for it."""
@@ -497,10 +314,9 @@ class RunWriter:
         """The parent goes on writing its files; this copy forgets them and would start its own."""
         if self._part is not None:
             self._part.close()
-        if self._shard is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._shard.file)
-        was_closed = self._closed and not self.failure
+        if self._journal is not None:
+            self._journal.forget()
+        was_closed = self._closed and not self._no_folder
         self._reset()
         self._closed = was_closed
 

@@ -1,0 +1,278 @@
+"""Bytes and the lines that name them, on their way to a part's shards and index, in this order.
+
+`append` and `list` copy into a staged chunk and return; a thread writes chunk after chunk, first
+the bytes, then the lines. When the disk refuses, the bytes that did not get there are given up,
+their lines say so, and lines go on as long as they can. What is worth storing, and what to say
+about it, is the writer's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from driftline.runs.layout import ALIGNMENT, align
+from driftline.runs.lines import encode_line
+from driftline.runs.part import Part
+from driftline.runs.record import Blob, Record
+from driftline.runs.shard import Shard, cost_of
+from driftline.runs.sink import Bytes
+from driftline.runs.staging import BUFFER_BYTES, LONGEST_AGE, Staging, Task
+
+_LINES_PER_CHUNK = 2048
+_PENDING_INDEX = 16 << 20
+
+_Stored: TypeAlias = "tuple[int, Record, int, str, Blob]"
+"""A line's place in its chunk and what it was made of: it is made again if its bytes do not fit."""
+
+Submit: TypeAlias = Callable[[Task], None]
+Say: TypeAlias = Callable[[str, str], None]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Consecutive bytes of one shard, and the index lines that are true once they are written."""
+
+    born: float
+    shard: Shard | None = None
+    base: int = 0
+    used: int = 0
+    buffer: Bytes | None = None
+    lines: list[str] = field(default_factory=list[str])
+    stored: list[_Stored] = field(default_factory=list["_Stored"])
+
+
+class Journal:
+    """The growing shards and index of one part. All methods but `flush` want the lock to be held.
+
+    Attributes:
+        lock: Whoever appends holds it; the thread only ever tries it.
+        failure: Why no more bytes are stored; empty as long as all is well.
+        lost: Lines written without the bytes they should name.
+        unlisted: Lines that could not be written either.
+    """
+
+    def __init__(
+        self, part: Part, lock: threading.RLock, say: Say, *, shard_bytes: int, header_bytes: int
+    ) -> None:
+        """Starts the thread, so that a lone tensor does not wait for a second one.
+
+        Args:
+            part: Where to write.
+            lock: Held by callers.
+            say: Takes the kind and message of an event.
+            shard_bytes: Begin a new shard beyond this size.
+            header_bytes: Reserved at the start of the first shard.
+        """
+        self.lock = lock
+        self.failure = ""
+        self.lost = 0
+        self.unlisted = 0
+        self._part = part
+        self._say = say
+        self._shard_bytes = shard_bytes
+        self._first_header = header_bytes
+        self._chunk: _Chunk | None = None
+        self._shard: Shard | None = None
+        self._shards = 0
+        self._torn_after: tuple[str, int] | None = None
+        self._pending_index = b""
+        self._staging = Staging(self._flush_if_old, self.fail)
+        self._staging.start()
+
+    # ---- the program's thread
+
+    def append(self, record: Record, order: int, data: Bytes) -> Blob | None:
+        """Copies bytes into the staging area; returns where they will be.
+
+        Or None after a failure.
+        """
+        length = data.nbytes
+        cost = cost_of(record)
+        if self.failure:
+            return None
+        try:
+            shard = self._shard_for(cost, length)
+        except OSError as error:
+            self.fail(error)
+            return None
+        start = align(shard.end)
+        self._copy(shard, data, start - shard.end)
+        blob = Blob(shard.name, start, length)
+        shard.stored.append((record, order, blob))
+        shard.room -= cost
+        return blob
+
+    def list(self, record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> None:
+        """Adds one index line."""
+        chunk = self._chunk
+        if chunk is None:
+            chunk = self._chunk = _Chunk(time.monotonic())
+        # Made here and not in the thread: a thread that needs the interpreter slows the program
+        # far more than these two microseconds do.
+        count = len(chunk.lines)
+        chunk.lines.append(encode_line(record, order, digest, blob, lost))
+        if blob is not None:
+            chunk.stored.append((count, record, order, digest, blob))
+        elif lost:
+            self.lost += 1
+        count += 1
+        # The thread looks at the age too; here only against a thread that never gets a turn.
+        if count >= _LINES_PER_CHUNK or (
+            count % 16 == 0 and time.monotonic() - chunk.born > LONGEST_AGE
+        ):
+            self._hand_over(self._staging.submit)
+
+    def flush(self) -> None:
+        """Returns when everything listed so far is with the system: no kill can lose it now."""
+        with self.lock:
+            self._hand_over(self._staging.submit)
+        self._staging.drain()
+
+    def close(self) -> None:
+        """Writes everything, seals the last shard and ends the thread."""
+        self._hand_over(self._staging.submit)
+        if self._shard is not None:
+            self._seal_later(self._shard)
+            self._shard = None
+        self._staging.finish()
+        self._part.give_up_reserve()
+        self._write_index(b"")
+        self.unlisted += self._pending_index.count(b"\n")
+
+    def forget(self) -> None:
+        """In a forked child: the files are the parent's."""
+        if self._shard is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._shard.file)
+
+    def _shard_for(self, cost: int, length: int) -> Shard:
+        """The shard with room for an entry of that cost and so many bytes."""
+        shard = self._shard
+        if shard is not None and (
+            shard.room < cost
+            or (shard.end + length + ALIGNMENT > self._shard_bytes and shard.stored)
+        ):
+            self._hand_over(self._staging.submit)
+            self._seal_later(shard)
+            shard = self._shard = None
+        if shard is None:
+            self._hand_over(self._staging.submit)
+            while True:
+                shard = Shard.create(self._part.folder, self._shards, self._first_header)
+                self._shards += 1
+                if shard.room >= cost:
+                    break
+                self._seal_later(shard)  # an absurdly small first header; the next one is larger
+            self._shard = shard
+        return shard
+
+    def _copy(self, shard: Shard, data: Bytes, gap: int) -> None:
+        """Appends zeros and data to the staged end of a shard, buffer by buffer."""
+        at = -gap
+        length = data.nbytes
+        while at < length:
+            chunk = self._chunk
+            if chunk is None:
+                chunk = self._chunk = _Chunk(time.monotonic())
+            buffer = chunk.buffer
+            if buffer is None:
+                buffer = chunk.buffer = self._staging.take_buffer()
+                chunk.shard, chunk.base, chunk.used = shard, shard.end, 0
+            used = chunk.used
+            room = BUFFER_BYTES - used
+            if room == 0:
+                self._hand_over(self._staging.submit)
+                continue
+            if at < 0:
+                size = min(-at, room)
+                buffer[used : used + size] = 0
+            else:
+                size = min(length - at, room)
+                buffer[used : used + size] = data[at : at + size]
+            at += size
+            chunk.used = used + size
+            shard.end = chunk.base + chunk.used
+
+    def _hand_over(self, submit: Submit) -> None:
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            submit(lambda: self._write_chunk(chunk))
+
+    def _seal_later(self, shard: Shard) -> None:
+        self._staging.submit(lambda: self._seal(shard))
+
+    # ---- the writing thread
+
+    def _flush_if_old(self) -> None:
+        chunk = self._chunk
+        if chunk is None or time.monotonic() - chunk.born < LONGEST_AGE:
+            return
+        # Never waits: a put in progress looks at the age itself, or fills the buffer.
+        if self.lock.acquire(blocking=False):
+            try:
+                self._hand_over(self._staging.submit_now)
+            finally:
+                self.lock.release()
+
+    def _write_chunk(self, chunk: _Chunk) -> None:
+        if chunk.buffer is not None and chunk.shard is not None:
+            if self._torn_after is None:
+                done = 0
+                try:
+                    while done < chunk.used:
+                        piece = chunk.buffer[done : chunk.used]
+                        done += chunk.shard.write(piece, chunk.base + done)
+                except Exception as error:
+                    self._torn_after = (chunk.shard.name, chunk.base + done)
+                    self.fail(error)
+            self._staging.give_back(chunk.buffer)
+        lines = chunk.lines
+        if self._torn_after is not None:
+            for place, record, order, digest, blob in chunk.stored:
+                if (blob.shard, blob.offset + blob.length) > self._torn_after:
+                    lines[place] = encode_line(record, order, digest, None, self.failure)
+                    self.lost += 1
+        if lines:
+            lines.append("")
+            self._write_index("\n".join(lines).encode("ascii", "replace"))
+
+    def _write_index(self, text: bytes) -> None:
+        """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""
+        if self._pending_index:
+            if len(self._pending_index) + len(text) > _PENDING_INDEX:
+                self.unlisted += text.count(b"\n")
+                text = b""
+            text = self._pending_index + text
+        rest, error = self._part.append_index(memoryview(text))
+        if error is not None and not self.failure:
+            self.fail(error)  # gives up the reserve, which makes room
+            rest, _ = self._part.append_index(rest)
+        self._pending_index = bytes(rest)
+
+    def _seal(self, shard: Shard) -> None:
+        good_end = None
+        if self._torn_after is not None and shard.name >= self._torn_after[0]:
+            good_end = self._torn_after[1] if shard.name == self._torn_after[0] else shard.reserved
+        try:
+            shard.seal(good_end)
+        except (OSError, ValueError) as error:
+            self._say("unsealed", f"{shard.name} could not be sealed: {error}")
+        shard.stored.clear()
+
+    def fail(self, error: Exception) -> None:
+        """From here on bytes are not stored; said once."""
+        if self.failure:
+            return
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+        self.failure = f"could not be written: {reason}"
+        self._part.give_up_reserve()
+        self._say(
+            "disk",
+            f"writing failed ({reason}): from here on tensors are listed without their values",
+        )
