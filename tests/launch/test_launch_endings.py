@@ -8,11 +8,18 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 
 def write(path, text):
     path.write_text(textwrap.dedent(text))
+
+
+UNTIL_WRITTEN = """
+import os, pathlib, signal, time
+index = pathlib.Path("out/rank0/index.jsonl")
+while not index.exists() or index.read_text().count("\\n") < 16:
+    time.sleep(0.05)
+"""
+"""Waits for the writing thread, which works every two seconds."""
 
 
 def test_the_programs_own_failure_wins_and_what_it_computed_is_kept(dump, workshop):
@@ -25,17 +32,8 @@ def test_the_programs_own_failure_wins_and_what_it_computed_is_kept(dump, worksh
 
 
 def test_a_killed_program_gives_128_plus_the_signal_and_a_readable_run(dump, workshop):
-    write(
-        workshop / "killed.py",
-        """
-        import os, signal, time
-        from model import run
-        run()
-        time.sleep(2.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        """,
-    )
-    dumped = dump(run=["killed.py"])
+    die = "os.kill(os.getpid(), signal.SIGTERM)\n"
+    dumped = dump(run=["-c", "from model import run\nrun()\n" + UNTIL_WRITTEN + die])
     assert dumped.code == 128 + signal.SIGTERM
     assert len(dumped.run) and not dumped.run.sealed
     assert dumped.run.get(site="last", port="output").numpy().shape == (2, 2)
@@ -142,11 +140,7 @@ def test_capture_that_cannot_start_does_not_stop_the_program(dump, workshop):
     assert "capture could not start (ModuleNotFoundError" in dumped.err
 
 
-@pytest.mark.parametrize("how", ["-c", "_exit"])
-def test_a_program_that_leaves_without_goodbye_loses_little(dump, workshop, how):
-    ending = "" if how == "-c" else "import os, time\ntime.sleep(2.5)\nos._exit(0)\n"
-    program = "from model import run\nrun()\n" + ending
-    dumped = dump(run=["-c", program])
+def test_a_program_that_leaves_without_goodbye_loses_little(dump):
+    dumped = dump(run=["-c", "from model import run\nrun()\n" + UNTIL_WRITTEN + "os._exit(0)\n"])
     assert dumped.code == 0, dumped.err
-    assert len(dumped.run) == 16
-    assert dumped.run.sealed == (how == "-c")
+    assert len(dumped.run) == 16 and not dumped.run.sealed
