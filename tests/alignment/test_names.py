@@ -108,3 +108,9 @@ def test_a_glob_that_matches_nothing_is_refused_with_the_nearest_site():
 def test_globs_and_ports_choose_together():
     chosen = select(records("a.0/output/0", "a.1/input/x", "b/output/0"), ["a.*"], ["output"])
     assert [record.key.site for record in chosen] == ["a.0"]
+
+
+def test_a_name_that_comes_twice_loses_no_tensor():
+    ours, theirs = records("a/output/0", "a/output/0"), records("a/output/0", "a/output/0")
+    plan = align_by_name(ours, theirs)
+    assert (len(plan.pairs), len(plan.missing), len(plan.extra)) == (1, 1, 1)

@@ -28,7 +28,11 @@ def align_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> P
     """
     ours = sorted(reference, key=_execution)
     theirs = sorted(candidate, key=_execution)
-    by_key = {record.key: record for record in theirs}
+    by_key: dict[TensorKey, Record] = {}
+    repeated: list[Record] = []  # a run of ours has no key twice; somebody else's dump may
+    for record in theirs:
+        if by_key.setdefault(record.key, record) is not record:
+            repeated.append(record)
     pairs: list[Pair] = []
     alone: list[Record] = []
     for record in ours:
@@ -43,7 +47,7 @@ def align_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> P
             pairs = sorted([*pairs, *found], key=lambda pair: _execution(pair.reference))
     if not pairs and ours and theirs:
         raise _nothing_in_common(ours, theirs)
-    extra = tuple(record for record in theirs if record.key in by_key)
+    extra = tuple(sorted([*by_key.values(), *repeated], key=_execution))
     return Plan(tuple(pairs), tuple(alone), extra)
 
 
