@@ -33,7 +33,7 @@ def show(
         path: A run, a table's folder, or a .npy, .npz, .pt, .pth or .safetensors file.
         tensors: List the tensors with their statistics instead of the modules.
         site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors.
-        format: table for people; json, csv and markdown hold everything.
+        format: table for people; json and csv for programs, whole; markdown for a review.
         all: Leave nothing out for length.
     """
     from driftline.comparison.storage import TABLE_FILE, is_table, open_table
