@@ -13,7 +13,8 @@ import driftline
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(driftline.__path__, "driftline.")
-    if module.name != "driftline.__main__"  # importing it is running it
+    # The first is run by being imported; the second is no Python module but the C kernel.
+    if module.name not in ("driftline.__main__", "driftline.numerics._kernel")
 )
 
 
