@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-from capture_zoo import one_thread
+from capture_zoo import build, feed, one_thread
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -127,6 +128,31 @@ def test_fullgraph_still_compiles_under_a_process_wide_capture() -> None:
     assert "TORCHDYNAMO_DISABLE" in next(
         e["message"] for e in sink._events if e["kind"] == "compiled"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+def test_inductor_generates_the_same_kernels_and_bits_for_a_captured_llama() -> None:
+    from torch._inductor import metrics
+
+    def run(sink: MemorySink | None) -> tuple[torch.Tensor, int]:
+        torch._dynamo.reset()
+        metrics.reset()
+        model, inputs = build("llama"), feed("llama")
+        session = CaptureSession(sink).start() if sink else None
+        compiled = torch.compile(model)
+        with torch.no_grad():
+            compiled(**inputs)
+            logits = compiled(**inputs).logits
+        if session:
+            session.stop()
+        return logits, metrics.generated_kernel_count
+
+    sink = MemorySink()
+    plain, seen = run(None), run(sink)
+    assert plain[1] == seen[1] > 0
+    assert torch.equal(plain[0], seen[0])
+    assert {r.key.site for r in sink.run().records} == {"(root)"}
 
 
 def test_training_a_compiled_model_gives_the_same_gradients() -> None:

@@ -254,6 +254,12 @@ def test_wrappers_leave_no_trace_in_the_names() -> None:
     assert sink._tree["roots"][0]["class"] == "Tiny"
 
 
+def test_a_traced_graph_that_is_the_model_is_captured_like_any_other() -> None:
+    model = torch.fx.symbolic_trace(Tiny())
+    sites = [site for site, _, _ in _sites(_watch(lambda: model(torch.ones(1, 2))))]
+    assert sites == ["a", "b", "(root)"]
+
+
 def test_a_data_loader_worker_makes_no_noise() -> None:
     class Images(torch.utils.data.Dataset[torch.Tensor]):
         def __init__(self) -> None:

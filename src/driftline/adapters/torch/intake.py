@@ -75,6 +75,9 @@ class Intake:
             self._said.add(key)
             self.event(kind, message, **details)
 
+    def has_said(self, kind: str) -> bool:
+        return any(said == kind for said, _ in self._said)
+
     def shielded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
         """Do something for the capture's sake; what goes wrong is an event, not an exception."""
         try:

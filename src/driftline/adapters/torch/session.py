@@ -140,7 +140,7 @@ class CaptureSession:
         for kind, text, hint in self.selection.unmatched(places):
             self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
         graphs = modules.compiled_graphs() - self._graphs_before
-        if graphs > 0:
+        if graphs > 0 and not self.intake.has_said("compiled"):
             self.event(
                 "compiled",
                 f"torch.compile made {graphs} graphs; modules inside them are not seen: run the "
