@@ -13,7 +13,7 @@ import pytest
 from driftline.errors import AlreadyThere
 from driftline.runs.manifest import allowed_environment, create_run, provenance
 from driftline.runs.reader import open_run
-from driftline.runs.redaction import redact_argv, redact_text, redact_value
+from driftline.runs.redaction import redact_argv, redact_message, redact_text, redact_value
 
 SECRET = "Zq7-plain_value.9"
 
@@ -159,6 +159,38 @@ def test_a_strange_argument_costs_no_time_and_no_stack(text: str) -> None:
     started = time.monotonic()
     assert len(json.dumps(redact_argv([text, "--token", text]))) < 40_000
     assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "past_key_values: a sparse tensor cannot be stored",
+        "key: float8 is refused",
+        "no site matches 'model.token_embedding'",
+        "the token embedding of step 3",
+        "step 3 done",
+        "rank0/step0/attn.key/input/key_states could not be listed",
+    ],
+)
+def test_sentences_about_models_stay_readable(message: str) -> None:
+    assert redact_message(message) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        f"called with --hf-token {SECRET}",
+        f"API_KEY={SECRET} was set",
+        f"password: {SECRET}",
+        f"api_key: {SECRET}",
+        f"hf_token: {SECRET}",
+        f"cannot reach https://me:{SECRET}@host",
+        f"Authorization: Bearer {SECRET}",
+        f"key={SECRET}",
+    ],
+)
+def test_secrets_in_sentences_are_hidden(message: str) -> None:
+    assert SECRET not in redact_message(message) and "***" in redact_message(message)
 
 
 def test_only_variables_that_matter_are_kept_and_their_secrets_hidden() -> None:

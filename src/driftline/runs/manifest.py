@@ -23,7 +23,7 @@ from typing import Any, cast
 from driftline import settings
 from driftline.errors import AlreadyThere, BadInput
 from driftline.runs.layout import FORMAT, MANIFEST, ORPHAN_EVENTS, SCHEMA, parse_folder
-from driftline.runs.redaction import redact_argv, redact_text, redact_value
+from driftline.runs.redaction import redact_argv, redact_message, redact_value
 from driftline.runs.revision import revision_of
 from driftline.runs.sink import JSON
 
@@ -298,7 +298,7 @@ def event_line(kind: str, message: str, order: int, details: Mapping[str, Any]) 
     line: dict[str, JSON] = {
         "time": round(time.time(), 3),
         "kind": kind,
-        "message": redact_text(message),
+        "message": redact_message(message),
         "order": order,
     }
     if details:

@@ -38,6 +38,7 @@ _STRONG_WORDS = frozenset({"pwd", "pw", "pass", "pat", "creds", "cred", "sas", "
 # Hidden unless more of the name follows and the value is only a number: `--pad-token-id 0` stays.
 _WEAK_WORDS = frozenset({"auth", "signature", "sig"})
 _PLURALS = ("tokens", "keys")
+_TRADE = ("key", "keys", "token", "tokens")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _COUNT = re.compile(r"[\d.,:+\-]{1,12}")
@@ -66,7 +67,7 @@ _HEADER = re.compile(
     r"(?i)\b((?:proxy-)?authorization|x-[\w-]{0,40}(?:key|token|secret)|(?:set-)?cookie)(\s*[:=]\s*)"
     r"([^\"'\n]+)"
 )
-_SCHEME = re.compile(r"(?i)\b(bearer|basic|token)(\s+)([A-Za-z0-9._~+/=-]{8,})")
+_SCHEME = re.compile(r"(?i)\b(bearer|(?:basic|token)(?=\s+\S*\d))(\s+)([A-Za-z0-9._~+/=-]{8,})")
 _QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
 # name=value, name: value, "name": "value", -name value inside one string.
 _ASSIGNED = re.compile(
@@ -111,6 +112,15 @@ def redact_text(text: str) -> str:
     return _redact(_shortened(text), 0)
 
 
+def redact_message(text: str) -> str:
+    """A sentence of ours: `key` and `token` are words of the trade in it, unless they are options.
+
+    >>> redact_message("past_key_values: sparse, started with --hf-token abc")
+    'past_key_values: sparse, started with --hf-token ***'
+    """
+    return _redact(_shortened(text), 0, prose=True)
+
+
 def _shortened(text: str) -> str:
     """Nobody reads an argument beyond this, and not every pattern here is linear."""
     if len(text) <= _LONGEST:
@@ -118,7 +128,7 @@ def _shortened(text: str) -> str:
     return f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
 
 
-def _redact(text: str, depth: int) -> str:
+def _redact(text: str, depth: int, *, prose: bool = False) -> str:
     if depth > _DEEPEST:
         return HIDDEN
 
@@ -126,13 +136,15 @@ def _redact(text: str, depth: int) -> str:
         name, between, value = found["name"], found["between"], found["value"]
         if _FLAG.match(value) and between.isspace():
             # `--use-auth-token --other 1`: the first is a switch, the second has its own value.
-            return name + between + _redact(value, depth + 1)
-        if names_a_secret(name, value):
+            return name + between + _redact(value, depth + 1, prose=prose)
+        # In prose a number stands in for the value, so that only telling names hide what follows.
+        said = "0" if prose and ":" in between else value
+        if names_a_secret(name, said) and not (said != value and name.lower() in _TRADE):
             # Quotes of JSON stay, so that the text remains readable as what it was.
             quote = value[0] if value[0] in "\"'" and not between.isspace() else ""
             return f"{name}{between}{quote}{HIDDEN}{quote}"
         if "=" in value or ":" in value or value[0] in "\"'":
-            return name + between + _redact(value, depth + 1)
+            return name + between + _redact(value, depth + 1, prose=prose)
         return found[0]
 
     text = _SHAPES.sub(HIDDEN, text)
