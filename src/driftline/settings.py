@@ -34,10 +34,6 @@ def colours_refused() -> bool:
     return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"
 
 
-def launch_plan_path() -> str:
-    return environment().get(LAUNCH, "")
-
-
 @dataclass(frozen=True, slots=True)
 class JobPlace:
     """Where this process stands in a distributed job, as its launcher says."""

@@ -37,7 +37,6 @@ def run(steps=1):
             y = net(torch.full((2, 4), 1.0 + step))
     return y
 """
-SITES = ["(root)", "first", "body", "body.0", "body.1", "norm", "last"]
 
 
 @dataclass(frozen=True)
