@@ -48,6 +48,7 @@ _ALLOWED = frozenset(
         "CUDA_LAUNCH_BLOCKING",
         "CUDA_DEVICE_ORDER",
         "CUDA_DEVICE_MAX_CONNECTIONS",
+        "DRIFTLINE_KERNEL",
     }
 )
 _ALLOWED_PREFIXES = (
@@ -71,7 +72,6 @@ _ALLOWED_PREFIXES = (
     "HSA_",
     "XLA_",
     "FLAGS_",
-    "DRIFTLINE_",
 )
 _LIBRARIES = (
     "torch",
