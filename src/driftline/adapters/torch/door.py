@@ -14,7 +14,8 @@ from driftline import settings
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns
 from driftline.adapters.torch import modules
-from driftline.adapters.torch.session import CaptureSession
+from driftline.adapters.torch.provenance import facts
+from driftline.adapters.torch.session import CaptureSession, known_levels
 from driftline.adapters.torch.steps import StepsBy
 from driftline.errors import BadInput
 from driftline.runs.manifest import create_run
@@ -63,7 +64,7 @@ def capture(
     steps: Filter = None,
     ranks: Filter = None,
     keep: str = "full",
-    levels: Iterable[str] = ("modules",),
+    levels: str | Iterable[str] = ("modules",),
     steps_by: StepsBy = "auto",
     selection: Selection | None = None,
     max_bytes: int | None = None,
@@ -109,6 +110,7 @@ def capture(
         raise BadInput(
             "both a selection and filters were given", hint="put the filters into the selection"
         )
+    levels = known_levels(levels)
     reduction = Reduction.parse(keep)
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):
@@ -116,6 +118,7 @@ def capture(
         sink: Sink = RunWriter(
             folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes
         )
+        sink.describe(**facts())
     else:
         folder, sink = None, path
     session = CaptureSession(

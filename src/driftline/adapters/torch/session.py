@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection
+from driftline.adapters.selection import Selection, patterns
 from driftline.adapters.torch.intake import Intake
 from driftline.adapters.torch.names import ModuleNames, Place
 from driftline.adapters.torch.snapshot import undisturbed
@@ -36,6 +36,15 @@ _TAPS = {
     "gradients": ("driftline.adapters.torch.gradients", "GradientTap"),
     "params": ("driftline.adapters.torch.parameters", "ParameterTap"),
 }
+
+
+def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
+    """Levels as given, one or several, each of which exists."""
+    chosen = patterns(levels)
+    for level in chosen:
+        if level not in LEVELS:
+            raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
+    return chosen
 
 
 class _Thread(threading.local):
@@ -64,7 +73,7 @@ class CaptureSession:
         sink: Sink | Callable[[], Sink],
         selection: Selection | None = None,
         reduction: Reduction | None = None,
-        levels: Iterable[str] = ("modules",),
+        levels: str | Iterable[str] = ("modules",),
         *,
         model: nn.Module | None = None,
         rank: int = 0,
@@ -72,10 +81,7 @@ class CaptureSession:
         steps_by: StepsBy = "auto",
         module_types: tuple[type, ...] = (),
     ) -> None:
-        self.levels = tuple(levels)
-        for level in self.levels:
-            if level not in LEVELS:
-                raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
+        self.levels = known_levels(levels)
         self.selection = selection or Selection()
         self.reduction = reduction or Reduction()
         self.rank = rank
