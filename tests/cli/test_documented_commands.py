@@ -1,0 +1,66 @@
+"""Every command that docs/command-line.md shows is run, in the order of the page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
+PROGRAM = """
+import argparse, torch
+options = argparse.ArgumentParser()
+options.add_argument("--dtype", default="float32")
+dtype = getattr(torch, options.parse_args().dtype)
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, x):
+        return self.model(x)
+
+
+net = Wrapped().to(dtype).eval()
+with torch.no_grad():
+    net(torch.randn(4, 16).to(dtype))
+"""
+
+
+def test_every_shown_command_works(tmp_path: Path) -> None:
+    (tmp_path / "infer.py").write_text(PROGRAM)
+    np.save(tmp_path / "a.npy", np.ones(4, np.float32))
+    torch.save(torch.ones(4), tmp_path / "b.pt")
+    shown = re.findall(r"^    driftline (.+)$", DOCS.read_text("utf-8"), re.MULTILINE)
+    assert len(shown) >= 8
+    for text in shown:
+        words = shlex.split(text.replace("python infer.py", f"{sys.executable} infer.py"))
+        done = subprocess.run(
+            [sys.executable, "-m", "driftline", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"driftline {text}\n{done.stdout}{done.stderr}"
