@@ -493,6 +493,34 @@ def test_stopping_leaves_no_hook_behind():
     assert model.weight.grad is not None
 
 
+def test_hooks_do_not_pile_up_on_a_graph_that_is_kept_and_used_again():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.kept = None
+
+        def forward(self):
+            if self.kept is None:
+                self.kept = self.weight * 2
+            return self.kept
+
+    model = Cached()
+    with capturing("gradients", model=model) as captured:
+        for _ in range(4):
+            model().sum().backward(retain_graph=True)
+    assert len(captured.of("grad_output")) == 4
+    assert len(captured.of("param_grad")) == 4
+
+
+def test_an_identity_has_a_grad_output_and_no_grad_input_of_its_own():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Tanh())
+    with capturing("gradients", model=model) as captured:
+        model(torch.randn(2, 3)).sum().backward()
+    assert torch.equal(captured.one("grad_output", "1"), captured.one("grad_input", "2"))
+    assert not captured.of("grad_input", "1")
+
+
 def test_torch_func_transforms_pass_through_unharmed():
     model = nn.Linear(3, 1)
     parameters = dict(model.named_parameters())

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,8 @@ from driftline.adapters.torch.snapshot import undisturbed
 Named = Sequence[tuple[str, str, torch.Tensor]]
 """Slot, alias and tensor, as `modules.py` hands them out."""
 Gradients = tuple[torch.Tensor | None, ...]
+_Entry = tuple[Any, int, list[tuple[int, int]]]
+"""A call under way: frame, next sequence number, sequence and output number behind each input."""
 
 # Private parts of torch, of which the stubs know nothing.
 _C: Any = torch._C
@@ -62,7 +64,7 @@ class GradientTap:
         self.session = session
         self.active = False
         self._calls = _CallStack()
-        self._visits = _Visits()
+        self.visits = _Visits()
         self._parameters = ParameterGradients(session)
         self._lock = threading.Lock()
         self._open: dict[int, list[_Inflow]] = {}
@@ -110,27 +112,24 @@ class GradientTap:
         if entry is None:
             return
         try:
-            self._hook(frame, entry[1], entry[2], inputs, outputs)
+            self._hook(entry, inputs, outputs)
         except Exception as error:
             self.lost(frame.site, error)
 
-    def _hook(
-        self,
-        frame: Any,
-        first: int,
-        origins: list[tuple[int, int]],
-        inputs: Named,
-        outputs: Named,
-    ) -> None:
+    def _hook(self, entry: _Entry, inputs: Named, outputs: Named) -> None:
+        frame, first, origins = entry
         ends: dict[Any, list[tuple[int, str, str]]] = {}
         for slot, alias, tensor in outputs:
             if not tensor.requires_grad or _is_transformed(tensor):
                 continue
-            node = tensor.grad_fn
-            # A leaf's node may outlive the graph (DDP keeps it): hooks would pile up there. What
-            # arrives at a leaf is its `param_grad`.
-            if node is not None:
-                ends.setdefault(node, []).append((tensor.output_nr, slot, alias))
+            # Hooks on a node that outlives this call's graph would pile up: a leaf's (DDP keeps it;
+            # what arrives there is its `param_grad`) or a cached tensor's.
+            node, output = tensor.grad_fn, tensor.output_nr
+            if node is None:
+                continue
+            number = node._sequence_nr()
+            if number >= first or (number, output) in origins:
+                ends.setdefault(node, []).append((output, slot, alias))
         if not ends:
             return
         wants = self.session.wants
@@ -142,18 +141,12 @@ class GradientTap:
         call = _Call(self, frame)
         if want_output:
             for node, slots in ends.items():
-                node.register_prehook(call.output_hook(slots))
+                node.register_prehook(_OutputHook(call, slots))
         if want_input:
-            self._hook_inputs(call, first, origins, inputs, [*ends])
+            self._hook_inputs(call, entry, inputs, [*ends])
 
-    def _hook_inputs(
-        self,
-        call: _Call,
-        first: int,
-        origins: list[tuple[int, int]],
-        inputs: Named,
-        ends: list[Any],
-    ) -> None:
+    def _hook_inputs(self, call: _Call, entry: _Entry, inputs: Named, ends: list[Any]) -> None:
+        _, first, origins = entry
         sources: dict[tuple[Any, int], _Inflow] = {}
         for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
             if number >= 0:
@@ -165,10 +158,7 @@ class GradientTap:
         for node, edges in _edges_into(sources, ends, first):
             for _, inflow in edges:
                 inflow.expected += 1
-            node.register_hook(_input_hook(edges))
-
-    def visit(self, site: str, step: int, wish: int) -> int:
-        return self._visits.claim(site, step, wish)
+            node.register_hook(_InputHook(edges))
 
     def expect(self, inflow: _Inflow, task: int) -> None:
         """An input's gradient is incomplete: look again when this backward pass is over.
@@ -213,12 +203,12 @@ class GradientTap:
 
 
 class _CallStack(threading.local):
-    """Calls under way in this thread: frame, first sequence number, origins of the inputs."""
+    """Calls under way in this thread."""
 
     def __init__(self) -> None:
-        self.items: list[tuple[Any, int, list[tuple[int, int]]]] = []
+        self.items: list[_Entry] = []
 
-    def take(self, frame: Any) -> tuple[Any, int, list[tuple[int, int]]] | None:
+    def take(self, frame: Any) -> _Entry | None:
         """The entry of `frame`; entries above it belong to calls that ended in an exception."""
         items = self.items
         for index in range(len(items) - 1, -1, -1):
@@ -270,25 +260,31 @@ class _Call:
             self._task = task
             tap = self.tap()
             if tap is not None:
-                self._visit_now = tap.visit(self.site, self.step, self._visit)
+                self._visit_now = tap.visits.claim(self.site, self.step, self._visit)
         return self._visit_now
 
-    def output_hook(self, slots: list[tuple[int, str, str]]) -> Callable[[Gradients], None]:
-        def arrived(gradients: Gradients) -> None:
-            tap = self.tap()
-            if tap is None or not tap.active:
-                return
-            try:
-                task = _C._current_graph_task_id()
-                for number, slot, alias in slots:
-                    gradient = gradients[number]
-                    if gradient is not None:
-                        tap.emit(self, "grad_output", slot, alias, gradient, task)
-            except Exception as error:
-                tap.lost(self.site, error)
 
-        hide_from_compiler(arrived)
-        return arrived
+class _OutputHook:
+    """Before a node runs: shows what arrived at a call's outputs."""
+
+    __slots__ = ("_call", "_slots")
+
+    def __init__(self, call: _Call, slots: list[tuple[int, str, str]]) -> None:
+        self._call = call
+        self._slots = slots
+
+    def __call__(self, gradients: Gradients) -> None:
+        tap = self._call.tap()
+        if tap is None or not tap.active:
+            return
+        try:
+            task = _C._current_graph_task_id()
+            for number, slot, alias in self._slots:
+                gradient = gradients[number]
+                if gradient is not None:
+                    tap.emit(self._call, "grad_output", slot, alias, gradient, task)
+        except Exception as error:
+            tap.lost(self._call.site, error)
 
 
 class _Inflow:
@@ -341,9 +337,16 @@ class _Inflow:
             tap.lost(self.call.site, error)
 
 
-def _input_hook(edges: list[tuple[int, _Inflow]]) -> Callable[[Gradients, Gradients], None]:
-    def passed(gradients: Gradients, _: Gradients) -> None:
-        for index, inflow in edges:
+class _InputHook:
+    """After a node ran: shows what it sends along its edges to a call's inputs."""
+
+    __slots__ = ("_edges",)
+
+    def __init__(self, edges: list[tuple[int, _Inflow]]) -> None:
+        self._edges = edges
+
+    def __call__(self, gradients: Gradients, _: Gradients) -> None:
+        for index, inflow in self._edges:
             try:
                 inflow.arrived(gradients[index])
             except Exception as error:
@@ -351,8 +354,8 @@ def _input_hook(edges: list[tuple[int, _Inflow]]) -> Callable[[Gradients, Gradie
                 if tap is not None:
                     tap.lost(inflow.call.site, error)
 
-    hide_from_compiler(passed)
-    return passed
+
+hide_from_compiler(_OutputHook.__call__, _InputHook.__call__)
 
 
 def _edges_into(
