@@ -26,6 +26,7 @@ CSV_FILE = "rows.csv"
 _FILES = (TABLE_FILE, PARQUET_FILE, CSV_FILE)
 _INTEGER_FIELDS = ("step", "rank", "visit", "process", "order")
 _SHAPE_FIELDS = ("reference_shape", "candidate_shape")
+_LIST_PLACES = tuple(ROW_FIELDS.index(name) for name in (*_SHAPE_FIELDS, "estimated"))
 _NUMBER_FIELDS = ("limit", "severity")
 
 
@@ -131,10 +132,11 @@ def write_parquet(table: Table, path: StrPath) -> None:
 
 
 def _cells(row: Row, names: list[str]) -> list[JSON]:
-    shown = row.as_json()
-    fixed = [_text(name, shown[name]) for name in ROW_FIELDS]
+    cells = list(row.as_json().values())[: len(ROW_FIELDS)]
+    for at in _LIST_PLACES:
+        cells[at] = _text(ROW_FIELDS[at], cells[at])
     # csv writes a float by its repr, so nan and inf are words and no digit is lost.
-    return fixed + [row.metrics.get(name) for name in names]
+    return cells + [row.metrics.get(name) for name in names]
 
 
 def _text(name: str, value: JSON) -> str | None:
