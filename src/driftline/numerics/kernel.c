@@ -267,47 +267,16 @@ COLD static void find_positions(Pair *s, const double *r, const double *c, int64
   }
 }
 
-/* A pair that is not finite on both sides, alone. */
-COLD static void measure_odd(Pair *s, double r, double c, int64_t at) {
-  Moments *m = &s->m;
-  double v[2] = {r, c};
-  int finite[2];
-  for (int side = 0; side < 2; side++) {
-    if (v[side] == s->format[side].sentinel) v[side] = -INFINITY;
-    finite[side] = fabs(v[side]) <= DBL_MAX;
-    if (finite[side]) {
-      m->finite_one[side]++;
-      m->sum[side] += v[side];
-      m->sumsq[side] += v[side] * v[side];
-      m->ends[side].min = fmin(m->ends[side].min, v[side]);
-      m->ends[side].max = fmax(m->ends[side].max, v[side]);
-      join_spread(&s->spread[side], 1, v[side], 0);
-      continue;
-    }
-    note_first(&m->nonfinite_at[side], at);
-    if (v[side] != v[side]) m->nan[side]++;
-    else if (v[side] > 0) m->pos_inf[side]++;
-    else m->neg_inf[side]++;
-  }
-  if (v[0] != v[1] && !(v[0] != v[0] && v[1] != v[1])) {
-    m->different++;
-    m->one_sided++;
-    m->outside++;
-    note_first(&m->first_different_at, at);
-    note_first(&m->one_sided_at, at);
-  }
-}
-
-INLINE void find_greatest_error(Pair *s, const double *r, const double *c, int64_t base, int64_t n) {
+/* Where the greatest error of a block stands; `most` was found by the lanes over the same float64 values. */
+INLINE void find_greatest_error(Pair *s, const double *r, const double *c, int64_t base, int64_t n, double most) {
+  if (!(most > s->m.max_abs_e)) return;
   for (int64_t i = 0; i < n; i++) {
-    double a = r[i], b = c[i];
-    if (!(fabs(a) <= DBL_MAX) || !(fabs(b) <= DBL_MAX) || a == s->format[0].sentinel || b == s->format[1].sentinel)
+    if (fabs(c[i] - r[i]) != most || !(fabs(r[i]) <= DBL_MAX) || !(fabs(c[i]) <= DBL_MAX) ||
+        r[i] == s->format[0].sentinel || c[i] == s->format[1].sentinel)
       continue;
-    double apart = fabs(b - a);
-    if (apart > s->m.max_abs_e) {
-      s->m.max_abs_e = apart;
-      s->m.max_abs_e_at = base + i;
-    }
+    s->m.max_abs_e = most;
+    s->m.max_abs_e_at = base + i;
+    return;
   }
 }
 
@@ -538,6 +507,8 @@ static Hash finish_long(const uint64_t *sums, size_t n) {
 
 /* ---- THE FAST PATHS: the end of this file, included once for each instruction set ---- */
 
+#if X86_PATHS
+
 /* What one block of float32 lanes leaves behind. */
 typedef struct {
   double x, e, xx, xe, ee, ae, rel; /* sums */
@@ -625,6 +596,39 @@ INLINE void fold_sums(Pair *s, const Sums *b, const Knobs *k, double n, double s
   join_spread(&s->spread[1], n, shift + (b->x + b->e) / n, spread_c);
   s->shift = shift + b->x / n;
 }
+
+/* A pair that is not finite on both sides, alone. */
+COLD static void measure_odd(Pair *s, double r, double c, int64_t at) {
+  Moments *m = &s->m;
+  double v[2] = {r, c};
+  int finite[2];
+  for (int side = 0; side < 2; side++) {
+    if (v[side] == s->format[side].sentinel) v[side] = -INFINITY;
+    finite[side] = fabs(v[side]) <= DBL_MAX;
+    if (finite[side]) {
+      m->finite_one[side]++;
+      m->sum[side] += v[side];
+      m->sumsq[side] += v[side] * v[side];
+      m->ends[side].min = fmin(m->ends[side].min, v[side]);
+      m->ends[side].max = fmax(m->ends[side].max, v[side]);
+      join_spread(&s->spread[side], 1, v[side], 0);
+      continue;
+    }
+    note_first(&m->nonfinite_at[side], at);
+    if (v[side] != v[side]) m->nan[side]++;
+    else if (v[side] > 0) m->pos_inf[side]++;
+    else m->neg_inf[side]++;
+  }
+  if (v[0] != v[1] && !(v[0] != v[0] && v[1] != v[1])) {
+    m->different++;
+    m->one_sided++;
+    m->outside++;
+    note_first(&m->first_different_at, at);
+    note_first(&m->one_sided_at, at);
+  }
+}
+
+#endif /* X86_PATHS */
 
 /* Vector code must be compiled as a whole for its instruction set (gcc lowers vectors before it inlines), so each
  * function below exists once per set, told apart by a suffix. */
@@ -879,7 +883,9 @@ LANE_FN vu ordinal(vd a, const Format *f) {
   if (f->mantissa == 52) return (vu)a;
   int shift = 52 - f->mantissa;
   vu bits = (vu)a;
-  vu rounded = bits + lanes_u((1ull << (shift - 1)) - 1) + ((bits >> shift) & 1);
+  /* Without mantissa bits the significand is 1 or 2, and a tie goes to the even one: up. */
+  vu odd = f->mantissa ? (bits >> shift) & 1 : lanes_u(1);
+  vu rounded = bits + lanes_u((1ull << (shift - 1)) - 1) + odd;
   vu normal = (rounded >> shift) - lanes_u((uint64_t)(f->emin + 1022) << f->mantissa);
   vd scaled = a * lanes(double_of((uint64_t)(f->mantissa - f->emin + 1023) << 52)) + lanes(0x1p52);
   vu small = (vu)scaled - lanes_u(0x4330000000000000ull);
@@ -1014,7 +1020,7 @@ LANE_FN void careful_pair(Pair *s, const double *r_in, const double *c_in, int64
   uint64_t u = greatest_u(ulp);
   if (u > s->ulp) s->ulp = u;
   s->ulp_real = fmax(s->ulp_real, greatest(far));
-  if (greatest(max_e) > m->max_abs_e) find_greatest_error(s, r_in, c_in, base, n);
+  find_greatest_error(s, r_in, c_in, base, n, greatest(max_e));
   int odd_r = count[0] != (double)n, odd_c = count[1] != (double)n;
   if ((new_differ && m->first_different_at < 0) || (odd_r && m->nonfinite_at[0] < 0) ||
       (odd_c && m->nonfinite_at[1] < 0) || (m->one_sided && m->one_sided_at < 0))
@@ -1468,7 +1474,12 @@ TARGET static void ask_again(Pair *s, const uint8_t *r_at, const uint8_t *c_at, 
   double r[BLOCK] __attribute__((aligned(64))), c[BLOCK] __attribute__((aligned(64)));
   decode_double(r_at, dtype_of_kind[r_kind], 0, n, r);
   decode_double(c_at, dtype_of_kind[c_kind], 0, n, c);
-  if (s->m.first_different_at < 0 || s->m.first_different_at >= base) find_positions(s, r, c, base, n);
+  if (s->m.first_different_at < 0 || s->m.first_different_at >= base)
+    for (int64_t i = 0; i < n; i++)
+      if (r[i] != c[i]) {
+        note_first(&s->m.first_different_at, base + i);
+        break;
+      }
   vd most = lanes(0.0), atol = lanes(s->atol), rtol = lanes(s->rtol);
   vl outside = lanes_l(0);
   for (int64_t i = 0; i < n; i += LANES) { /* n is a multiple of 2 * WIDTH */
@@ -1477,7 +1488,7 @@ TARGET static void ask_again(Pair *s, const uint8_t *r_at, const uint8_t *c_at, 
     outside -= ~(ae <= atol + rtol * magnitude(a));
   }
   if (count_outside) s->m.outside += total_l(outside);
-  if (greatest(most) > s->m.max_abs_e) find_greatest_error(s, r, c, base, n);
+  find_greatest_error(s, r, c, base, n, greatest(most));
 }
 
 /* A block with something infinite, not a number or a sentinel in it, made fit for the lanes: such pairs are measured

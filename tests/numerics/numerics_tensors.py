@@ -1,0 +1,155 @@
+"""Tensors of every element type with the values that break kernels, and what "equal" means for their moments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.numerics.definition import COMPONENT, real_values
+from driftline.numerics.dtypes import DTYPES, DType, value_table
+from driftline.numerics.moments import PairMoments
+from driftline.numerics.summary import Summary
+
+Bytes = npt.NDArray[np.uint8]
+SPECIALS = (
+    0.0,
+    -0.0,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e-45,
+    -1e-40,
+    6e-8,
+    1e-22,
+    1.0,
+    -1.0,
+    65504.0,
+    3e38,
+)
+
+
+def _coded(values: npt.NDArray[np.float64], dtype: DType) -> npt.NDArray[Any]:
+    """The nearest storage values, good enough for making data."""
+    with np.errstate(all="ignore"):
+        if dtype.name == "bfloat16":
+            bits = values.astype(np.float32).view(np.uint32)
+            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+            return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+        if dtype.kind == "float" and dtype.bits <= 8:
+            table = value_table(dtype.name)
+            usable = np.where(np.isfinite(table), table, np.inf)
+            clean = np.nan_to_num(values, nan=0.0, posinf=1e30, neginf=-1e30)
+            codes = np.argmin(np.abs(usable[None, :] - clean[:, None]), axis=1).astype(np.uint8)
+            nans = np.flatnonzero(np.isnan(table))
+            return (
+                np.where(np.isnan(values), nans[0], codes).astype(np.uint8) if nans.size else codes
+            )
+        if dtype.kind in ("int", "uint", "bool"):
+            clean = np.nan_to_num(values, nan=3.0, posinf=100.0, neginf=-100.0)
+            if dtype.bits == 4:
+                return (np.rint(clean).astype(np.int64) & 15).astype(np.uint8)
+            if dtype.kind == "bool":
+                return clean > 0
+            return np.rint(clean * 20).astype(np.int64).astype(dtype.storage)
+        return values.astype(dtype.storage)
+
+
+def encode(values: npt.NDArray[np.float64], dtype: DType) -> Bytes:
+    """Raw bytes of these values in that type; a complex type takes two values per element."""
+    if dtype.kind == "complex":
+        return encode(values, DTYPES[COMPONENT[dtype.name]])
+    coded = _coded(np.asarray(values, np.float64), dtype)
+    if dtype.bits == 4:
+        padded = np.concatenate([coded, np.zeros(coded.size % 2, np.uint8)])
+        return (padded[0::2] | (padded[1::2] << 4)).astype(np.uint8)
+    return np.ascontiguousarray(coded).view(np.uint8)
+
+
+def misaligned(data: Bytes, offset: int) -> Bytes:
+    """The same bytes at an address `offset` past a multiple of 64, with poison on both sides."""
+    room = np.full(data.size + 192, 0xFF, np.uint8)
+    start = (-room.ctypes.data) % 64 + offset
+    room[start : start + data.size] = data
+    return room[start : start + data.size]
+
+
+def noisy_pair(
+    rng: np.random.Generator,
+    count: int,
+    r: DType,
+    c: DType,
+    *,
+    scale: float = 1.0,
+    noise: float = 1e-2,
+) -> tuple[Bytes, Bytes]:
+    """A reference and a candidate that is the reference with noise."""
+    reals = count * (2 if "complex" in (r.kind, c.kind) else 1)
+    values = rng.standard_normal(reals) * scale
+    other = values * (1 + noise * rng.standard_normal(reals))
+    sides: list[Bytes] = []
+    for dtype, side in ((r, values), (c, other)):
+        real_against_complex = dtype.kind != "complex" and reals != count
+        sides.append(encode(side[::2] if real_against_complex else side, dtype))
+    return sides[0], sides[1]
+
+
+def assert_same_moments(
+    got: PairMoments,
+    want: PairMoments,
+    reference: Bytes,
+    r: DType,
+    candidate: Bytes,
+    c: DType,
+    count: int,
+) -> None:
+    """Counts and extremes exactly; sums as well as their own size in float32 blocks allows.
+
+    A sum may be off by 5e-6 of the sum of its terms' magnitudes (128 float32 additions at worst); between
+    errors that float32 cannot tell apart, any may be named the greatest.
+    """
+    scale_r, scale_c = math.sqrt(want.r_sumsq or 0.0), math.sqrt(want.c_sumsq or 0.0)
+    root = math.sqrt(max(want.count, 1))
+    sizes = {
+        "sum_r": scale_r * root,
+        "sum_c": scale_c * root,
+        "r_sum": scale_r * root,
+        "c_sum": scale_c * root,
+        "sum_rc": scale_r * scale_c,
+    }
+    for field in dataclasses.fields(PairMoments):
+        a, b = getattr(got, field.name), getattr(want, field.name)
+        if field.name == "max_abs_e_at" and a != b:
+            is_complex = "complex" in (r.kind, c.kind)
+            e = np.abs(
+                real_values(candidate, c, count, widen=is_complex)
+                - real_values(reference, r, count, widen=is_complex)
+            )
+            assert a >= 0 and math.isclose(e[a], want.max_abs_e, rel_tol=2e-7), (a, b)
+        elif isinstance(b, int):
+            assert a == b, (field.name, a, b)
+        elif math.isnan(b) or math.isinf(b) or b == 0.0:
+            same = (math.isnan(a) and math.isnan(b)) or a == b
+            allowed = 5e-6 * sizes.get(field.name, 0.0)
+            assert same or abs(a - b) <= allowed, (field.name, a, b)
+        elif field.name in sizes:
+            assert abs(a - b) <= 5e-6 * sizes[field.name] + 1e-12 * abs(b), (field.name, a, b)
+        else:
+            assert math.isclose(a, b, rel_tol=5e-6), (field.name, a, b)
+
+
+def assert_same_summary(got: Summary, want: Summary) -> None:
+    for field in dataclasses.fields(Summary):
+        a, b = getattr(got, field.name), getattr(want, field.name)
+        if field.name == "sketch":
+            assert len(a) == len(b)
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(want.l2, 1e-300))
+        elif isinstance(b, int) or math.isnan(b) or math.isinf(b):
+            assert a == b or (math.isnan(a) and math.isnan(b)), (field.name, a, b)
+        elif field.name == "mean":
+            assert abs(a - b) <= 1e-6 * want.l2 / math.sqrt(max(want.count, 1)), (a, b)
+        else:
+            assert math.isclose(a, b, rel_tol=1e-6, abs_tol=0.0), (field.name, a, b)
