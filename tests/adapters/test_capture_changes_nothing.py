@@ -94,6 +94,29 @@ def test_results_are_bitwise_the_same_with_every_level(name: str, mode: str) -> 
     assert not faults, faults[:2]
 
 
+def test_the_fast_path_of_transformer_layers_is_still_taken() -> None:
+    """torch leaves it when a module has hooks; a wrapped call is not a hook."""
+    torch.manual_seed(3)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+
+    def run() -> tuple[torch.Tensor, set[str]]:
+        with torch.inference_mode(), torch.profiler.profile() as profile:
+            out = model(x, src_key_padding_mask=padding)
+        return out, {event.key for event in profile.key_averages()}
+
+    plain = run()
+    sink = MemorySink()
+    with capture(model, sink):
+        seen = run()
+    assert torch.equal(plain[0], seen[0])
+    assert "aten::_transformer_encoder_layer_fwd" in plain[1]
+    assert "aten::_transformer_encoder_layer_fwd" in seen[1]
+    assert {e["kind"] for e in sink._events} == {"refused"}
+
+
 def test_the_programs_own_modes_see_nothing_of_the_capture() -> None:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode

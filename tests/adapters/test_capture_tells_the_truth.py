@@ -206,6 +206,15 @@ def test_recomputation_under_checkpointing_is_a_phase_of_its_own() -> None:
     assert all(by_phase["forward"][site] == digest for site, digest in again.items())
 
 
+def test_two_captures_at_once_see_the_same() -> None:
+    model, inputs = zoo.build("gpt2"), zoo.feed("gpt2")
+    outer, inner = MemorySink(), MemorySink()
+    with torch.no_grad(), capture(model, outer), capture(model, inner, ports="output"):
+        model(**inputs)
+    outputs = [r.digest for r in outer.run().records if r.key.port == "output"]
+    assert outputs == [r.digest for r in inner.run().records]
+
+
 def test_threads_keep_separate_stacks() -> None:
     import threading
 

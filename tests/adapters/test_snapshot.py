@@ -114,6 +114,7 @@ def test_what_has_no_plain_values_is_refused_with_a_reason() -> None:
         "FakeTensor": fake,
         "freed": freed,
         "lazy": nn.LazyLinear(2).weight,
+        "a nested tensor": torch.nested.nested_tensor([torch.ones(2)]),
         "NestedTensor": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
     }
     for word, tensor in cases.items():
@@ -168,6 +169,17 @@ def test_tracing_and_export_are_left_alone() -> None:
     strip = re.compile(r"___torch_mangle_\d+\.|, scope.*|\d+")
     assert strip.sub("", plain) == strip.sub("", seen)
     assert torch.equal(exported.module()(x), model(x))
+
+
+def test_scripted_modules_are_captured_like_any_other() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    plain = model(torch.ones(1, 3))
+    sink = MemorySink()
+    with capture(model, sink):
+        seen = model(torch.ones(1, 3))
+    assert torch.equal(plain, seen)
+    assert {r.key.site for r in sink.run().records} == {"(root)"}
+    assert not [e for e in sink._events if e["kind"] == "capture-fault"]
 
 
 def test_a_sample_keeps_every_nth_element_and_a_description_none() -> None:

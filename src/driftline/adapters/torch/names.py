@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 ROOT = "(root)"
+_SEARCHED_ROOTS = 32
+"""A program that makes models by the hundred must not wait for the search of each one's parents."""
 
 # Attribute under which a wrapper keeps what it wraps, by the wrapper's class name.
 _WRAPPERS = {
@@ -220,7 +222,8 @@ class ModuleNames:
             return None
         if next(module.parameters(), None) is None and not self._is_lone_model(module):
             return self._helper_place(module)
-        self._add_root(topmost(module), model=True)
+        searched = len(self.roots) < _SEARCHED_ROOTS
+        self._add_root(topmost(module) if searched else module, model=True)
         return self.known(module)
 
     def _is_lone_model(self, module: nn.Module) -> bool:

@@ -165,6 +165,8 @@ def every_nth(shot: Snapshot, stride: int) -> Bytes:
 
 
 def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
+    if tensor.is_nested:
+        return "a nested tensor has no single shape"
     if tensor.layout is not torch.strided:
         return f"{str(tensor.layout).removeprefix('torch.')} tensors are not stored"
     if tensor.is_quantized:
