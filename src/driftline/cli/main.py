@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # A short-lived process of its own: looking for cycles while modules load takes 20 ms.
+        # A short-lived process of its own need not look for cycles while modules load.
         gc.set_threshold(100_000, 50, 100)
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding cannot write must not end the command.

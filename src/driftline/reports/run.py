@@ -96,6 +96,7 @@ def document(run: Run, *, globs: Sequence[str] = (), tensors: bool = False) -> d
         "kind": "run",
         "path": run.name,
         "manifest": dict(run.manifest),
+        "processes": [dict(facts) for facts in run.processes()],
         "tensors": len(run),
         "ranks": sorted({record.key.rank for record in records}),
         "steps": sorted({record.key.step for record in records}),
@@ -134,8 +135,10 @@ def sheet(run: Run, *, globs: Sequence[str] = (), statistics: bool = False) -> S
 
 
 def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    manifest = run.manifest
-    command = manifest.get("command")
+    # What the launched process said of itself goes before what its launcher said.
+    processes = run.processes()
+    manifest = {**run.manifest, **(processes[0] if processes else {})}
+    command = run.manifest.get("command")
     if isinstance(command, (list, tuple)):
         yield "command", shlex.join(str(word) for word in cast(list[Any], command))
     for name in ("format", "created", "framework", "python", "platform"):
@@ -145,13 +148,15 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     if isinstance(git, Mapping) and git:
         state = cast(Mapping[str, Any], git)
         yield "git", f"{state.get('commit')}" + (" with changes" if state.get("dirty") else "")
-    for name in ("versions", "seeds", "devices"):
+    for name in ("versions", "devices", "seed", "default_dtype", "threads"):
         known = manifest.get(name)
         if isinstance(known, Mapping) and known:
             pairs = cast(Mapping[str, Any], known).items()
-            yield name, ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
-        elif known:
-            yield name, str(cast(object, known))
+            known = ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
+        elif isinstance(known, list):
+            known = ", ".join(str(item) for item in cast(list[Any], known))
+        if known is not None and known != "":
+            yield name.replace("_", " "), str(cast(object, known))
     ranks = {(record.key.rank, record.key.process) for record in records}
     yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
     yield "steps", ranges(record.key.step for record in records)

@@ -213,6 +213,10 @@ class Run(ABC):
         """Warnings, findings and labels, each with its rank and process."""
         return iter(())
 
+    def processes(self) -> list[Mapping[str, Any]]:
+        """The facts each process left about itself: versions, devices, seeds; none of a file."""
+        return []
+
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
         """The module tree of a process, if it left one."""
         del rank, process
