@@ -27,7 +27,7 @@ def summary(values: np.ndarray) -> Summary:
 
 
 def activations(seed: int) -> np.ndarray:
-    """Tokens x heads x width, with offsets of its own for every token and head, as real ones have."""
+    """Tokens x heads x width, each token and head with an offset of its own, as real ones have."""
     rng = np.random.default_rng(seed)
     return rng.standard_normal((48, 8, 64)) + rng.standard_normal((48, 8, 1))
 

@@ -1,7 +1,8 @@
-"""What every number means, in numpy float64: slow, obvious, and what the C kernel is tested against.
+"""What every number means, in numpy float64: slow, obvious, what the C kernel is tested against.
 
-The whole tensor is decoded at once, so this is for tests and, in blocks, for machines without the kernel. It
-knows element types and flat arrays; shapes, files and thresholds are not its business.
+The whole tensor is decoded at once, so this is for tests and, in blocks, for machines without
+the kernel. It knows element types and flat arrays; shapes, files and thresholds are not its
+business.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 AnyArray = npt.NDArray[Any]
 
-# Stored mantissa bits, exponent of the smallest normal, ordinal just past the greatest finite number.
+# Stored mantissa bits, exponent of the smallest normal, ordinal past the greatest finite number.
 ULP_FORMATS: dict[str, tuple[int, int, int]] = {
     "float64": (52, -1022, 0x7FF0000000000000),
     "float32": (23, -126, 0x7F800000),
@@ -49,7 +50,7 @@ def storage_view(raw: AnyArray, dtype: DType, count: int) -> AnyArray:
 
 
 def real_values(raw: AnyArray, dtype: DType, count: int, *, widen: bool = False) -> F64:
-    """All elements as float64; a complex one is two; `widen` gives a real one an imaginary part of zero."""
+    """All elements as float64; a complex one is two, and so is a real one with `widen`."""
     values = to_float64(storage_view(raw, dtype, count), dtype, count)
     if dtype.kind == "complex":
         return np.ascontiguousarray(values).view(np.float64)
@@ -83,7 +84,7 @@ def _integers(raw: AnyArray, dtype: DType, count: int) -> AnyArray:
 
 
 def ordinals(magnitude: F64, name: str) -> U64:
-    """Where each magnitude, rounded to nearest even, stands in the format's list of numbers; zero is 0.
+    """Where each magnitude, rounded to nearest even, stands among the format's numbers; zero is 0.
 
     >>> ordinals(np.array([0.0, 2.0**-24, 1.0, 1e9]), "float16").tolist()
     [0, 1, 15360, 31744]
@@ -98,7 +99,7 @@ def ordinals(magnitude: F64, name: str) -> U64:
 
 
 def max_ulp(reference: F64, candidate: F64, dtype: DType) -> float:
-    """The greatest distance in the candidate's format, the reference rounded to it first; 0.0 of nothing."""
+    """The greatest distance in the candidate's format, the reference rounded to it first."""
     if not reference.size:
         return 0.0
     name = COMPONENT.get(dtype.name, dtype.name)
@@ -207,7 +208,7 @@ def pair_moments(
 
 
 def summarize(data: AnyArray, dtype: DType, *, count: int, first: int = 0) -> Summary:
-    """Every field of `Summary`; complex elements count as two reals. `first`: the sketch's place of the first."""
+    """Every field of `Summary`; a complex element is two reals; `first`: place of the first."""
     x = masked_as_infinite(real_values(data, dtype, count), dtype)
     with np.errstate(all="ignore"):
         ok = np.isfinite(x)

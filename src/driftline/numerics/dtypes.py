@@ -102,13 +102,14 @@ def _minifloat_table(
 ) -> F64:
     """Every value of an 8-bit (or 4-bit) float, by its bit pattern."""
     width = 1 + exponent_bits + mantissa_bits
-    codes = np.arange(2**width)
+    codes = np.arange(2**width, dtype=np.int64)
     sign = np.where(codes >> (width - 1), -1.0, 1.0)
     exponent = (codes >> mantissa_bits) & (2**exponent_bits - 1)
     mantissa = codes & (2**mantissa_bits - 1)
     subnormal = np.ldexp(mantissa / 2**mantissa_bits, 1 - bias)
     normal = np.ldexp(1 + mantissa / 2**mantissa_bits, exponent - bias)
-    values = sign * np.where(exponent == 0, subnormal, normal)
+    size: F64 = np.where(exponent == 0, subnormal, normal).astype(np.float64)
+    values: F64 = np.multiply(sign, size).astype(np.float64)
     if fnuz:
         values[2 ** (width - 1)] = np.nan  # the pattern of minus zero is the only NaN
     elif infinities:
@@ -174,7 +175,7 @@ def to_float64(
             signed = np.where(signed > 7, signed - 16, signed)
         return signed.astype(np.float64)
     if dtype.kind == "float" and dtype.bits == 8:
-        return value_table(dtype.name)[raw]
+        return value_table(dtype.name)[raw.astype(np.intp)]
     if dtype.kind == "complex":
         return raw.astype(np.complex128)
     return raw.astype(np.float64)

@@ -831,10 +831,10 @@ typedef double vd __attribute__((vector_size(8 * LANES)));
 typedef int64_t vl __attribute__((vector_size(8 * LANES)));
 typedef uint64_t vu __attribute__((vector_size(8 * LANES)));
 
-LANE_FN vd lanes(double v) { vd o; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
-LANE_FN vl lanes_l(int64_t v) { vl o; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
-LANE_FN vu lanes_u(uint64_t v) { vu o; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
-LANE_FN vl iota(void) { vl o; for (int i = 0; i < LANES; i++) o[i] = i; return o; }
+LANE_FN vd lanes(double v) { vd o = {0}; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
+LANE_FN vl lanes_l(int64_t v) { vl o = {0}; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
+LANE_FN vu lanes_u(uint64_t v) { vu o = {0}; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
+LANE_FN vl iota(void) { vl o = {0}; for (int i = 0; i < LANES; i++) o[i] = i; return o; }
 LANE_FN vd pick(vl mask, vd yes, vd no) { return (vd)(((vl)yes & mask) | ((vl)no & ~mask)); }
 LANE_FN vd keep(vl mask, vd v) { return (vd)((vl)v & mask); }
 LANE_FN vd magnitude(vd v) { return (vd)((vl)v & lanes_l(INT64_MAX)); }

@@ -1,9 +1,9 @@
-"""The door to the C kernel: moments of a pair, summary, sketch and digest of a tensor; numpy where C is missing.
+"""The door to the C kernel: moments of a pair, summary and digest of a tensor; numpy without it.
 
-Arrays come in as flat storage of any byte alignment, with the number of logical elements; nothing here knows
-shapes or files. The library is a plain shared object beside this file, loaded on first use; ctypes lets go of
-the GIL, so calls from several threads run side by side. Results are told the same way on every path; only the
-last digits of sums differ.
+Arrays come in as flat storage of any byte alignment, with the number of logical elements;
+nothing here knows shapes or files. The library is a plain shared object beside this file, loaded
+on first use; ctypes lets go of the GIL, so calls from several threads run side by side. Results
+are told the same way on every path; only the last digits of sums differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ABI_VERSION = 1
 PATHS = ("generic", "avx2", "avx512")
 NUMPY = "numpy"
 NUMPY_BLOCK = 1 << 18
-"""Elements per block without the C kernel: about fifteen float64 temporaries of it live at a time."""
+"""Elements per block without the C kernel; about fifteen float64 copies of it live at a time."""
 
 # Order of the enum in kernel.c; complex types are handed over as twice as many reals.
 _CODES = {
@@ -143,7 +143,8 @@ def _numbered(wanted: str) -> int:
 def _filled(kind: type[T], slots: Sequence[Callable[[Any, Any], None]], values: Sequence[Any]) -> T:
     """A frozen dataclass from its fields in order, in half the time of its own `__init__`.
 
-    That one goes through `object.__setattr__` for each of forty fields, as long as the kernel needs for 100 KB.
+    That one goes through `object.__setattr__` for each of forty fields, as long as the kernel
+    needs for 100 KB.
     """
     new = object.__new__(kind)
     for fill, value in zip(slots, values, strict=True):
@@ -223,7 +224,7 @@ def digest(data: AnyArray, *, path: str | None = None) -> str:
         raise BadInput("the kernel takes contiguous arrays only")
     library = _library()
     if number < 0 or library is None:
-        return "blake2b-128:" + hashlib.blake2b(_bytes(data), digest_size=16).hexdigest()
+        return "blake2b-128:" + hashlib.blake2b(_bytes(data).data, digest_size=16).hexdigest()
     out = _DigestBuffer()
     library.driftline_digest(data.ctypes.data, data.nbytes, number, out)
     return "xxh3-128:" + out.raw.hex()

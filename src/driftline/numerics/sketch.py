@@ -1,14 +1,15 @@
-"""A tensor's shadow in sixty-four numbers that notices permutations, and what two shadows say of the distance.
+"""A tensor's shadow in 64 numbers that notices permutations, and how far apart two shadows are.
 
-Min, max, mean, std and l2 do not change when two heads are swapped or the tokens are shifted by one. The signed
-count-sketch does: every element is added, with a sign that depends on its place, to one of 64 buckets chosen by
-its place. It is linear, so the difference of two sketches is the sketch of the difference, and its length is an
-unbiased estimate of the difference's length (squared; relative standard error about sqrt(2/64) = 18 %, half of
-that for the length itself).
+Min, max, mean, std and l2 do not change when two heads are swapped or the tokens are shifted by
+one. The signed count-sketch does: every element is added, with a sign that depends on its place,
+to one of 64 buckets chosen by its place. It is linear, so the difference of two sketches is the
+sketch of the difference, and its length is an unbiased estimate of the difference's length
+(squared; relative standard error about sqrt(2/64) = 18 %, half of that for the length itself).
 
-Element `i` in flat C order belongs to group `k = i // 64`. One 64-bit hash of `k` gives the signs, bit `i % 64`
-set meaning minus; six bits of a product of that hash are XORed to `i % 64` to give the bucket. So a group fills
-every bucket once, which is what makes the kernel's version a permutation of lanes.
+Element `i` in flat C order belongs to group `k = i // 64`. One 64-bit hash of `k` gives the
+signs, bit `i % 64` set meaning minus; six bits of a product of that hash are XORed to `i % 64`
+to give the bucket. So a group fills every bucket once, which is what makes the kernel's version
+a permutation of lanes.
 
 Knows arrays of finite float64 only: the caller puts zeros where elements are not finite.
 """
@@ -28,7 +29,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 def group_signs(groups: U64) -> U64:
-    """The hash of each group number: bit j set means that element j of the group counts negatively."""
+    """The hash of each group number: bit j set means that its element j counts negatively."""
     with np.errstate(over="ignore"):
         z = (groups + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -55,7 +56,9 @@ def sketch(values: F64, *, first: int = 0) -> F64:
     bucket = inside ^ group_flips(signs)
     negative = (signs >> inside) & np.uint64(1)
     signed = np.where(negative == 1, -flat, flat)
-    return np.bincount(bucket.astype(np.int64), weights=signed, minlength=SKETCH_BUCKETS)
+    into = np.zeros(SKETCH_BUCKETS)
+    np.add.at(into, bucket.astype(np.int64), signed)
+    return into
 
 
 def estimate_l2(of: Sequence[float]) -> float:
@@ -78,7 +81,7 @@ def estimate_l2_distance(reference: Sequence[float], candidate: Sequence[float])
 def estimate_relative_l2(
     reference: Sequence[float], candidate: Sequence[float], *, reference_l2: float
 ) -> float:
-    """About `||candidate - reference|| / ||reference||`; the reference's norm is known exactly from its summary.
+    """About `||candidate - reference|| / ||reference||`; the norm below is exact, from the summary.
 
     A zero reference has no scale: 0.0 when the sketches agree, otherwise inf.
     """
@@ -89,7 +92,7 @@ def estimate_relative_l2(
 
 
 def estimate_inner_product(reference: Sequence[float], candidate: Sequence[float]) -> float:
-    """About `<reference, candidate>`; its error is about an eighth of the product of the two norms."""
+    """About `<reference, candidate>`; its error is about an eighth of the two norms' product."""
     if not reference or len(reference) != len(candidate):
         return math.nan
     return math.fsum(r * c for r, c in zip(reference, candidate, strict=True))
