@@ -71,6 +71,37 @@ def test_every_captured_output_equals_a_clone_taken_by_a_plain_hook(name: str, m
     assert not missing
 
 
+@pytest.mark.parametrize("name", ["llama", "t5", "inplace_shared"])
+def test_every_captured_input_equals_a_clone_taken_before_the_call(name: str) -> None:
+    model, inputs = zoo.build(name), zoo.feed(name)
+    oracle: Counter[tuple[str, bytes]] = Counter()
+
+    def hook_for(site: str):
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found: list[torch.Tensor] = []
+            zoo.collect((args, kwargs), found)
+            oracle.update((site, _raw(t.detach().clone())) for t in found)
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(hook_for(site or "(root)"), with_kwargs=True)
+        for site, module in model.named_modules()
+    ]
+    sink = MemorySink()
+    with torch.no_grad(), capture(model, sink, ports="input"):
+        model(**inputs)
+    for handle in handles:
+        handle.remove()
+    seen = Counter(
+        (handle.key.site, handle.raw().tobytes())
+        for handle in sink.run().tensors()
+        if handle.record.dtype.startswith("float")
+    )
+    assert len(oracle) > 5
+    assert not oracle - seen
+
+
 def test_inputs_are_taken_before_the_module_changes_them_and_after_when_asked() -> None:
     class Doubling(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,6 +219,25 @@ def test_a_sink_that_breaks_does_not_break_the_program() -> None:
     with capture(model, sink):
         assert model(torch.ones(1, 2)).shape == (1, 2)
     assert [e["kind"] for e in sink._events] == ["capture-fault"]
+
+
+def test_a_fault_of_the_capture_itself_is_an_event_and_leaves_no_frame_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from driftline.adapters.torch import flatten
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("planted")
+
+    model, sink = nn.Sequential(nn.Linear(2, 2)), MemorySink()
+    monkeypatch.setattr(flatten, "inputs", fails)
+    with capture(model, sink) as running:
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+        assert running.session.frames() == []
+        monkeypatch.undo()
+        model(torch.ones(1, 2))
+    assert "planted" in sink._events[0]["message"]
+    assert {r.key.site for r in sink.run().records} == {"(root)", "0"}
 
 
 def test_recomputation_under_checkpointing_is_a_phase_of_its_own() -> None:

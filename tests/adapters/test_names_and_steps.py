@@ -245,6 +245,40 @@ def test_ids_and_names_of_operations_select_as_in_the_seed() -> None:
     assert taken(part=0) == set()
 
 
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_distributed_wrappers_leave_no_trace_in_names_and_values(tmp_path: Any, kind: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Tiny()
+    plain = model(torch.ones(1, 2))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        if kind == "replicated":
+            wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+        else:
+            mesh = init_device_mesh("cpu", (1,))
+            fully_shard(model.a, mesh=mesh)
+            wrapped = fully_shard(model, mesh=mesh)
+        seen: list[torch.Tensor] = []
+        sink = _watch(lambda: seen.append(wrapped(torch.ones(1, 2))))
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(plain, seen[0])
+    assert [site for site, _, _ in _sites(sink)] == ["a", "b", "(root)"]
+    assert {r.class_name for r in sink.run().records} == {"Tiny", "Linear"}
+    assert not [e for e in sink._events if e["kind"] == "compiled"]
+
+
+def test_parametrised_modules_keep_their_class() -> None:
+    model = Tiny()
+    nn.utils.parametrizations.weight_norm(model.a)
+    sink = _watch(lambda: model(torch.ones(1, 2)))
+    assert next(r.class_name for r in sink.run().records if r.key.site == "a") == "Linear"
+
+
 def test_wrappers_leave_no_trace_in_the_names() -> None:
     model = Tiny()
     wrapped = nn.DataParallel(model)

@@ -72,6 +72,8 @@ def _watched(
     except Exception as error:
         _fault(session, self, error)
     finally:
+        if frame is None:  # also when the user's interrupt came just now
+            del stack[depth:]
         _set_eval_frame(compiler)
     if frame is None:
         return call(self, *args, **kwargs)
@@ -116,7 +118,8 @@ def enter(
         return None
     recompute = _graph_task() != -1
     if place.wraps and is_transparent(module):
-        _explain_compiled(session, place, module)
+        if is_compiled(module):
+            _explain_compiled(session, place)
         return None
     clock = session.clock
     if not stack and not recompute:
@@ -128,7 +131,7 @@ def enter(
     session.steps_seen.add(step)
     session.execution_order.setdefault(place.site)
     if is_compiled(module):
-        _explain_compiled(session, place, module)
+        _explain_compiled(session, place)
     look = place.look
     if look.inputs_before or look.inputs_after or session.taps:
         forward = unwrapped(module).forward if place.wraps else module.forward
@@ -209,7 +212,7 @@ def _is_unwelcome() -> bool:
     return worker is not None and worker._worker_info is not None
 
 
-def _explain_compiled(session: CaptureSession, place: Place, module: nn.Module) -> None:
+def _explain_compiled(session: CaptureSession, place: Place) -> None:
     session.event_once(
         "compiled",
         "this module is compiled: its inputs and outputs are captured, the modules inside only "

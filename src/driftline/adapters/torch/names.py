@@ -84,7 +84,7 @@ class Place:
     ) -> None:
         self.ref = weakref.ref(module)
         self.site = site
-        self.class_name = type(unwrapped(module)).__name__
+        self.class_name = class_name_of(unwrapped(module))
         self.ids = ids
         self.root = root
         self.is_root = is_root
@@ -102,6 +102,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (inner := wrapped(module)) is not None:
         module = inner
     return module
+
+
+def class_name_of(module: nn.Module) -> str:
+    """The class the program wrote; `fully_shard` and `parametrize` put their own in front."""
+    kind = type(module)
+    sharded = any(base.__name__ == "FSDPModule" for base in kind.__bases__)
+    if sharded or "parametrizations" in module._modules:
+        return kind.__bases__[-1].__name__
+    return kind.__name__
 
 
 def is_transparent(module: nn.Module) -> bool:

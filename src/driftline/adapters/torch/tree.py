@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from driftline.adapters.torch.names import ModuleNames, children, unwrapped
+from driftline.adapters.torch.names import ModuleNames, children, class_name_of, unwrapped
 from driftline.topology.tree import ModuleNode, ModuleTree, Parameter
 
 
@@ -26,7 +26,7 @@ def module_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
 def _node(module: nn.Module, names: ModuleNames, seen: set[int]) -> ModuleNode:
     module = unwrapped(module)
     place = names.known(module)
-    class_name = type(module).__name__
+    class_name = class_name_of(module)
     site = place.site if place else class_name
     ids = place.ids if place else None
     if id(module) in seen:
