@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from driftline.adapters.torch.dispatch import hide_from_compiler
+from driftline.adapters.torch.names import class_name_of
 from driftline.adapters.torch.snapshot import undisturbed
 
 
@@ -55,7 +56,7 @@ class ParameterNames:
                 entry = known.get(id(parameter))
                 if entry is not None and entry[0]() is parameter:
                     continue
-                owner = Owner(self._session.site_of(module), name, type(module).__name__)
+                owner = Owner(self._session.site_of(module), name, class_name_of(module))
                 known[id(parameter)] = (weakref.ref(parameter), owner)
                 fresh.append((parameter, owner))
         return fresh
@@ -110,7 +111,7 @@ class ParameterTap:
         waiting = False
         for module in root.modules():
             site: str = session.site_of(module)
-            class_name = type(module).__name__
+            class_name = class_name_of(module)
             if not session.wants(site, class_name, "param"):
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
