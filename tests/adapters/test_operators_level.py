@@ -231,6 +231,30 @@ def test_gradients_that_a_mode_would_change_are_left_alone_and_the_run_says_so(f
     assert captured.of("param_grad")
 
 
+def test_two_captures_at_once_see_the_same_and_the_last_one_clears_up():
+    engine = torch.autograd._engine_run_backward
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with capturing("ops", "gradients", model=model) as first:
+        with capturing("ops", "gradients", model=model) as second:
+            model(torch.randn(2, 4)).sum().backward()
+        assert torch.autograd._engine_run_backward is not engine
+        assert _get_current_dispatch_mode_stack() == []
+    assert torch.autograd._engine_run_backward is engine
+    assert first.rows.keys() == second.rows.keys()
+    assert all(torch.equal(value, second.rows[key]) for key, value in first.rows.items())
+
+
+def test_the_fused_path_of_the_transformer_encoder_stays_taken():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        expected = model(x)
+        with capturing("ops", model=model) as captured:
+            assert torch.equal(model(x), expected)
+    assert "layers.0/aten._transformer_encoder_layer_fwd" in {key.site for key in captured.rows}
+
+
 def test_the_program_s_own_mode_sees_its_own_operators_and_is_taken_off_again():
     model = llama().eval()
     with torch.no_grad(), Logging() as alone:
