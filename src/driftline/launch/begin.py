@@ -25,7 +25,7 @@ from driftline.launch.wake import leave_mark
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.session import CaptureSession
-    from driftline.runs.sink import JSON, Sink
+    from driftline.runs.sink import Sink
 
 SESSION = "driftline.adapters.torch.session:CaptureSession"
 AIT_TREE = "driftline.dialects.ait_tree:AitTree"
@@ -137,6 +137,7 @@ class Launched:
         share = self.plan.max_bytes // max(1, world_size)
         if self.plan.layout == "ait":
             return self._make_tree(share)
+        from driftline.adapters.torch.provenance import facts
         from driftline.runs.writer import RunWriter
 
         writer = RunWriter(
@@ -147,7 +148,7 @@ class Launched:
             max_bytes=share or None,
             seal_at_exit=False,
         )
-        writer.describe(**_facts())
+        writer.describe(**facts())
         if not self.plan.wants_tensors:
             writer.open()
         return Limited(writer, limit=share, say=self._say) if share else writer
@@ -168,25 +169,6 @@ class Launched:
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return int(distributed.get_rank()), int(distributed.get_world_size())
         return self.place.rank, self.place.world_size
-
-
-def _facts() -> dict[str, JSON]:
-    """What of torch can change a number; asking must neither draw a number nor wake a device."""
-    torch: Any = sys.modules["torch"]
-    devices = ["cpu"]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        devices += [
-            f"cuda:{index} {torch.cuda.get_device_name(index)}"
-            for index in range(torch.cuda.device_count())
-        ]
-    return {
-        "framework": "torch",
-        "devices": devices,
-        "seed": int(torch.initial_seed()),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "threads": int(torch.get_num_threads()),
-        "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
-    }
 
 
 def _load(address: str) -> Any:
