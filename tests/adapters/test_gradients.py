@@ -174,6 +174,25 @@ def test_loss_gradients_and_random_state_are_bitwise_those_without_capture(name,
     assert captured.of("grad_output") and captured.of("grad_input") and captured.of("param_grad")
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_two_captures_of_one_program_hold_the_same_keys_and_values(name):
+    build, loss_of = MODELS[name]
+    model = build()
+    runs = []
+    for garbage in (float("nan"), 3.0):
+        one = copy.deepcopy(model)
+        # Freed memory holds this now: whoever reads what was never written reads it.
+        litter = [torch.full((size,), garbage) for size in range(1, 2000)]
+        del litter
+        torch.manual_seed(5)
+        with capturing(*EVERYTHING) as captured:
+            loss_of(one).backward()
+        runs.append(captured.rows)
+    assert list(runs[0]) == list(runs[1])
+    for key, value in runs[0].items():
+        assert torch.allclose(value, runs[1][key], 0, 0, equal_nan=True), str(key)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-eager-tied", "gpt2"])
 def test_module_gradients_equal_those_of_a_full_backward_hook(name):
     build, loss_of = MODELS[name]

@@ -142,6 +142,25 @@ def test_an_in_place_operator_has_the_value_before_as_input_and_after_as_output(
     assert torch.equal(captured.one("input", "(root)/aten.add", visit=1, slot="self"), x * 2)
 
 
+def test_memory_that_is_overwritten_unread_is_no_input():
+    class Fills(nn.Module):
+        def forward(self, x):
+            y = torch.empty_like(x).bernoulli_(0.5)
+            z = torch.empty_like(x)
+            torch.mul(x, y, out=z)
+            return z.copy_(x)
+
+    with capturing("ops", model=(model := Fills())) as captured:
+        model(torch.randn(4))
+    inputs = {(key.site, key.slot) for key in captured.of("input")}
+    assert inputs == {
+        ("(root)/aten.mul", "self"),
+        ("(root)/aten.mul", "other"),
+        ("(root)/aten.copy_", "src"),
+    }
+    assert captured.of("output", "(root)/aten.bernoulli_")
+
+
 def test_what_an_operator_writes_into_its_arguments_counts_as_output():
     model = nn.BatchNorm1d(3)
     with capturing("ops", model=model, ports=("output",)) as captured:

@@ -8,8 +8,9 @@ operators belong to the module whose forward made the graph node that runs; with
 part is `(backward)`.
 
 Views, and memory that was allocated but not yet written, have no values of their own and are left
-out. So are parameters as inputs: they are the parameter level's. Inputs are read before the call,
-outputs after it, and what an operator wrote into its arguments counts as output.
+out; so is what an operator overwrites unread (`out=`, `bernoulli_`), and parameters as inputs: they
+are the parameter level's. Inputs are read before the call, outputs after it, and what an operator
+wrote into its arguments counts as output.
 
 Compiled regions stay compiled: their kernels run unseen, only what they call back is seen.
 How a tensor is kept is not known here; the session's `emit` does that.
@@ -37,6 +38,7 @@ from driftline.adapters.torch.dispatch import (
     watch_backward,
     watching,
 )
+from driftline.adapters.torch.schemas import Operator
 from driftline.adapters.torch.snapshot import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -49,60 +51,6 @@ _autograd: Any = torch.autograd
 
 _LEAF = 2**64 - 1
 _BOUNDARIES = 1_000_000
-
-_WITHOUT_VALUES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_unsafe_view",  # a view in all but its schema
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_quantized",
-        "empty_strided",
-        "_efficientzerotensor",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "set_",
-        "record_stream",
-    )
-)
-_RUNNING = ("running_mean", "running_var")
-_UNDECLARED_WRITES = {  # older operators that write where their schema does not say so
-    "aten::native_batch_norm": _RUNNING,
-    "aten::cudnn_batch_norm": _RUNNING,
-    "aten::miopen_batch_norm": _RUNNING,
-}
-
-
-class _Operator:
-    """What has to be known of one operator overload; looked up at every call, worked out once."""
-
-    __slots__ = ("arguments", "full_name", "name", "silent", "written")
-
-    def __init__(self, func: Any) -> None:
-        schema = getattr(func, "_schema", None)
-        if schema is None:  # a higher-order operator such as flex_attention
-            self.name = "higher_order." + str(func.name() if callable(func.name) else func.name)
-            self.full_name = self.name
-            self.arguments: list[str] = []
-            self.written: list[tuple[int, str]] = []
-            self.silent = False
-            return
-        self.name = str(schema.name).replace("::", ".", 1)
-        self.full_name = f"{self.name}.{schema.overload_name or 'default'}"
-        self.arguments = [argument.name for argument in schema.arguments]
-        undeclared = _UNDECLARED_WRITES.get(str(schema.name), ())
-        written = [
-            (index, argument.name)
-            for index, argument in enumerate(schema.arguments)
-            if (argument.alias_info is not None and argument.alias_info.is_write)
-            or argument.name in undeclared
-        ]
-        # What is written and also returned (`add_`, `out=`) is an output already.
-        returned = sum(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
-        self.written = written if returned < len(written) else []
-        self.silent = bool(func.is_view) or str(schema.name) in _WITHOUT_VALUES
 
 
 class _Place:
@@ -170,7 +118,7 @@ class OperatorTap:
     def __init__(self, session: Any) -> None:
         self.session = session
         self.active = False
-        self._operators: dict[Any, _Operator] = {}
+        self._operators: dict[Any, Operator] = {}
         self._places: dict[tuple[str, Any, str], _Place] = {}
         self._calls: dict[tuple[str, str], list[int]] = {}
         self._step = -1
@@ -238,7 +186,7 @@ class OperatorTap:
         try:
             operator = self._operators.get(func)
             if operator is None:
-                operator = self._operators[func] = _Operator(func)
+                operator = self._operators[func] = Operator(func)
             if not operator.silent:
                 place = self._place(func, operator)
                 visit = place.calls[0]
@@ -260,7 +208,7 @@ class OperatorTap:
                 self._lost(func, error)
         return result
 
-    def _place(self, func: Any, operator: _Operator) -> _Place:
+    def _place(self, func: Any, operator: Operator) -> _Place:
         session = self.session
         frame = session.current_frame()
         if frame is not None:
@@ -310,7 +258,7 @@ class OperatorTap:
     def _emit_inputs(
         self,
         place: _Place,
-        operator: _Operator,
+        operator: Operator,
         visit: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -319,22 +267,24 @@ class OperatorTap:
         for index, value in enumerate(args):
             if isinstance(value, (torch.Tensor, list, tuple)):
                 name = names[index] if index < len(names) else str(index)
-                self._emit(place, operator, visit, "input", name, str(index), value)
+                if name not in operator.unread:
+                    self._emit(place, operator, visit, "input", name, str(index), value)
         for name, value in kwargs.items():
-            if isinstance(value, (torch.Tensor, list, tuple)):
+            if name not in operator.unread and isinstance(value, (torch.Tensor, list, tuple)):
                 self._emit(place, operator, visit, "input", name, "", value)
 
-    def _emit_outputs(self, place: _Place, operator: _Operator, visit: int, result: Any) -> None:
+    def _emit_outputs(self, place: _Place, operator: Operator, visit: int, result: Any) -> None:
         if isinstance(result, torch.Tensor):
             self._emit(place, operator, visit, "output", "0", "", result)
         elif isinstance(result, (list, tuple)):
             for index, value in enumerate(cast("Sequence[Any]", result)):
-                self._emit(place, operator, visit, "output", str(index), "", value)
+                if index not in operator.scratch:
+                    self._emit(place, operator, visit, "output", str(index), "", value)
 
     def _emit_written(
         self,
         place: _Place,
-        operator: _Operator,
+        operator: Operator,
         visit: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -346,7 +296,7 @@ class OperatorTap:
     def _emit(
         self,
         place: _Place,
-        operator: _Operator,
+        operator: Operator,
         visit: int,
         port: str,
         slot: str,
