@@ -106,10 +106,10 @@ def _minifloat_table(
     sign = np.where(codes >> (width - 1), -1.0, 1.0)
     exponent = (codes >> mantissa_bits) & (2**exponent_bits - 1)
     mantissa = codes & (2**mantissa_bits - 1)
-    subnormal = np.ldexp(mantissa / 2**mantissa_bits, 1 - bias)
-    normal = np.ldexp(1 + mantissa / 2**mantissa_bits, exponent - bias)
-    size: F64 = np.where(exponent == 0, subnormal, normal).astype(np.float64)
-    values: F64 = np.multiply(sign, size).astype(np.float64)
+    subnormal: F64 = np.ldexp(mantissa / 2**mantissa_bits, 1 - bias)
+    normal: F64 = np.ldexp(1 + mantissa / 2**mantissa_bits, exponent - bias)
+    values: F64 = np.where(exponent == 0, subnormal, normal)
+    values *= sign
     if fnuz:
         values[2 ** (width - 1)] = np.nan  # the pattern of minus zero is the only NaN
     elif infinities:
