@@ -29,8 +29,11 @@ class Said:
 
 
 @pytest.fixture
-def driftline(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """Run a command line in this process."""
+def driftline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Said]:
+    """Run a command line in this process, for a wide terminal whatever started the tests."""
+    monkeypatch.setenv("COLUMNS", "160")
 
     def call(*words: object) -> Said:
         capsys.readouterr()
