@@ -16,7 +16,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -155,11 +155,10 @@ def _filled(kind: type[T], slots: Sequence[Callable[[Any, Any], None]], values: 
 
 
 def _address(array: AnyArray) -> int:
-    """Where the bytes are; asking the buffer takes a third of the time of `array.ctypes`."""
-    try:
-        return ctypes.addressof(_Byte.from_buffer(array))
-    except (TypeError, ValueError, BufferError):  # read-only, empty, or of a type without buffers
-        return array.ctypes.data
+    """Where the bytes are. Asking the buffer is twice as fast, where it can be written to."""
+    if array.size and array.flags.writeable:
+        return ctypes.addressof(_Byte.from_buffer(cast("Any", array)))
+    return array.ctypes.data
 
 
 def _flat(array: AnyArray, dtype: DType, count: int) -> AnyArray:

@@ -19,7 +19,8 @@ class Summary:
         zeros: Elements equal to zero, of either sign.
         nan: NaN elements.
         pos_inf: Elements that are +inf.
-        neg_inf: Elements that are -inf.
+        neg_inf: Elements that are -inf, or the lowest value of a float format of 16 bits or more:
+            attention masks are filled with it, and it means -inf there.
         sketch: Signed count-sketch of the finite elements; see `sketch.py`.
     """
 

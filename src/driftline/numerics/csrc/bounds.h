@@ -1,0 +1,147 @@
+/* The fast path's scalar half: when float32 lanes are good enough, and what their sums rule out. */
+
+/* What one block of float32 lanes leaves behind. */
+typedef struct {
+  double x, e, xx, xe, ee, ae, rel; /* sums */
+  float max_ae, min_r, max_r;
+  int64_t differ, outside;
+  uint32_t margin; /* how close an element came to the tolerance, in float32 steps */
+  int hits;
+  uint16_t hit[BLOCK / 16]; /* where a ULP distance or a relative error could exceed what was seen */
+} Sums;
+
+typedef struct {
+  float shift, limit, atol, rtol;
+} Knobs;
+
+enum { LANES_F32, LANES_BF16, LANES_F16, LANES_DECODED, LANES_NONE };
+
+/* Formats whose every value is a float32. */
+INLINE int lane_kind(int dtype) {
+  switch (dtype) {
+    case F32: return LANES_F32;
+    case BF16: return LANES_BF16;
+    case F16: return LANES_F16;
+    case F64: case I64: case U64: case I32: case U32: return LANES_NONE;
+    default: return LANES_DECODED;
+  }
+}
+
+/* Float32 tests the tolerance a little early (about 4 to 8 steps); what falls within 16 steps is counted again. */
+enum { MARGIN_STEPS = 16 };
+enum { AHEAD = 512 }; /* bytes; of 0, 512, 1024, 2048 and 3072 the best on Zen 4 for all types together */
+#define TOLERANCE_SHADE (1.0 - 0x1p-21)
+
+INLINE int tolerance_fits(double t) { return t == 0.0 || (t >= 1e-30 && t <= 1e30); }
+
+/* A relative error up to this cannot mean more ULPs than were already seen.
+ * Between r and c (same sign, as rel < 1) numbers stand at least min(|r|,|c|) * 2^-(mantissa+1) apart, so there are
+ * at most rel/(1-rel) * 2^(mantissa+1) steps; rounding r to the candidate's format first may add one. */
+COLD static double ulp_limit(const Pair *s) {
+  if (!s->format[1].is_float) return INFINITY; /* integers' ULPs are their errors */
+  int same = s->dtype[0] == s->dtype[1];
+  double steps = (double)s->ulp + (same ? 0.99 : -0.01);
+  if (steps <= 0) return 0.0;
+  double q = ldexp(steps, -(s->format[1].mantissa + 1)), limit = q / (1.0 + q) * (1.0 - 0x1p-20);
+  return limit < 0.98 ? limit : 0.98;
+}
+
+COLD static void set_limit(const Pair *s, Knobs *k) {
+  double limit = ulp_limit(s);
+  k->limit = (float)(limit < s->m.max_rel_e ? limit : s->m.max_rel_e);
+}
+
+INLINE double scalar_ordinal(double a, const Format *f) {
+  if (a < double_of((uint64_t)(f->emin + 1023) << 52)) return a * double_of((uint64_t)(f->mantissa - f->emin + 1023) << 52);
+  return (double)(int64_t)((bits_of(a) >> (52 - f->mantissa)) - ((uint64_t)(f->emin + 1022) << f->mantissa));
+}
+
+/* Whether marked elements can hold no news, by the sums of their block alone: the sum of relative errors bounds
+ * each; of opposite signs, |r| + |c| = |e| gives the most steps when halved; of equal signs, all the steps lie
+ * below the larger, which is at most |e| + |e| / rel. Two steps are added for roundings. */
+INLINE int nothing_new(const Pair *s, const Sums *b, const Knobs *k) {
+  if (!(b->rel <= s->m.max_rel_e)) return 0;
+  if (!s->format[1].is_float) return 1;
+  const Format *f = &s->format[1];
+  double e = b->max_ae * (1 + 0x1p-22);
+  double across = 2 * scalar_ordinal(e / 2, f), along = scalar_ordinal(e + e / k->limit, f);
+  return (across > along ? across : along) + 2 <= (double)s->ulp;
+}
+
+/* Whether float32 lanes were good enough for this block; see the head of the file. */
+INLINE int sums_hold(const Pair *s, const Sums *b, double n, double *spread_r, double *spread_c) {
+  if (!(b->ae <= DBL_MAX) || !(b->xx <= DBL_MAX) || !(b->ee <= DBL_MAX)) return 0;
+  if (b->min_r <= s->format[0].sentinel) return 0;
+  if (!(b->rel <= DBL_MAX) && !(s->m.max_rel_e > DBL_MAX)) return 0;
+  if (b->xx < 0x1p-115 && b->min_r != b->max_r) return 0; /* squares may have fallen below float32 */
+  if (b->ee < 0x1p-115 && b->max_ae != 0.0f) return 0;
+  double yy = b->xx + 2 * b->xe + b->ee, y = b->x + b->e;
+  double part = n == BLOCK ? 1.0 / BLOCK : 1.0 / n;
+  *spread_r = b->xx - b->x * b->x * part;
+  *spread_c = yy - y * y * part;
+  if (!(*spread_r >= 0.1 * b->xx)) return 0;
+  return *spread_c >= 0.05 * (b->xx + b->ee);
+}
+
+INLINE void fold_sums(Pair *s, const Sums *b, Knobs *k, double n, double spread_r, double spread_c) {
+  Moments *m = &s->m;
+  double shift = k->shift, r = b->x + n * shift, c = r + b->e;
+  double rr = b->xx + shift * (2 * b->x + n * shift), re = b->xe + shift * b->e;
+  int64_t count = (int64_t)n;
+  m->finite += count;
+  m->finite_one[0] += count;
+  m->finite_one[1] += count;
+  m->sum_r += r;
+  m->sum_c += c;
+  m->sum[0] += r;
+  m->sum[1] += c;
+  m->sum_rr += rr;
+  m->sumsq[0] += rr;
+  m->sum_rc += rr + re;
+  double cc = rr + 2 * re + b->ee;
+  m->sum_cc += cc;
+  m->sumsq[1] += cc;
+  m->sum_ee += b->ee;
+  m->sum_abs_e += b->ae;
+  m->sum_rel_e += b->rel;
+  if (b->min_r < m->ends[0].min) m->ends[0].min = b->min_r;
+  if (b->max_r > m->ends[0].max) m->ends[0].max = b->max_r;
+  m->different += b->differ;
+  double part = n == BLOCK ? 1.0 / BLOCK : 1.0 / n;
+  join_spread(&s->spread[0], n, shift + b->x * part, spread_r);
+  join_spread(&s->spread[1], n, shift + (b->x + b->e) * part, spread_c);
+  /* A shift that serves is kept: the next block need not wait for this one's sums. */
+  if (spread_r < 0.2 * b->xx) k->shift = (float)(shift + b->x * part);
+}
+
+/* A pair that is not finite on both sides, alone. */
+COLD static void measure_odd(Pair *s, double r, double c, int64_t at) {
+  Moments *m = &s->m;
+  double v[2] = {r, c};
+  int finite[2];
+  for (int side = 0; side < 2; side++) {
+    if (v[side] == s->format[side].sentinel) v[side] = -INFINITY;
+    finite[side] = fabs(v[side]) <= DBL_MAX;
+    if (finite[side]) {
+      m->finite_one[side]++;
+      m->sum[side] += v[side];
+      m->sumsq[side] += v[side] * v[side];
+      m->ends[side].min = fmin(m->ends[side].min, v[side]);
+      m->ends[side].max = fmax(m->ends[side].max, v[side]);
+      join_spread(&s->spread[side], 1, v[side], 0);
+      continue;
+    }
+    note_first(&m->nonfinite_at[side], at);
+    if (v[side] != v[side]) m->nan[side]++;
+    else if (v[side] > 0) m->pos_inf[side]++;
+    else m->neg_inf[side]++;
+  }
+  if (v[0] != v[1] && !(v[0] != v[0] && v[1] != v[1])) {
+    m->different++;
+    m->one_sided++;
+    m->outside++;
+    note_first(&m->first_different_at, at);
+    note_first(&m->one_sided_at, at);
+  }
+}
+

@@ -1,0 +1,242 @@
+/* A pair through the float32 lanes, and what a block's sums cannot tell. */
+
+/* The ULP distances and relative errors in the places that were marked. */
+TARGET static void visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, const Sums *b) {
+  int dtype = s->dtype[1], direct = dtype == F32 || dtype == BF16 || dtype == F16;
+  const VF zero = OP(setzero_ps)();
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  VI far = OP(set1_epi32)(0);
+  VF most = zero;
+  for (int h = 0; h < b->hits; h++)
+    for (int half = 0; half < 2; half++) {
+      int64_t i = b->hit[h] + half * WIDTH;
+      VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
+      VF e = OP(sub_ps)(c, r);
+#if WIDTH == 16
+      VF rel = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(e, zero, _CMP_NEQ_UQ), ABS(e), ABS(r));
+#else
+      VF rel = _mm256_and_ps(_mm256_cmp_ps(e, zero, _CMP_NEQ_UQ), _mm256_div_ps(ABS(e), ABS(r)));
+#endif
+      most = OP(max_ps)(most, rel);
+      if (direct) {
+        far = OP(max_epu32)(far, ulp_distance(r, c, dtype));
+      } else if (s->format[1].is_float) {
+        float rf[WIDTH], cf[WIDTH];
+        OP(storeu_ps)(rf, r);
+        OP(storeu_ps)(cf, c);
+        for (int j = 0; j < WIDTH; j += LANES) {
+          vd rd, cd;
+          for (int lane = 0; lane < LANES; lane++) {
+            rd[lane] = rf[j + lane];
+            cd[lane] = cf[j + lane];
+          }
+          uint64_t u = greatest_u(ulp_lanes(rd, cd, &s->format[1]));
+          if (u > s->ulp) s->ulp = u;
+        }
+      }
+    }
+  double greatest_rel = max_lane(most);
+  if (greatest_rel > s->m.max_rel_e) s->m.max_rel_e = greatest_rel;
+  if (direct) {
+    /* The greatest of unsigned lanes is the complement of the least complement. */
+    uint32_t u = ~least_lane(OP(sub_epi32)(OP(set1_epi32)(-1), far));
+    if (u > s->ulp) s->ulp = u;
+  }
+}
+
+/* What the sums of a block cannot tell and its elements must be asked for again, in float64. */
+TARGET static void ask_again(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
+                             int64_t n, int count_outside) {
+  static const int dtype_of_kind[] = {F32, BF16, F16};
+  double r[BLOCK] __attribute__((aligned(64))), c[BLOCK] __attribute__((aligned(64)));
+  decode_double(r_at, dtype_of_kind[r_kind], 0, n, r);
+  decode_double(c_at, dtype_of_kind[c_kind], 0, n, c);
+  if (s->m.first_different_at < 0 || s->m.first_different_at >= base)
+    for (int64_t i = 0; i < n; i++)
+      if (r[i] != c[i]) {
+        note_first(&s->m.first_different_at, base + i);
+        break;
+      }
+  vd most = lanes(0.0), atol = lanes(s->atol), rtol = lanes(s->rtol);
+  vl outside = lanes_l(0);
+  for (int64_t i = 0; i < n; i += LANES) { /* n is a multiple of 2 * WIDTH */
+    vd a = load_lanes_d(r + i), ae = magnitude(load_lanes_d(c + i) - a);
+    most = MAXV(most, ae);
+    outside -= ~(ae <= atol + rtol * magnitude(a));
+  }
+  if (count_outside) s->m.outside += total_l(outside);
+  find_greatest_error(s, r, c, base, n, greatest(most));
+}
+
+/* A piece with something infinite, not a number or a sentinel in it, made fit for the lanes: such pairs are measured
+ * one by one and become shift against shift, which adds nothing to any sum. Returns how many, -1 for too many. */
+TARGET static int64_t patch_block(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
+                                  int64_t n, const Knobs *k, float *r_out, float *c_out, Sums *ends, double *c_ends) {
+  const VF shift = OP(set1_ps)(k->shift), top = OP(set1_ps)(FLT_MAX);
+  const VF r_mask = OP(set1_ps)((float)s->format[0].sentinel), c_mask = OP(set1_ps)((float)s->format[1].sentinel);
+  VF lo = OP(set1_ps)(INFINITY), hi = OP(set1_ps)(-INFINITY), c_lo = lo, c_hi = hi;
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  uint16_t odd[PIECE / 4];
+  int64_t odds = 0;
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
+#if WIDTH == 16
+    unsigned good = _mm512_cmp_ps_mask(ABS(r), top, _CMP_LE_OQ) & _mm512_cmp_ps_mask(ABS(c), top, _CMP_LE_OQ) &
+                    _mm512_cmp_ps_mask(r, r_mask, _CMP_NEQ_UQ) & _mm512_cmp_ps_mask(c, c_mask, _CMP_NEQ_UQ);
+    __mmask16 ok = (__mmask16)good;
+    lo = _mm512_mask_min_ps(lo, ok, lo, r);
+    hi = _mm512_mask_max_ps(hi, ok, hi, r);
+    c_lo = _mm512_mask_min_ps(c_lo, ok, c_lo, c);
+    c_hi = _mm512_mask_max_ps(c_hi, ok, c_hi, c);
+    _mm512_storeu_ps(r_out + i, _mm512_mask_mov_ps(shift, ok, r));
+    _mm512_storeu_ps(c_out + i, _mm512_mask_mov_ps(shift, ok, c));
+#else
+    VF ok = _mm256_and_ps(_mm256_and_ps(_mm256_cmp_ps(ABS(r), top, _CMP_LE_OQ), _mm256_cmp_ps(ABS(c), top, _CMP_LE_OQ)),
+                          _mm256_and_ps(_mm256_cmp_ps(r, r_mask, _CMP_NEQ_UQ), _mm256_cmp_ps(c, c_mask, _CMP_NEQ_UQ)));
+    unsigned good = (unsigned)_mm256_movemask_ps(ok);
+    lo = _mm256_min_ps(lo, _mm256_blendv_ps(lo, r, ok));
+    hi = _mm256_max_ps(hi, _mm256_blendv_ps(hi, r, ok));
+    c_lo = _mm256_min_ps(c_lo, _mm256_blendv_ps(c_lo, c, ok));
+    c_hi = _mm256_max_ps(c_hi, _mm256_blendv_ps(c_hi, c, ok));
+    _mm256_storeu_ps(r_out + i, _mm256_blendv_ps(shift, r, ok));
+    _mm256_storeu_ps(c_out + i, _mm256_blendv_ps(shift, c, ok));
+#endif
+    for (unsigned bad = ~good & ((1u << WIDTH) - 1); bad; bad &= bad - 1) {
+      if (odds == PIECE / 4) return -1;
+      odd[odds++] = (uint16_t)(i + __builtin_ctz(bad));
+    }
+  }
+  if (odds == n) return -1;
+  for (int64_t i = 0; i < odds; i++) {
+    static const int dtype_of_kind[] = {F32, BF16, F16};
+    double r, c;
+    decode_double(r_at, dtype_of_kind[r_kind], odd[i], 1, &r);
+    decode_double(c_at, dtype_of_kind[c_kind], odd[i], 1, &c);
+    measure_odd(s, r, c, base + odd[i]);
+  }
+  ends->min_r = min_lane(lo);
+  ends->max_r = max_lane(hi);
+  c_ends[0] = min_lane(c_lo);
+  c_ends[1] = max_lane(c_hi);
+  return odds;
+}
+
+LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t base, int64_t n, int r_kind, int c_kind,
+                          int tolerant, const Sums *b, Knobs *k) {
+  Moments *m = &s->m;
+  int unsure = b->margin <= MARGIN_STEPS;
+  if (!unsure) m->outside += tolerant ? b->outside : b->differ;
+  if (b->hits && !nothing_new(s, b, k)) {
+    visit_hits(s, r, c, r_kind, c_kind, b);
+    set_limit(s, k);
+  }
+  if (unsure || (b->differ && (m->first_different_at < 0 || m->first_different_at >= base)) ||
+      b->max_ae > (float)m->max_abs_e) /* errors alike to float32 are alike: the first keeps the place */
+    ask_again(s, r, c, r_kind, c_kind, base, n, unsure);
+}
+
+TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k) {
+  float decoded[2][BLOCK] __attribute__((aligned(64)));
+  const uint8_t *r, *c;
+  if (r_kind == LANES_DECODED) {
+    decode_float(s->data[0], s->dtype[0], base, n, decoded[0]);
+    r = (const uint8_t *)decoded[0];
+    r_kind = LANES_F32;
+  } else {
+    r = s->data[0] + base * (r_kind == LANES_F32 ? 4 : 2);
+  }
+  if (c_kind == LANES_DECODED) {
+    decode_float(s->data[1], s->dtype[1], base, n, decoded[1]);
+    c = (const uint8_t *)decoded[1];
+    c_kind = LANES_F32;
+  } else {
+    c = s->data[1] + base * (c_kind == LANES_F32 ? 4 : 2);
+  }
+  Moments *m = &s->m;
+  Sums b;
+  double spread_r, spread_c, count = (double)n;
+  sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+  double low = (double)b.min_r - b.max_ae * (1 + 0x1p-22), high = (double)b.max_r + b.max_ae * (1 + 0x1p-22);
+  if (!(b.ae <= DBL_MAX) || b.min_r <= s->format[0].sentinel) {
+    Moments saved = *m;
+    Spread spreads[2] = {s->spread[0], s->spread[1]};
+    float clean[2][PIECE] __attribute__((aligned(64)));
+    double c_ends[2];
+    Sums ends;
+    if (n > PIECE || !(fabsf(k->shift) <= FLT_MAX)) return 0;
+    int64_t odds = patch_block(s, r, c, r_kind, c_kind, base, n, k, clean[0], clean[1], &ends, c_ends);
+    if (odds < 0) return 0;
+    r = (const uint8_t *)clean[0];
+    c = (const uint8_t *)clean[1];
+    r_kind = c_kind = LANES_F32;
+    count -= (double)odds;
+    sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+    b.min_r = ends.min_r;
+    b.max_r = ends.max_r;
+    if (!sums_hold(s, &b, count, &spread_r, &spread_c)) {
+      *m = saved;
+      s->spread[0] = spreads[0];
+      s->spread[1] = spreads[1];
+      return 0;
+    }
+    if (c_ends[0] < m->ends[1].min) m->ends[1].min = c_ends[0];
+    if (c_ends[1] > m->ends[1].max) m->ends[1].max = c_ends[1];
+    fold_sums(s, &b, k, count, spread_r, spread_c);
+    finish_block(s, r, c, base, n, r_kind, c_kind, tolerant, &b, k);
+    return 1;
+  }
+  if (!sums_hold(s, &b, count, &spread_r, &spread_c)) return 0;
+  if (low < m->ends[1].min || high > m->ends[1].max || low <= s->format[1].sentinel) {
+    switch (c_kind) {
+      case LANES_F32: extremes(c, n, LANES_F32, &low, &high); break;
+      case LANES_BF16: extremes(c, n, LANES_BF16, &low, &high); break;
+      default: extremes(c, n, LANES_F16, &low, &high); break;
+    }
+    if (low <= s->format[1].sentinel) return 0;
+    if (low < m->ends[1].min) m->ends[1].min = low;
+    if (high > m->ends[1].max) m->ends[1].max = high;
+  }
+  fold_sums(s, &b, k, count, spread_r, spread_c);
+  finish_block(s, r, c, base, n, r_kind, c_kind, tolerant, &b, k);
+  return 1;
+}
+
+TARGET static void pair(Pair *s, int64_t count) {
+  int r_kind = lane_kind(s->dtype[0]), c_kind = lane_kind(s->dtype[1]);
+  int tolerant = s->atol != 0.0 || s->rtol != 0.0;
+  int fast = r_kind != LANES_NONE && c_kind != LANES_NONE && !s->widen[0] && !s->widen[1] &&
+             tolerance_fits(s->atol) && tolerance_fits(s->rtol) &&
+             (s->format[1].is_float || !s->format[0].is_float); /* integers' ULPs are their errors */
+  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE)};
+  if (fast && count >= 2 * WIDTH) {
+    double sample[16], sum = 0, squares = 0;
+    decode_double(s->data[0], s->dtype[0], 0, 16, sample);
+    for (int i = 0; i < 16; i++) {
+      sum += sample[i] / 16;
+      squares += sample[i] * sample[i] / 16;
+    }
+    /* Zero serves, and costs nothing, where the mean is not large against the spread. */
+    k.shift = sum * sum < 0.5 * squares ? 0.0f : (float)sum;
+  }
+  int64_t pieces_until = 0; /* after a block that failed: in pieces up to there */
+  for (int64_t i = 0; i < count;) {
+    int64_t most = i < pieces_until ? PIECE : BLOCK;
+    int64_t n = count - i < most ? count - i : most, whole = n & -(int64_t)(2 * WIDTH);
+    if (fast && whole) {
+      if (fast_block(s, i, whole, r_kind, c_kind, tolerant, &k)) {
+        i += whole;
+        continue;
+      }
+      if (whole > PIECE) {
+        pieces_until = i + whole;
+        continue;
+      }
+    }
+    n = n < PIECE ? n : PIECE;
+    careful_block(s, i, n);
+    k.shift = (float)s->shift;
+    if (fast) set_limit(s, &k);
+    i += n;
+  }
+  if (fast && !s->format[1].is_float) s->ulp_real = s->m.max_abs_e;
+}

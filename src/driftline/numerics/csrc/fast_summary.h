@@ -1,0 +1,101 @@
+/* A summary through the float32 lanes. */
+
+/* One block of one tensor, n a multiple of 64. Returns 0, with nothing changed, when float32 cannot carry it. */
+LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int kind) {
+  enum { PARTS = BUCKETS / WIDTH };
+  const VF zero = OP(setzero_ps)(), shift = OP(set1_ps)((float)s->shift);
+  const int size = kind == LANES_F32 ? 4 : 2;
+  VF sx[2] = {zero, zero}, sxx[2] = {zero, zero}, low = OP(set1_ps)(INFINITY), high = OP(set1_ps)(-INFINITY);
+  VF buckets[PARTS];
+  int64_t zeros = 0;
+#if WIDTH == 16
+  const VI iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  const VI iota = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const VI to_top = _mm256_sub_epi32(_mm256_set1_epi32(31), iota), minus = _mm256_set1_epi32(INT32_MIN);
+#endif
+  for (int v = 0; v < PARTS; v++) buckets[v] = zero;
+  for (int64_t i = 0; i < n; i += BUCKETS) {
+    uint64_t signs = sketch_signs((uint64_t)(base + i) / BUCKETS);
+    unsigned flip = sketch_xor(signs), part = flip / WIDTH;
+    VI lanes_to = OP(set1_epi32)((int)(flip % WIDTH));
+#if WIDTH == 16
+    lanes_to = _mm512_xor_si512(lanes_to, iota);
+#else
+    lanes_to = _mm256_xor_si256(lanes_to, iota);
+#endif
+    for (unsigned v = 0; v < PARTS; v++) {
+      VF value = load_lanes(p + size * (i + WIDTH * v), kind), x = OP(sub_ps)(value, shift);
+      sx[v & 1] = OP(add_ps)(sx[v & 1], x);
+      sxx[v & 1] = OP(fmadd_ps)(x, x, sxx[v & 1]);
+      low = OP(min_ps)(low, value);
+      high = OP(max_ps)(high, value);
+#if WIDTH == 16
+      zeros += __builtin_popcount(_mm512_cmp_ps_mask(value, zero, _CMP_EQ_OQ));
+      VF turned = AS_FLOAT(_mm512_mask_xor_epi32(AS_BITS(value), (__mmask16)(signs >> (16 * v)), AS_BITS(value),
+                                                 _mm512_set1_epi32(INT32_MIN)));
+      turned = _mm512_permutexvar_ps(lanes_to, turned);
+#else
+      zeros += __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_cmp_ps(value, zero, _CMP_EQ_OQ)));
+      VI sign = AND_BITS(_mm256_sllv_epi32(_mm256_set1_epi32((int)(signs >> (8 * v))), to_top), minus);
+      VF turned = _mm256_permutevar8x32_ps(_mm256_xor_ps(value, AS_FLOAT(sign)), lanes_to);
+#endif
+      buckets[v ^ part] = OP(add_ps)(buckets[v ^ part], turned);
+    }
+  }
+  double count = (double)n, x = sum_lanes(OP(add_ps)(sx[0], sx[1])), xx = sum_lanes(OP(add_ps)(sxx[0], sxx[1]));
+  float least_value = min_lane(low), greatest_value = max_lane(high);
+  double about = xx - x * x / count, by = (float)s->shift;
+  if (!(xx <= DBL_MAX) || least_value <= s->sentinel) return 0;
+  if (xx < 0x1p-115 && least_value != greatest_value) return 0;
+  if (!(about >= 0.1 * xx)) return 0;
+  Summary *o = &s->s;
+  if (least_value < o->min) o->min = least_value;
+  if (greatest_value > o->max) o->max = greatest_value;
+  o->zeros += zeros;
+  s->sumsq += xx + by * (2 * x + count * by);
+  join_spread(&s->spread, count, by + x / count, about);
+  s->shift = by + x / count;
+  for (int v = 0; v < PARTS; v++) {
+    float part[WIDTH];
+    OP(storeu_ps)(part, buckets[v]);
+    for (int lane = 0; lane < WIDTH; lane++) o->sketch[v * WIDTH + lane] += part[lane];
+  }
+  return 1;
+}
+
+TARGET static int summary_kinds(One *s, const uint8_t *p, int64_t base, int64_t n, int kind) {
+  switch (kind) {
+    case LANES_F32: return summary_block(s, p, base, n, LANES_F32);
+    case LANES_BF16: return summary_block(s, p, base, n, LANES_BF16);
+    default: return summary_block(s, p, base, n, LANES_F16);
+  }
+}
+
+TARGET static void summary(One *s, int64_t count) {
+  int kind = lane_kind(s->dtype);
+  float decoded[BLOCK] __attribute__((aligned(64)));
+  int64_t pieces_until = 0;
+  for (int64_t i = 0; i < count;) {
+    int64_t most = i < pieces_until ? PIECE : BLOCK;
+    int64_t n = count - i < most ? count - i : most, whole = n & -(int64_t)BUCKETS;
+    if (kind != LANES_NONE && whole) {
+      const uint8_t *p = s->data + i * (kind == LANES_F32 ? 4 : 2);
+      if (kind == LANES_DECODED) {
+        decode_float(s->data, s->dtype, i, whole, decoded);
+        p = (const uint8_t *)decoded;
+      }
+      if (summary_kinds(s, p, i, whole, kind == LANES_DECODED ? LANES_F32 : kind)) {
+        i += whole;
+        continue;
+      }
+      if (whole > PIECE) {
+        pieces_until = i + whole;
+        continue;
+      }
+    }
+    n = n < PIECE ? n : PIECE;
+    careful_summary_block(s, i, n);
+    i += n;
+  }
+}
