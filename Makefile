@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEV_PACKAGES := pytest hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash transformers
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja
-SOURCES := $(shell find src -name '*.py' -o -name '*.c')
+SOURCES := $(shell find src -name '*.py' -o -name '*.[ch]')
 
 .PHONY: help install demo test test-all lint bench clean
 help:
