@@ -108,8 +108,8 @@ def assert_same_moments(
 ) -> None:
     """Counts and extremes exactly; sums as well as their own size in float32 blocks allows.
 
-    A sum may be off by 2e-6 of the sum of its terms' magnitudes (short chains of float32 additions at
-    worst); between errors that float32 cannot tell apart, any may be named the greatest.
+    A sum may be off by 2e-6 of the sum of its terms' magnitudes, being chains of float32
+    additions; between errors that float32 cannot tell apart, any may be named the greatest.
     """
     scale_r, scale_c = math.sqrt(want.r_sumsq or 0.0), math.sqrt(want.c_sumsq or 0.0)
     root = math.sqrt(max(want.count, 1))
