@@ -278,14 +278,14 @@ static Hash digest(const uint8_t *p, size_t n, int path) {
   return finish_long(sums, n);
 }
 
-/* Benchmark only: the floor that the kernels are measured against. */
-EXPORT uint64_t driftline_read_two(const void *a, const void *b, int64_t bytes, int path) {
+/* Benchmark only: the floor that the kernels are measured against, prefetching `ahead` bytes. */
+EXPORT uint64_t driftline_read_two(const void *a, const void *b, int64_t bytes, int64_t ahead, int path) {
 #if X86_PATHS
-  if (path == PATH_AVX512) return read_two_avx512(a, b, bytes);
-  if (path == PATH_AVX2) return read_two_avx2(a, b, bytes);
+  if (path == PATH_AVX512) return read_two_avx512(a, b, bytes, ahead);
+  if (path == PATH_AVX2) return read_two_avx2(a, b, bytes, ahead);
 #endif
   (void)path;
-  return read_two_generic(a, b, bytes);
+  return read_two_generic(a, b, bytes, ahead);
 }
 
 /* Sixteen bytes, most significant first, as the xxhash package's `digest()` gives them. */

@@ -43,14 +43,14 @@ TARGET static void hash_long(const uint8_t *p, size_t n, uint64_t *out) {
 }
 
 /* For the benchmark: two streams read as fast as this processor can, with nothing done to them. */
-TARGET static uint64_t read_two(const uint8_t *a, const uint8_t *b, int64_t bytes) {
+TARGET static uint64_t read_two(const uint8_t *a, const uint8_t *b, int64_t bytes, int64_t ahead) {
   enum { PART = 4 * WIDTH };
   VI x[4];
   for (int v = 0; v < 4; v++) x[v] = OP(set1_epi32)(0);
   for (int64_t i = 0; i + 4 * PART <= bytes; i += 4 * PART) {
     for (int line = 0; line < 4 * PART; line += 64) {
-      _mm_prefetch((const char *)(a + i + line + 1024), _MM_HINT_T0);
-      _mm_prefetch((const char *)(b + i + line + 1024), _MM_HINT_T0);
+      _mm_prefetch((const char *)(a + i + line + ahead), _MM_HINT_T0);
+      _mm_prefetch((const char *)(b + i + line + ahead), _MM_HINT_T0);
     }
     for (int v = 0; v < 4; v++)
       x[v] = OP(add_epi32)(x[v], OP(add_epi32)(load_bits(a + i + PART * v), load_bits(b + i + PART * v)));
