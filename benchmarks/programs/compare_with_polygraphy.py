@@ -21,16 +21,12 @@ def tensors(run: Path) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for line in (run / "rank0" / "index.jsonl").read_text().splitlines():
         entry = json.loads(line)
-        blob = entry.get("blob")
-        if not blob or entry["dtype"] not in NATIVE or not blob["length"]:
+        if not entry.get("length") or entry["dtype"] not in NATIVE:
             continue
-        raw = np.fromfile(
-            run / "rank0" / blob["shard"], np.uint8, blob["length"], offset=blob["offset"]
-        )
+        shard = run / "rank0" / entry["shard"]
+        raw = np.fromfile(shard, np.uint8, entry["length"], offset=entry["offset"])
         value = torch.from_numpy(raw).view(NATIVE[entry["dtype"]]).reshape(entry["shape"])
-        key = entry.get("key", entry)
-        name = "/".join(str(key[part]) for part in ("site", "port", "slot"))
-        found[name] = value.float().numpy()
+        found["/".join(entry[part] for part in ("site", "port", "slot"))] = value.float().numpy()
     return found
 
 
