@@ -6,8 +6,9 @@ not be done.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+TYPE_CHECKING = False  # what `typing` calls it; importing that would cost more than `--help` does
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 EXIT_FINE = 0
 EXIT_DIFFERENT = 1
@@ -62,6 +63,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("cosin", ["cosine", "rmse"])
     "did you mean 'cosine'?"
     """
+    import difflib  # only needed when something is wrong
+
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
     if close:

@@ -12,28 +12,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from cyclopts import Parameter
 
 from driftline import __version__
 from driftline.cli import commands, parsing
 from driftline.cli.commands import COMMANDS, Command
+from driftline.cli.parsing import Option
 
 Say = Callable[..., Any]
 
 
 def seed_like(
     *program: str,
-    ids: Annotated[str, Parameter(name=["--save-operation-ids", "-ids"])] = "",
-    execute_range: Annotated[
-        str, Parameter(name=["--execute-range", "-er"], allow_leading_hyphen=True)
-    ] = "0",
+    ids: Annotated[str, Option(names=("--save-operation-ids", "-ids"))] = "",
+    execute_range: Annotated[str, Option(names=("--execute-range", "-er"))] = "0",
     child: Annotated[
-        Literal["true", "false"], Parameter(name=["--save-operation-child", "-child"])
+        Literal["true", "false"], Option(names=("--save-operation-child", "-child"))
     ] = "true",
-    time: Annotated[int, Parameter(name=["--save-time", "-time"])] = 3,
-    opname: Annotated[str, Parameter(name=["--operation-name", "-opname"])] = "",
-    only_desc: Annotated[bool, Parameter(name=["--only-save-desc", "-sd"])] = False,
-    output: Annotated[str, Parameter(name=["--output", "-o"])] = "",
+    time: Annotated[int, Option(names=("--save-time", "-time"))] = 3,
+    opname: Annotated[str, Option(names=("--operation-name", "-opname"))] = "",
+    only_desc: Annotated[bool, Option(names=("--only-save-desc", "-sd"))] = False,
+    output: Annotated[str, Option(names=("--output", "-o"))] = "",
 ) -> int:
     """Spelt like the seeds' commands."""
     print(program, ids, execute_range, child, time, opname, only_desc, output)

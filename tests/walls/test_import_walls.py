@@ -75,7 +75,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "gating": allow(top="numpy", inside="torch"),
     "dialects": allow(top="numpy", inside="torch"),
     "reports": allow(),
-    "cli": allow(top="cyclopts", inside="torch"),
+    "cli": allow(inside="torch"),
     "testing": allow(top="numpy torch", inside="pytest transformers"),
     "__init__": allow(),
     "__main__": allow(),

@@ -6,11 +6,8 @@ no more than starting Python. A command's module is imported when it is run or a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command:  # no dataclass: importing those takes as long as starting Python
     """One command of the command line.
 
     Attributes:
@@ -22,10 +19,15 @@ class Command:
             then a misspelt option, never the first word of that command.
     """
 
-    address: str
-    group: str
-    summary: str
-    takes_program: bool = False
+    __slots__ = ("address", "group", "summary", "takes_program")
+
+    def __init__(
+        self, address: str, group: str, summary: str, *, takes_program: bool = False
+    ) -> None:
+        self.address = address
+        self.group = group
+        self.summary = summary
+        self.takes_program = takes_program
 
 
 COMMANDS: dict[str, Command] = {

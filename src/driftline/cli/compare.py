@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Group, Parameter
-
+from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
 from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
 
@@ -16,45 +15,41 @@ if TYPE_CHECKING:
 
     from driftline.comparison.table import Table
 
-_LIMITS = Group("What is allowed", sort_key=1)
-_WHICH = Group("Which tensors", sort_key=2)
-_WHERE = Group("Output", sort_key=3)
-_SPEED = Group("Speed", sort_key=4)
+_LIMITS = "What is allowed"
+_WHICH = "Which tensors"
+_WHERE = "Output"
+_SPEED = "Speed"
 
 
 def compare(
-    reference: Annotated[Path | None, Parameter(name="REF")] = None,
-    candidate: Annotated[Path | None, Parameter(name="CAND")] = None,
+    reference: Annotated[Path | None, Option(metavar="REF")] = None,
+    candidate: Annotated[Path | None, Option(metavar="CAND")] = None,
     /,
     *,
     golden_path: Annotated[
-        Path | None, Parameter(name=["--golden-path", "-gp"], metavar="REF")
+        Path | None, Option(names=("--golden-path", "-gp"), metavar="REF")
     ] = None,
-    my_path: Annotated[Path | None, Parameter(name=["--my-path", "-mp"], metavar="CAND")] = None,
-    metric: Annotated[
-        list[str] | None, Parameter(metavar="NAME|FILE.py:FUNC", group=_LIMITS)
-    ] = None,
-    max: Annotated[list[str] | None, Parameter(metavar="METRIC=VALUE", group=_LIMITS)] = None,
-    min: Annotated[list[str] | None, Parameter(metavar="METRIC=VALUE", group=_LIMITS)] = None,
-    rtol: Annotated[float | None, Parameter(group=_LIMITS)] = None,
-    atol: Annotated[float | None, Parameter(group=_LIMITS)] = None,
-    min_coverage: Annotated[float, Parameter(metavar="SHARE", group=_LIMITS)] = 0.0,
-    site: Annotated[list[str] | None, Parameter(metavar="GLOB", group=_WHICH)] = None,
-    port: Annotated[list[str] | None, Parameter(group=_WHICH)] = None,
-    step: Annotated[list[str] | None, Parameter(metavar="N[-M]", group=_WHICH)] = None,
-    rank: Annotated[list[str] | None, Parameter(metavar="N[-M]", group=_WHICH)] = None,
+    my_path: Annotated[Path | None, Option(names=("--my-path", "-mp"), metavar="CAND")] = None,
+    metric: Annotated[list[str] | None, Option(metavar="NAME|FILE.py:FUNC", group=_LIMITS)] = None,
+    max: Annotated[list[str] | None, Option(metavar="METRIC=VALUE", group=_LIMITS)] = None,
+    min: Annotated[list[str] | None, Option(metavar="METRIC=VALUE", group=_LIMITS)] = None,
+    rtol: Annotated[float | None, Option(group=_LIMITS)] = None,
+    atol: Annotated[float | None, Option(group=_LIMITS)] = None,
+    min_coverage: Annotated[float, Option(metavar="SHARE", group=_LIMITS)] = 0.0,
+    site: Annotated[list[str] | None, Option(metavar="GLOB", group=_WHICH)] = None,
+    port: Annotated[list[str] | None, Option(group=_WHICH)] = None,
+    step: Annotated[list[str] | None, Option(metavar="N[-M]", group=_WHICH)] = None,
+    rank: Annotated[list[str] | None, Option(metavar="N[-M]", group=_WHICH)] = None,
     output: Annotated[
-        Path | None, Parameter(name=["--output", "-o"], metavar="DIR", group=_WHERE)
+        Path | None, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE)
     ] = None,
-    csv: Annotated[Path | None, Parameter(metavar="FILE", group=_WHERE)] = None,
-    format: Annotated[
-        Literal["table", "json", "csv", "markdown"], Parameter(group=_WHERE)
-    ] = "table",
-    all: Annotated[bool, Parameter(group=_WHERE)] = False,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], group=_WHERE)] = False,
-    force: Annotated[bool, Parameter(group=_WHERE)] = False,
-    dry_run: Annotated[bool, Parameter(group=_WHERE)] = False,
-    threads: Annotated[int | None, Parameter(group=_SPEED)] = None,
+    csv: Annotated[Path | None, Option(metavar="FILE", group=_WHERE)] = None,
+    format: Annotated[Literal["table", "json", "csv", "markdown"], Option(group=_WHERE)] = "table",
+    all: Annotated[bool, Option(group=_WHERE)] = False,
+    quiet: Annotated[bool, Option(names=("--quiet", "-q"), group=_WHERE)] = False,
+    force: Annotated[bool, Option(group=_WHERE)] = False,
+    dry_run: Annotated[bool, Option(group=_WHERE)] = False,
+    threads: Annotated[int | None, Option(group=_SPEED)] = None,
 ) -> int:
     """Compare two runs, or two tensor files, tensor by tensor.
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from driftline import __version__
 
-PACKAGES = ("numpy", "ml_dtypes", "safetensors", "pyarrow", "msgspec", "cyclopts", "torch")
+PACKAGES = ("numpy", "ml_dtypes", "safetensors", "pyarrow", "msgspec", "torch")
 
 
 def doctor(*, format: Literal["table", "json"] = "table") -> int:

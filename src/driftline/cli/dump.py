@@ -11,11 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Group, Parameter
-
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns
 from driftline.cli import dump_words as words
+from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.launch.plan import CapturePlan, DumpType, Layout, Level, LogLevel
 from driftline.launch.run import Outcome, run_command, say_steps
@@ -23,96 +22,59 @@ from driftline.launch.sizes import say_size, size_of
 
 LATER_TYPES = ("op", "kernel", "cpu_profiling", "onnx")
 
-_WHICH = Group("Which tensors", sort_key=1)
-_HOW = Group("How much of them", sort_key=2)
-_WHERE = Group("Where to", sort_key=3)
+_WHICH = "Which tensors"
+_HOW = "How much of them"
+_WHERE = "Where to"
 
 
 def dump(
     *program: str,
-    exec_: Annotated[str, Parameter(name="--exec", metavar="COMMAND")] = "",
-    type_: Annotated[
-        list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]] | None,
-        Parameter(name="--type", consume_multiple=True, group=_HOW),
-    ] = None,
+    exec_: Annotated[str, Option(metavar="COMMAND")] = "",
     ids: Annotated[
         list[str] | None,
-        Parameter(
-            name=["--save-operation-ids", "-ids"],
-            consume_multiple=True,
-            metavar="IDS",
-            group=_WHICH,
-        ),
+        Option(names=("--save-operation-ids", "-ids"), several=True, metavar="IDS", group=_WHICH),
     ] = None,
     execute_range: Annotated[
-        str,
-        Parameter(
-            name=["--execute-range", "-er"],
-            allow_leading_hyphen=True,
-            metavar="A,B[,C,D]",
-            group=_WHICH,
-        ),
+        str, Option(names=("--execute-range", "-er"), metavar="A,B[,C,D]", group=_WHICH)
     ] = "",
     child: Annotated[
-        str,
-        Parameter(name=["--save-operation-child", "-child"], metavar="true|false", group=_WHICH),
+        str, Option(names=("--save-operation-child", "-child"), metavar="true|false", group=_WHICH)
     ] = "true",
     time: Annotated[
-        Literal["0", "1", "2"] | None, Parameter(name=["--save-time", "-time"], group=_WHICH)
+        Literal["0", "1", "2"] | None, Option(names=("--save-time", "-time"), group=_WHICH)
     ] = None,
     opname: Annotated[
         list[str] | None,
-        Parameter(
-            name=["--operation-name", "-opname"],
-            consume_multiple=True,
-            metavar="NAMES",
-            group=_WHICH,
-        ),
+        Option(names=("--operation-name", "-opname"), several=True, metavar="NAMES", group=_WHICH),
     ] = None,
     part: Annotated[
-        Literal["0", "1", "2"], Parameter(name=["--save-tensor-part", "-stp"], group=_WHICH)
+        Literal["0", "1", "2"], Option(names=("--save-tensor-part", "-stp"), group=_WHICH)
     ] = "2",
     device: Annotated[
-        int | None, Parameter(name=["--device-id", "-device"], metavar="N", group=_WHICH)
+        int | None, Option(names=("--device-id", "-device"), metavar="N", group=_WHICH)
     ] = None,
-    site: Annotated[
-        list[str] | None,
-        Parameter(name="--site", consume_multiple=True, metavar="GLOB", group=_WHICH),
+    site: Annotated[list[str] | None, Option(several=True, metavar="GLOB", group=_WHICH)] = None,
+    class_: Annotated[list[str] | None, Option(several=True, metavar="GLOB", group=_WHICH)] = None,
+    port: Annotated[list[str] | None, Option(several=True, metavar="GLOB", group=_WHICH)] = None,
+    step: Annotated[list[str] | None, Option(several=True, metavar="GLOB", group=_WHICH)] = None,
+    rank: Annotated[list[str] | None, Option(several=True, metavar="GLOB", group=_WHICH)] = None,
+    type_: Annotated[
+        list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]] | None,
+        Option(several=True, group=_HOW),
     ] = None,
-    class_: Annotated[
-        list[str] | None,
-        Parameter(name="--class", consume_multiple=True, metavar="GLOB", group=_WHICH),
-    ] = None,
-    port: Annotated[
-        list[str] | None,
-        Parameter(name="--port", consume_multiple=True, metavar="GLOB", group=_WHICH),
-    ] = None,
-    step: Annotated[
-        list[str] | None,
-        Parameter(name="--step", consume_multiple=True, metavar="GLOB", group=_WHICH),
-    ] = None,
-    rank: Annotated[
-        list[str] | None,
-        Parameter(name="--rank", consume_multiple=True, metavar="GLOB", group=_WHICH),
-    ] = None,
-    only_save_desc: Annotated[
-        bool, Parameter(name=["--only-save-desc", "-sd"], group=_HOW)
-    ] = False,
-    keep: Annotated[
-        str | None,
-        Parameter(name="--keep", metavar="full|summary|digest|sample", group=_HOW),
-    ] = None,
+    only_save_desc: Annotated[bool, Option(names=("--only-save-desc", "-sd"), group=_HOW)] = False,
+    keep: Annotated[str | None, Option(metavar="full|summary|digest|sample", group=_HOW)] = None,
     level: Annotated[
         list[Literal["modules", "ops", "gradients", "params"]] | None,
-        Parameter(name="--level", consume_multiple=True, group=_HOW),
+        Option(several=True, group=_HOW),
     ] = None,
-    max_bytes: Annotated[str, Parameter(name="--max-bytes", metavar="SIZE", group=_HOW)] = "",
-    save_tiling: Annotated[bool, Parameter(name=["--save-tiling", "-tiling"], group=_HOW)] = False,
-    output: Annotated[str, Parameter(name=["--output", "-o"], metavar="DIR", group=_WHERE)] = "",
-    layout: Annotated[Layout, Parameter(name="--layout", group=_WHERE)] = "run",
-    force: Annotated[bool, Parameter(name="--force", group=_WHERE)] = False,
-    dry_run: Annotated[bool, Parameter(name="--dry-run", group=_WHERE)] = False,
-    log_level: Annotated[LogLevel, Parameter(name=["--log-level", "-l"], group=_WHERE)] = "info",
+    max_bytes: Annotated[str, Option(metavar="SIZE", group=_HOW)] = "",
+    save_tiling: Annotated[bool, Option(names=("--save-tiling", "-tiling"), group=_HOW)] = False,
+    output: Annotated[str, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE)] = "",
+    layout: Annotated[Layout, Option(group=_WHERE)] = "run",
+    force: Annotated[bool, Option(group=_WHERE)] = False,
+    dry_run: Annotated[bool, Option(group=_WHERE)] = False,
+    log_level: Annotated[LogLevel, Option(names=("--log-level", "-l"), group=_WHERE)] = "info",
 ) -> int:
     """Run an unchanged program and keep what its model computed.
 
@@ -126,7 +88,6 @@ def dump(
     Args:
         program: The program and its arguments, after two dashes.
         exec_: The program as one text, read like a shell reads quotes; no pipes or redirection.
-        type_: tensor stores tensors, model and layer the module tree. Default: tensor.
         ids: Only modules at these places of the tree: child indices joined by '_', such as 2,3_1.
             `driftline show RUN` prints them.
         execute_range: Steps, as pairs with both ends included: 3,5,7,7 is 3, 4, 5 and 7. Default:
@@ -142,6 +103,7 @@ def dump(
         port: Only these sides: input, output, grad_input, grad_output, param, param_grad.
         step: Steps as numbers, ranges (3-5, 3-) or globs; '*' is all of them. Instead of -er.
         rank: Only these ranks.
+        type_: tensor stores tensors, model and layer the module tree. Default: tensor.
         only_save_desc: Descriptions only: name, type and shape of each tensor, no values.
         keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
         level: What is looked at; several may be given. Default: modules.

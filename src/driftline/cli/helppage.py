@@ -1,87 +1,66 @@
-"""The help page of one command, in plain text.
-
-cyclopts would paint it with rich, whose import alone takes longer than everything else here
-together (measured: 0.1 s); what it knows of a command (names, types, defaults, docstring) will do.
-"""
+"""The help page of one command, in plain text: its signature and docstring, laid out."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable
-from typing import Any, Literal, cast, get_args, get_origin
-
-from cyclopts.argument import Argument
+from typing import Any
 
 from driftline.cli.commands import EXIT_CODES
-from driftline.cli.parsing import app_of, load
+from driftline.cli.parsing import Argument, arguments_of, load
 
 WIDEST = 100
 INDENT = 26
 _WORDS: dict[Any, str] = {int: "N", float: "X"}
+_DESCRIBED = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+"""A parameter in the section `Args:` of a cleaned docstring, with its continuation lines."""
 
 
 def help_page(name: str) -> str:
     """The text of `driftline NAME --help`."""
     width = max(60, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
-    arguments = [
-        a for a in app_of(name).assemble_argument_collection(parse_docstring=True) if _is_shown(a)
-    ]
-    positional = [a for a in arguments if a.index is not None]
-    usage = " ".join(_usage_word(a) for a in positional)
-    lines = [f"usage: driftline {name} [OPTIONS] {usage}".rstrip(), ""]
-    lines += _prose(load(name).__doc__ or "", width)
-    for group in dict.fromkeys(_group(a) for a in sorted(arguments, key=_group_place)):
+    function = load(name)
+    arguments = arguments_of(function)
+    usage = " ".join(_usage_word(a) for a in arguments if not a.names)
+    prose, _, described = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:")
+    said = {field: " ".join(text.split()) for field, text in _DESCRIBED.findall(described)}
+    lines = [f"usage: driftline {name} [OPTIONS] {usage}".rstrip(), "", *_prose(prose, width)]
+    for group in _groups(arguments):
         lines += ["", f"{group}:"]
         for argument in arguments:
             if _group(argument) == group:
-                lines += _entry(argument, width)
+                lines += _entry(argument, said.get(argument.field, ""), width)
     lines += ["", *textwrap.wrap(EXIT_CODES, width)]
     return "\n".join(lines) + "\n"
 
 
 def option_names(name: str) -> list[str]:
     """Every option spelling of a command, for the tests that hold the documentation to it."""
-    arguments = app_of(name).assemble_argument_collection(parse_docstring=False)
-    return [n for a in arguments if _is_shown(a) for n in a.names if n.startswith("-")]
-
-
-def _is_shown(argument: Argument) -> bool:
-    return argument.parameter.show is not False
+    return [spelling for argument in arguments_of(load(name)) for spelling in argument.names]
 
 
 def _group(argument: Argument) -> str:
-    groups = cast(tuple[Any, ...], argument.parameter.group or ())
-    title = str(groups[0].name) if groups else "Parameters"
-    return "Options" if title == "Parameters" else title
+    return (argument.group or "Options") if argument.names else "Arguments"
 
 
-def _group_place(argument: Argument) -> tuple[bool, bool, int]:
-    """Arguments, the plain options, then named groups: by their sort key, else as they come."""
-    groups = cast(tuple[Any, ...], argument.parameter.group or ())
-    key = groups[0].sort_key if groups else None
-    title = _group(argument)
-    return (title != "Arguments", title != "Options", key if isinstance(key, int) else 0)
+def _groups(arguments: Iterable[Argument]) -> list[str]:
+    """Arguments and plain options, then the named groups in the order of the signature."""
+    titles = list(dict.fromkeys(_group(argument) for argument in arguments))
+    first = [title for title in ("Arguments", "Options") if title in titles]
+    return first + [title for title in titles if title not in first]
 
 
 def _usage_word(argument: Argument) -> str:
-    word = _placeholder(argument)
-    if argument.is_var_positional():
-        return f"[-- {word} ...]"
-    return word if argument.required or _group(argument) == "Arguments" else f"[{word}]"
+    return f"[-- {argument.placeholder} ...]" if argument.several else argument.placeholder
 
 
-def _placeholder(argument: Argument) -> str:
-    bare = [n for n in argument.names if not n.startswith("-")]
-    return (bare[0] if bare else argument.field_info.name).upper()
-
-
-def _prose(doc: str, width: int) -> list[str]:
-    """The docstring without its section of arguments; indented blocks keep their lines."""
-    text = inspect.cleandoc(doc).partition("\nArgs:")[0].strip()
+def _prose(text: str, width: int) -> list[str]:
+    """Paragraphs filled to the width; indented blocks keep their lines."""
     lines: list[str] = []
-    for paragraph in text.split("\n\n"):
+    for paragraph in text.strip().split("\n\n"):
         if lines:
             lines.append("")
         if paragraph.startswith("    "):
@@ -91,14 +70,9 @@ def _prose(doc: str, width: int) -> list[str]:
     return lines
 
 
-def _entry(argument: Argument, width: int) -> list[str]:
-    dashed = [n for n in argument.names if n.startswith("-")]
-    value = _value_word(argument)
-    if argument.index is not None:
-        names = ", ".join([_placeholder(argument), *dashed])
-    else:
-        names = ", ".join(dashed) + (f" {value}" if value else "")
-    said = " ".join(str(argument.parameter.help or "").split())
+def _entry(argument: Argument, said: str, width: int) -> list[str]:
+    value = _value_word(argument) if argument.names else argument.placeholder
+    names = f"{', '.join(argument.names)} {value}".strip()
     default = _default(argument)
     if default and "default" not in said:
         said += f" [default: {default}]"
@@ -110,27 +84,13 @@ def _entry(argument: Argument, width: int) -> list[str]:
 
 
 def _value_word(argument: Argument) -> str:
-    hint = _without_none(argument.hint)
-    if hint is bool:
+    if argument.kind is bool:
         return ""
-    if get_origin(hint) in (list, tuple):
-        hint = next(iter(get_args(hint)), str)
-    if get_origin(hint) is Literal:
-        return "|".join(str(choice) for choice in get_args(hint))
-    metavar = getattr(argument.parameter, "metavar", None)
-    if isinstance(metavar, str) and metavar:
-        return metavar
-    return _WORDS.get(hint) or argument.field_info.name.strip("_").upper().replace("_", "-")
-
-
-def _without_none(hint: Any) -> Any:
-    options: Iterable[Any] = [a for a in get_args(hint) if a is not type(None)]
-    kept = list(options)
-    return kept[0] if type(None) in get_args(hint) and len(kept) == 1 else hint
+    named = argument.field.strip("_").upper().replace("_", "-")
+    return "|".join(argument.choices) or argument.metavar or _WORDS.get(argument.kind) or named
 
 
 def _default(argument: Argument) -> str:
-    default = argument.field_info.default
-    if default in (None, False, inspect.Parameter.empty, "") or default in ((), []):
+    if argument.default in (None, False, inspect.Parameter.empty, ""):
         return ""
-    return str(default)
+    return str(argument.default)

@@ -1,6 +1,6 @@
 """The console script: find the command, run it, turn what went wrong into a sentence and a code.
 
-Nothing heavy is imported before it is known which command runs; cyclopts itself only after that.
+Nothing heavy is imported before it is known which command runs.
 Results are on stdout, messages on stderr.
 """
 
@@ -10,10 +10,13 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Sequence
 
 from driftline.cli.commands import COMMANDS, overview
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput, DriftlineError, did_you_mean
+
+TYPE_CHECKING = False  # what `typing` calls it; importing that would cost more than `--help` does
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HELP = ("--help", "-h", "-help")
 INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended

@@ -1,33 +1,85 @@
-"""Words of a command line → arguments of a function, with cyclopts; its complaints → a sentence.
+"""Words of a command line → arguments of a function, or one sentence that says why not.
 
-How options are written in a command's signature (this is all that the seeds' spellings need):
+A command is a function and its signature is the command line: positional-only parameters are read
+by their place, `*program` is what follows `--`, keyword-only parameters are options. An annotation
+says what a word becomes (str, int, float, Path, a `Literal` of texts, a list of these, or bool for
+a flag), `Annotated[..., Option(...)]` how it is spelt and shown.
 
-- A single-dash long name is simply one of the names: `Parameter(name=["--range", "-er"])`. cyclopts
-  tries the whole word before anything else, so `-er 3,5` and `-er=3,5` work.
-- What it does next is turned off here: a word like `-opnam` that is no option would be read as
-  `-o pnam` and silently become an output folder. `refuse_unknown_options` refuses it first, with
-  the nearest name. So there is no clustering (`-ab`) and no glued value (`-oDIR`) in Driftline.
-- An option that takes several words (`--type layer tensor`) has `consume_multiple=True`.
-- A value that begins with a dash needs `allow_leading_hyphen=True` (`-er -1,3`), or `-er=-1,3`.
-- A bool is a flag and takes no value. An option that is written `-child true` in a seed is a
-  `Literal["true", "false"]`, not a bool.
-- `--no-x` and `--empty-x` are not made up; name a negative if one is wanted.
+The rules, which are few so that a misspelt word is refused and never becomes something else:
+
+- Names are written in full, with one dash or two: `-er 3,5`, `-er=3,5`, `--execute-range 3,5`.
+  Nothing is abbreviated, clustered (`-ab`) or glued to its value (`-oDIR`); no `--no-x` is made up.
+- A list may be given repeatedly; with `several=True` also as `--type layer tensor`. Anything else
+  is given once.
+- A word that begins with a dash is an option, unless it is a number; so such a value is written
+  `--site=-x`. As no option begins with a digit, `-er -1,3` is understood.
+- After `--` every word is taken as it is.
+
+Ours because each library for this costs more at every start than the rest of a small comparison.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast, get_args, get_origin
-
-from cyclopts import App, CycloptsError, Parameter
-from cyclopts import exceptions as complaints
-from cyclopts.argument import Argument, ArgumentCollection
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from driftline.cli.commands import COMMANDS
 from driftline.errors import BadInput, did_you_mean
 
 CommandFunction = Callable[..., int | None]
+_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How a parameter is spelt and shown; everything left out follows from the parameter.
+
+    Attributes:
+        names: Spellings with their dashes. Default: `--` and the parameter's name.
+        metavar: What stands for its value on the help page.
+        group: Heading on the help page.
+        several: A list that takes words up to the next option.
+    """
+
+    names: tuple[str, ...] = ()
+    metavar: str = ""
+    group: str = ""
+    several: bool = False
+
+
+class Argument(NamedTuple):
+    """One parameter of a command, as read from its signature.
+
+    Attributes:
+        field: Name of the parameter.
+        names: Spellings of an option; empty for what is given by its place.
+        metavar: As the signature says it; empty if it does not.
+        group: Heading on the help page; empty for the one of plain options.
+        kind: What becomes of a word: bool (a flag, which takes none), int, float, str or Path.
+        choices: The only words it takes; empty if any will do.
+        many: The value is a list.
+        several: One mention takes several words; in a place, all that are left.
+        default: Value if it is not given; `inspect.Parameter.empty` if it must be.
+    """
+
+    field: str
+    names: tuple[str, ...]
+    metavar: str
+    group: str
+    kind: Callable[[str], Any]
+    choices: tuple[str, ...]
+    many: bool
+    several: bool
+    default: Any
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for an argument that is given by its place."""
+        return self.metavar or self.field.upper()
 
 
 def load(name: str) -> CommandFunction:
@@ -36,143 +88,156 @@ def load(name: str) -> CommandFunction:
     return cast(CommandFunction, getattr(importlib.import_module(module), attribute))
 
 
-class _App(App):
-    """Assembles its arguments once (8 ms): the words are read by us first, then by cyclopts."""
-
-    def assemble_argument_collection(
-        self, *, default_parameter: Parameter | None = None, parse_docstring: bool = False
-    ) -> ArgumentCollection:
-        asked = (default_parameter, parse_docstring)
-        known = cast("dict[Any, ArgumentCollection]", self.__dict__.setdefault("_assembled", {}))
-        if asked not in known:
-            known[asked] = super().assemble_argument_collection(
-                default_parameter=default_parameter, parse_docstring=parse_docstring
-            )
-        return known[asked]
-
-
-def app_of(name: str) -> App:
-    """The cyclopts app of one command; help and errors are ours, so that rich is never imported."""
-    app = _App(
-        name=f"driftline {name}",
-        help_flags=(),
-        version_flags=(),
-        default_parameter=Parameter(negative=()),
-        result_action="return_value",
-        exit_on_error=False,
-        print_error=False,
-        help_on_error=False,
-    )
-    app.default(load(name))
-    return app
-
-
 def run(name: str, words: Sequence[str]) -> int:
     """Parse the words and run the command; returns its exit code."""
-    app = app_of(name)
-    arguments = app.assemble_argument_collection(parse_docstring=False)
-    refuse_unknown_options(name, arguments, words)
-    try:
-        function, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
-    except CycloptsError as complaint:
-        raise in_a_sentence(name, complaint) from None
-    result = cast(Any, function)(*bound.args, **bound.kwargs)
-    return int(result or 0)
+    function = load(name)
+    places, options = read(name, arguments_of(function), words)
+    return int(function(*places, **options) or 0)
 
 
-def refuse_unknown_options(name: str, arguments: ArgumentCollection, words: Sequence[str]) -> None:
-    """Refuse what looks like an option and is none, before cyclopts reads it as something else."""
-    skip = 0
-    takes_many = False
-    for word in words:
-        if skip:
-            skip -= 1
-            continue
+def arguments_of(function: CommandFunction) -> list[Argument]:
+    """What a command's signature says, in its order."""
+    hints = get_type_hints(function, include_extras=True)
+    return [
+        _argument(parameter, hints[field])
+        for field, parameter in inspect.signature(function).parameters.items()
+    ]
+
+
+def _argument(parameter: inspect.Parameter, hint: Any) -> Argument:
+    said = Option()
+    if get_origin(hint) is Annotated:
+        hint, said = get_args(hint)
+    if NoneType in get_args(hint):
+        (hint,) = (each for each in get_args(hint) if each is not NoneType)
+    many = get_origin(hint) is list
+    if many:
+        (hint,) = get_args(hint)
+    choices = cast(tuple[str, ...], get_args(hint) if get_origin(hint) is Literal else ())
+    by_name = parameter.kind is parameter.KEYWORD_ONLY
+    own_name = "--" + parameter.name.rstrip("_").replace("_", "-")
+    return Argument(
+        field=parameter.name,
+        names=(said.names or (own_name,)) if by_name else (),
+        metavar=said.metavar,
+        group=said.group,
+        kind=str if choices else hint,
+        choices=choices,
+        many=many,
+        several=said.several or parameter.kind is parameter.VAR_POSITIONAL,
+        default=parameter.default,
+    )
+
+
+def read(
+    name: str, arguments: Sequence[Argument], words: Sequence[str]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The values that a command's words give, by place and by name; what is not given is left out.
+
+    Raises:
+        BadInput: The words are no command line of this command.
+    """
+    spelt = {spelling: argument for argument in arguments for spelling in argument.names}
+    options: dict[str, Any] = {}
+    bare: list[str] = []
+    listing: tuple[str, Argument] | None = None  # bare words still belong to this option
+    ahead = list(reversed(words))
+    while ahead:
+        word = ahead.pop()
         if word == "--":
-            return
-        if not word.startswith("-") or word == "-" or _is_number(word):
-            if takes_many:  # `--type layer tensor`
-                continue
-            if COMMANDS[name].takes_program and word != "-":
+            bare += reversed(ahead)
+            break
+        if not _looks_like_an_option(word):
+            if listing is not None:
+                option, argument = listing
+                options[argument.field].append(_value(name, option, argument, word))
+            elif COMMANDS[name].takes_program:
                 raise BadInput(
                     f"'{word}' is no option of `driftline {name}`",
                     hint=f"the program comes after two dashes: driftline {name} ... -- {word} ...",
                 )
+            else:
+                bare.append(word)
             continue
-        option, equals, _ = word.partition("=")
-        argument = _argument_named(arguments, option)
-        if argument is None:
-            known = [n for a in arguments for n in a.names if n.startswith("-")]
-            raise BadInput(
-                f"`driftline {name}` has no option {option}",
-                hint=_nearest_option(option, known) or f"see driftline {name} --help",
-            )
-        takes_many = bool(argument.parameter.consume_multiple)
-        if not equals and not _is_flag(argument):
-            skip = 1
+        option, equals, text = word.partition("=")
+        argument = _known(name, option, spelt)
+        if argument.field in options and not argument.many:
+            raise BadInput(f"{option} is given more than once", hint=_help(name))
+        listing = (option, argument) if argument.several else None
+        if argument.kind is bool:
+            if equals:
+                raise BadInput(f"{option} takes no value", hint=f"write {option}, or leave it out")
+            options[argument.field] = True
+            continue
+        if not equals:
+            if not ahead or not _may_be_a_value(ahead[-1]):
+                raise BadInput(f"{option} needs a value", hint=_help(name))
+            text = ahead.pop()
+        value = _value(name, option, argument, text)
+        if argument.many:
+            options.setdefault(argument.field, []).append(value)
+        else:
+            options[argument.field] = value
+    return _by_place(name, [a for a in arguments if not a.names], bare), options
 
 
-def _argument_named(arguments: ArgumentCollection, option: str) -> Argument | None:
-    return next((a for a in arguments if option in a.names), None)
+def _by_place(name: str, arguments: Sequence[Argument], words: Sequence[str]) -> list[Any]:
+    values: list[Any] = []
+    for argument in arguments:
+        mine, words = (words, ()) if argument.several else (words[:1], words[1:])
+        if not mine and argument.default is inspect.Parameter.empty and not argument.several:
+            raise BadInput(f"`driftline {name}` needs {argument.placeholder}", hint=_help(name))
+        values += [_value(name, argument.placeholder, argument, word) for word in mine]
+    if words:
+        extra = " ".join(words)
+        raise BadInput(
+            f"`driftline {name}` does not know what to do with '{extra}'", hint=_help(name)
+        )
+    return values
 
 
-def _is_flag(argument: Argument) -> bool:
-    return argument.hint is bool or argument.hint == (bool | None)
+def _value(name: str, called: str, argument: Argument, word: str) -> Any:
+    if argument.choices and word not in argument.choices:
+        listed = ", ".join(argument.choices[:-1]) + f" or {argument.choices[-1]}"
+        near = did_you_mean(word, argument.choices)
+        raise BadInput(
+            f"{called} takes {listed}, not '{word}'",
+            hint=near if near.startswith("did you") else _help(name),
+        )
+    try:
+        return argument.kind(word)
+    except ValueError:
+        wanted = _NUMBERS.get(argument.kind, "something else")
+        raise BadInput(f"{called} takes {wanted}, not '{word}'", hint=_help(name)) from None
 
 
-def _nearest_option(option: str, known: list[str]) -> str:
-    """Dashes weigh too much in short words: compare what comes after them."""
-    bare = {n.lstrip("-"): n for n in known}
+def _known(name: str, option: str, spelt: Mapping[str, Argument]) -> Argument:
+    if option in spelt:
+        return spelt[option]
+    # Dashes weigh too much in short words: compare what comes after them.
+    bare = {spelling.lstrip("-"): spelling for spelling in spelt}
     hint = did_you_mean(option.lstrip("-"), bare)
-    if not hint.startswith("did you mean"):
-        return ""
     for word in sorted(bare, key=len, reverse=True):
         hint = hint.replace(f"'{word}'", bare[word])
-    return hint
+    raise BadInput(
+        f"`driftline {name}` has no option {option}",
+        hint=hint if hint.startswith("did you mean") else _help(name),
+    )
 
 
-def _is_number(word: str) -> bool:
+def _looks_like_an_option(word: str) -> bool:
+    if not word.startswith("-") or word == "-":
+        return False
     try:
         float(word)
     except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
-def in_a_sentence(name: str, complaint: CycloptsError) -> BadInput:
-    """What cyclopts complains about, as Driftline says it."""
-    help_hint = f"see driftline {name} --help"
-    if isinstance(complaint, complaints.MissingArgumentError) and complaint.argument is not None:
-        if complaint.keyword:
-            return BadInput(f"{complaint.keyword} needs a value", hint=help_hint)
-        return BadInput(f"`driftline {name}` needs {_called(complaint.argument)}", hint=help_hint)
-    if isinstance(complaint, complaints.CoercionError) and complaint.token is not None:
-        word = complaint.token.value
-        option = complaint.token.keyword or (
-            _called(complaint.argument) if complaint.argument else "an argument"
-        )
-        target = complaint.target_type
-        if get_origin(target) is Literal:
-            choices = [str(choice) for choice in get_args(target)]
-            listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
-            hint = did_you_mean(word, choices)
-            return BadInput(
-                f"{option} takes {listed}, not '{word}'",
-                hint=hint if hint.startswith("did you") else help_hint,
-            )
-        wanted = {int: "a whole number", float: "a number"}.get(cast(Any, target))
-        if complaint.msg is None and wanted:
-            return BadInput(f"{option} takes {wanted}, not '{word}'", hint=help_hint)
-    if isinstance(complaint, complaints.RepeatArgumentError):
-        return BadInput(f"{complaint.token.keyword} is given more than once", hint=help_hint)
-    if isinstance(complaint, complaints.UnusedCliTokensError):
-        extra = " ".join(complaint.unused_tokens or [])
-        return BadInput(
-            f"`driftline {name}` does not know what to do with '{extra}'", hint=help_hint
-        )
-    sentence = " ".join(str(complaint).split()).rstrip(".")
-    return BadInput(sentence or f"`driftline {name}` could not read its arguments", hint=help_hint)
+def _may_be_a_value(word: str) -> bool:
+    return not _looks_like_an_option(word) or word[1].isdigit()
 
 
-def _called(argument: Argument) -> str:
-    return argument.name if argument.name.startswith("-") else argument.name.upper()
+def _help(name: str) -> str:
+    return f"see driftline {name} --help"

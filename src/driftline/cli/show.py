@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
+from driftline.cli.parsing import Option
 
 if TYPE_CHECKING:
     from driftline.comparison.table import Table
@@ -16,11 +16,11 @@ Format = Literal["table", "json", "csv", "markdown"]
 
 
 def show(
-    path: Annotated[Path, Parameter(name="PATH")],
+    path: Path,
     /,
     *,
     tensors: bool = False,
-    site: Annotated[list[str] | None, Parameter(metavar="GLOB")] = None,
+    site: Annotated[list[str] | None, Option(metavar="GLOB")] = None,
     format: Format = "table",
     all: bool = False,
 ) -> int:

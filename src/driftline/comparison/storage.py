@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -48,6 +46,9 @@ def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
     if goal.is_dir() and any(goal.iterdir()) and not force:
         raise AlreadyThere(f"{goal} is not empty", hint="give another -o, or --force to replace")
     goal.parent.mkdir(parents=True, exist_ok=True)
+    import shutil  # with tempfile 4 ms, which a comparison without -o does not need
+    import tempfile
+
     scratch = Path(tempfile.mkdtemp(prefix=f".{goal.name}.", dir=goal.parent))
     try:
         with (scratch / CSV_FILE).open("w", encoding="utf-8", newline="") as stream:

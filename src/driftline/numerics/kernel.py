@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -233,6 +232,8 @@ def digest(data: AnyArray, *, path: str | None = None) -> str:
         raise BadInput("the kernel takes contiguous arrays only")
     library = _library()
     if number < 0 or library is None:
+        import hashlib  # loads OpenSSL, 3 ms that nobody with the kernel needs
+
         return "blake2b-128:" + hashlib.blake2b(_bytes(data).data, digest_size=16).hexdigest()
     out = _DigestBuffer()
     library.driftline_digest(_address(data), data.nbytes, number, out)

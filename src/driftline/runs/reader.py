@@ -7,7 +7,6 @@ allocated. What is missing is listed in `losses`, and everything else stays read
 
 from __future__ import annotations
 
-import difflib
 import gc
 import json
 import mmap
@@ -90,6 +89,8 @@ def _no_folder(place: Path) -> BadRun:
         )
     hint = ""
     if place.parent.is_dir():
+        import difflib  # at start it would cost every command a millisecond
+
         names = [child.name for child in place.parent.iterdir()]
         near = difflib.get_close_matches(place.name, names, n=2)
         if near:
