@@ -7,7 +7,8 @@
  * How it is fast and still right:
  *  - The careful path decodes 512 elements at a time into float64 in L1 and masks what is not finite. It is the
  *    whole story on the generic path and the refuge of the others.
- *  - The fast path (AVX2, AVX-512) runs float32 lanes over 2048 elements, around a shift close to their
+ *  - Summaries and sketches are summed in float64 everywhere: they are subtracted from each other later.
+ *  - The fast path of a pair (AVX2, AVX-512) runs float32 lanes over 2048 elements, around a shift close to their
  *    mean where that is far from zero, and folds the block into float64: no lane adds more than 32 float32 numbers
  *    in a row, so a sum carries 2e-6 at the very worst and 1e-7 as a rule. It keeps sums of x, e, x*x, x*e and e*e
  *    (x = r - shift, e = c - r): the candidate's own moments follow from them, so the errors of sum_rc and sum_rr
@@ -165,6 +166,7 @@ INLINE void restore_floats(FloatMode old) {
 #define summary NAME(summary)
 #define summary_block NAME(summary_block)
 #define summary_kinds NAME(summary_kinds)
+#define widened NAME(widened)
 #define stripe NAME(stripe)
 #define scramble NAME(scramble)
 #define hash_long NAME(hash_long)

@@ -1,12 +1,25 @@
-/* A summary through the float32 lanes. */
+/* A summary: float32 values in, float64 sums. */
 
-/* One block of one tensor, n a multiple of 64. Returns 0, with nothing changed, when float32 cannot carry it. */
+/* One half of a vector, in float64. */
+LANE_FN vd widened(VF v, int half) {
+#if WIDTH == 16
+  return (vd)_mm512_cvtps_pd(half ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v));
+#else
+  return (vd)_mm256_cvtps_pd(half ? _mm256_extractf128_ps(v, 1) : _mm256_castps256_ps128(v));
+#endif
+}
+
+/* One block of one tensor, n a multiple of 64. Values are float32, every sum is float64: a sketch is subtracted from
+ * another one, and must not bring rounding of its own. Returns 0, with nothing changed, for a block with anything
+ * in it that is not finite, or whose mean is too far from the shift. */
 LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int kind) {
   enum { PARTS = BUCKETS / WIDTH };
-  const VF zero = OP(setzero_ps)(), shift = OP(set1_ps)((float)s->shift);
+  const VF zero = OP(setzero_ps)();
+  const double by = (float)s->shift;
+  const vd shift = lanes(by);
   const int size = kind == LANES_F32 ? 4 : 2;
-  VF sx[2] = {zero, zero}, sxx[2] = {zero, zero}, low = OP(set1_ps)(INFINITY), high = OP(set1_ps)(-INFINITY);
-  VF buckets[PARTS];
+  vd sx[2] = {lanes(0), lanes(0)}, sxx[2] = {lanes(0), lanes(0)}, buckets[2 * PARTS];
+  VF low = OP(set1_ps)(INFINITY), high = OP(set1_ps)(-INFINITY);
   int64_t zeros = 0;
 #if WIDTH == 16
   const VI iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -14,7 +27,7 @@ LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int
   const VI iota = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const VI to_top = _mm256_sub_epi32(_mm256_set1_epi32(31), iota), minus = _mm256_set1_epi32(INT32_MIN);
 #endif
-  for (int v = 0; v < PARTS; v++) buckets[v] = zero;
+  for (int v = 0; v < 2 * PARTS; v++) buckets[v] = lanes(0);
   for (int64_t i = 0; i < n; i += BUCKETS) {
     uint64_t signs = sketch_signs((uint64_t)(base + i) / BUCKETS);
     unsigned flip = sketch_xor(signs), part = flip / WIDTH;
@@ -25,9 +38,7 @@ LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int
     lanes_to = _mm256_xor_si256(lanes_to, iota);
 #endif
     for (unsigned v = 0; v < PARTS; v++) {
-      VF value = load_lanes(p + size * (i + WIDTH * v), kind), x = OP(sub_ps)(value, shift);
-      sx[v & 1] = OP(add_ps)(sx[v & 1], x);
-      sxx[v & 1] = OP(fmadd_ps)(x, x, sxx[v & 1]);
+      VF value = load_lanes(p + size * (i + WIDTH * v), kind);
       low = OP(min_ps)(low, value);
       high = OP(max_ps)(high, value);
 #if WIDTH == 16
@@ -40,14 +51,17 @@ LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int
       VI sign = AND_BITS(_mm256_sllv_epi32(_mm256_set1_epi32((int)(signs >> (8 * v))), to_top), minus);
       VF turned = _mm256_permutevar8x32_ps(_mm256_xor_ps(value, AS_FLOAT(sign)), lanes_to);
 #endif
-      buckets[v ^ part] = OP(add_ps)(buckets[v ^ part], turned);
+      for (int half = 0; half < 2; half++) {
+        vd x = widened(value, half) - shift;
+        sx[half] += x;
+        sxx[half] += x * x;
+        buckets[2 * (v ^ part) + half] += widened(turned, half);
+      }
     }
   }
-  double count = (double)n, x = sum_lanes(OP(add_ps)(sx[0], sx[1])), xx = sum_lanes(OP(add_ps)(sxx[0], sxx[1]));
+  double count = (double)n, x = total(sx[0] + sx[1]), xx = total(sxx[0] + sxx[1]), about = xx - x * x / count;
   float least_value = min_lane(low), greatest_value = max_lane(high);
-  double about = xx - x * x / count, by = (float)s->shift;
   if (!(xx <= DBL_MAX) || least_value <= s->sentinel) return 0;
-  if (xx < 0x1p-115 && least_value != greatest_value) return 0;
   if (!(about >= 0.1 * xx)) return 0;
   Summary *o = &s->s;
   if (least_value < o->min) o->min = least_value;
@@ -56,11 +70,8 @@ LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int
   s->sumsq += xx + by * (2 * x + count * by);
   join_spread(&s->spread, count, by + x / count, about);
   s->shift = by + x / count;
-  for (int v = 0; v < PARTS; v++) {
-    float part[WIDTH];
-    OP(storeu_ps)(part, buckets[v]);
-    for (int lane = 0; lane < WIDTH; lane++) o->sketch[v * WIDTH + lane] += part[lane];
-  }
+  for (int v = 0; v < 2 * PARTS; v++)
+    for (int lane = 0; lane < LANES; lane++) o->sketch[v * LANES + lane] += buckets[v][lane];
   return 1;
 }
 
