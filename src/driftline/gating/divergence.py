@@ -101,8 +101,9 @@ def _all_fine(rows: Sequence[Row], compared: int) -> str:
     worst = max(passing, key=lambda row: row.severity)
     if worst.severity == 0.0:
         return f"{compared} tensors compared, none differs"
+    about = "estimated " if worst.decided_by in worst.estimated else ""
     return (
         f"{compared} tensors compared, none outside its limit; the closest is '{worst.key.site}' "
-        f"{worst.key.port} with {worst.decided_by} {worst.metrics[worst.decided_by]:.3g} "
+        f"{worst.key.port} with {about}{worst.decided_by} {worst.metrics[worst.decided_by]:.3g} "
         f"of {worst.limit:g} allowed for {worst.limit_from}"
     )
