@@ -97,6 +97,47 @@ def test_values_near_the_smallest_step_of_a_format_may_be_rounded_to_it():
     assert table_of({"a": gone}, {"a": gone.astype(np.float16)}).verdict == "fail"
 
 
+def test_the_gradient_of_a_bias_whose_sum_cancels_is_measured_against_what_was_summed():
+    # The bias of an attention key has no gradient but rounding: its sum over the tokens is zero.
+    arrived = noise(64, 8)
+    arrived -= arrived.mean(axis=0)
+    low = arrived.astype(ml_dtypes.bfloat16)
+    left, rounded = (each.astype(np.float32).sum(axis=0) for each in (arrived, low))
+
+    def verdict_of(bias):
+        return table_of(
+            {"key/grad_output": arrived, "key/param_grad/bias": left},
+            {"key/grad_output": low, "key/param_grad/bias": bias.astype(ml_dtypes.bfloat16)},
+        )
+
+    table = verdict_of(rounded)
+    assert table.rows[1].metrics["relative_l2"] > 100
+    assert table.rows[1].limit_from == "bfloat16, of the gradients it sums"
+    assert table.verdict == "pass"
+    assert verdict_of(np.zeros(8)).verdict == "pass"
+    assert verdict_of(rounded + 1).verdict == "fail"
+
+
+def test_a_sum_that_does_not_cancel_must_be_right():
+    arrived = noise(64, 8)
+    bias = arrived.sum(axis=0)
+    ours = {"a/grad_output": arrived, "a/param_grad/bias": bias}
+    assert table_of(ours, {**ours, "a/param_grad/bias": bias * np.float32(1.01)}).verdict == "fail"
+
+
+def test_the_gradient_of_a_parameter_inherits_what_the_smallest_step_took_from_its_factors():
+    arrived, inputs = noise(64, 8) * np.float32(6e-7), noise(64, 4)
+    low = arrived.astype(np.float16)
+    weight = arrived.T @ inputs
+    lost = (low.astype(np.float32).T @ inputs).astype(np.float16)
+    ours = {"a/grad_output": arrived, "a/param_grad/weight": weight}
+    table = table_of(ours, {"a/grad_output": low, "a/param_grad/weight": lost})
+    assert table.rows[1].metrics["relative_l2"] > 0.02
+    assert table.verdict == "pass"
+    doubled = (2 * weight).astype(np.float16)
+    assert table_of(ours, {"a/grad_output": low, "a/param_grad/weight": doubled}).verdict == "fail"
+
+
 def test_a_zero_reference_against_anything_else_fails():
     row = table_of({"a": np.zeros(4, np.float32)}, {"a": np.full(4, 1e-30, np.float32)}).rows[0]
     assert row.status == "fail"

@@ -14,7 +14,8 @@ from driftline.comparison.row import Column, Row, Verdict
 from driftline.comparison.table import Table
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
-from driftline.numerics.dtypes import DType, coarser
+from driftline.gating.inherited import Inheritance, Inherited, reference_norm
+from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest, is_exact, with_smallest_steps
 from driftline.tolerance.limits import Tolerance
 
@@ -57,23 +58,17 @@ def exit_code(table: Table) -> int:
 
 
 def _judged(rows: tuple[Row, ...], allowed: Tolerance, columns: dict[str, Column]) -> Iterator[Row]:
-    """Rows come in execution order, so the coarsest format met so far is the one upstream."""
-    upstream: dict[tuple[int, int], DType] = {}
+    """Rows come in execution order, so what was met so far is what is upstream."""
+    inherited = Inherited()
     for row in rows:
         own = coarsest((row.reference_dtype, row.candidate_dtype))
-        working = own
-        if row.key.port != "param":
-            place = (row.key.rank, row.key.process)
-            before = upstream.get(place)
-            if own is not None:
-                upstream[place] = own if before is None else coarser(before, own)
-                # Rounding is inherited: logits that were cast up to float32 at the end of a
-                # bfloat16 model still carry bfloat16's drift.
-                working = upstream[place]
+        working = inherited.format_of(row, own)
         if not row.compared or (row.basis == "digest" and not row.metrics):
             yield row  # the engine has said all there is to say
         else:
-            yield _judge(row, allowed, columns, own, working)
+            judged = _judge(row, allowed, columns, own, working, inherited)
+            inherited.remember(judged)
+            yield judged
 
 
 def _judge(
@@ -82,6 +77,7 @@ def _judge(
     columns: dict[str, Column],
     own: DType | None,
     working: DType | None,
+    inherited: Inherited,
 ) -> Row:
     """One compared row, whatever was said of it before."""
     one_sided = row.metrics.get("one_sided", 0)
@@ -106,21 +102,26 @@ def _judge(
         column = columns.get(METRIC, Column(METRIC, "lower"))
         source = working.name if working.name == own.name else f"{working.name} upstream"
         judged = _held(row, column, LIMITS[working.name], source)
-        if judged.status == "fail" and row.metrics.get("candidate_l2") and _scale(row):
-            # A candidate that is zero throughout is a finding, whatever its format can hold.
-            wider = with_smallest_steps(working, math.prod(row.reference_shape or ()), _scale(row))
-            near_zero = _held(row, column, wider, f"{source}, near its smallest step")
-            judged = near_zero if near_zero.status == "pass" else judged
+        if judged.status == "fail" and reference_norm(row):
+            for limit, why in _wider(row, working, inherited):
+                if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
+                    judged = excused
+                    break
     if exact[0] != exact[1]:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
         return replace(judged, reason=f"{judged.reason}; {note}" if judged.reason else note)
     return judged
 
 
-def _scale(row: Row) -> float:
-    """Norm of the reference; 0.0 when it is zero, not finite or not known."""
-    norm = float(row.metrics.get("reference_l2", 0.0))
-    return norm if math.isfinite(norm) else 0.0
+def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritance]:
+    """Limits beyond the format's own that a row may have for a reason."""
+    # A candidate that is zero throughout is a finding, whatever its format can hold.
+    if row.metrics.get("candidate_l2"):
+        count = math.prod(row.reference_shape or ())
+        steps = with_smallest_steps(working, count, reference_norm(row))
+        yield Inheritance(steps, "near its smallest step")
+    if (made_of := inherited.for_gradient(row)) is not None:
+        yield made_of
 
 
 def _exact(row: Row) -> Row:

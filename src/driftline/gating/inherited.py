@@ -1,0 +1,77 @@
+"""What a row inherits from rows that were computed before it: their format, and their rounding.
+
+Fed with the rows of a table in execution order. Knows no tensors and gives no verdict; it only says
+how much wider a limit has to be for a row to have got its drift from elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from driftline.comparison.row import Row
+from driftline.numerics.dtypes import DType, coarser
+
+
+class Inheritance(NamedTuple):
+    """A limit of relative L2 that a row may have by inheritance, and the reason in a few words."""
+
+    limit: float
+    reason: str
+
+
+class Inherited:
+    """The rounding met so far, kept apart by rank and process."""
+
+    def __init__(self) -> None:
+        self._coarsest: dict[tuple[int, int], DType] = {}
+        self._arrived: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+
+    def format_of(self, row: Row, own: DType | None) -> DType | None:
+        """The coarsest format a row's values went through, its own included.
+
+        Logits that were cast up to float32 at the end of a bfloat16 model still carry bfloat16's
+        drift. Parameters are computed from nothing.
+        """
+        if own is None or row.key.port == "param":
+            return own
+        place = (row.key.rank, row.key.process)
+        before = self._coarsest.get(place)
+        self._coarsest[place] = own if before is None else coarser(before, own)
+        return self._coarsest[place]
+
+    def remember(self, judged: Row) -> None:
+        """Note what arrived at a module from behind; parameters' gradients are made of that."""
+        if judged.key.port != "grad_output" or judged.status != "pass" or judged.limit is None:
+            return
+        norm = reference_norm(judged)
+        limit, square = self._arrived.get(_module(judged), (0.0, 0.0))
+        self._arrived[_module(judged)] = (max(limit, judged.limit), square + norm * norm)
+
+    def for_gradient(self, row: Row) -> Inheritance | None:
+        """How far off a parameter's gradient may be because of the gradient it is made of.
+
+        It is as wide as what arrived was allowed to be (float16 gradients near the smallest step
+        lose digits that no later product gives back). A bias's gradient is the sum of what arrived,
+        and where that sum cancels (the bias of an attention key has no gradient but rounding), its
+        rounding is a share of what was added up, not of what is left.
+        """
+        if row.key.port not in ("param_grad", "optimizer_grad"):
+            return None
+        limit, square = self._arrived.get(_module(row), (0.0, 0.0))
+        left = reference_norm(row)
+        if row.key.slot == "bias" and left:
+            share = limit * math.sqrt(square) / left
+            if share > limit:
+                return Inheritance(share, "of the gradients it sums")
+        return Inheritance(limit, "as the gradient it is made of") if limit else None
+
+
+def reference_norm(row: Row) -> float:
+    """Norm of the reference; 0.0 when it is zero, not finite or not known."""
+    norm = float(row.metrics.get("reference_l2", 0.0))
+    return norm if math.isfinite(norm) else 0.0
+
+
+def _module(row: Row) -> tuple[int, int, int, str]:
+    return (row.key.rank, row.key.process, row.key.step, row.key.site)
