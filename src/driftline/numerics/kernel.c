@@ -5,10 +5,10 @@
  * against them. It knows element types, not tensors: shapes, strides and files are other people's business.
  *
  * How it is fast and still right:
- *  - The careful path decodes 512 elements at a time into float64 in L1 and masks what is not finite. It is the
- *    whole story on the generic path and the refuge of the others.
+ *  - The careful path decodes 512 elements at a time into float64 in L1 and masks what is not finite. It is
+ *    the refuge of the fast one.
  *  - Summaries and sketches are summed in float64 everywhere: they are subtracted from each other later.
- *  - The fast path of a pair (AVX2, AVX-512) runs float32 lanes over 2048 elements, around a shift close to their
+ *  - The fast path of a pair runs float32 lanes over 2048 elements, around a shift close to their
  *    mean where that is far from zero, and folds the block into float64: no lane adds more than 32 float32 numbers
  *    in a row, so a sum carries 2e-6 at the very worst and 1e-7 as a rule. It keeps sums of x, e, x*x, x*e and e*e
  *    (x = r - shift, e = c - r): the candidate's own moments follow from them, so the errors of sum_rc and sum_rr
@@ -113,9 +113,7 @@ INLINE void restore_floats(FloatMode old) {
 #include "csrc/pairs.h"
 #include "csrc/summaries.h"
 #include "csrc/xxh3.h"
-#if X86_PATHS
 #include "csrc/bounds.h"
-#endif
 
 /* Vector code must be compiled as a whole for its instruction set (gcc lowers vectors before it inlines), so each
  * function below exists once per set, told apart by a suffix. */
@@ -167,6 +165,22 @@ INLINE void restore_floats(FloatMode old) {
 #define summary_block NAME(summary_block)
 #define summary_kinds NAME(summary_kinds)
 #define widened NAME(widened)
+#define sketched NAME(sketched)
+#define split NAME(split)
+#define relative NAME(relative)
+#define tally_errors NAME(tally_errors)
+#define above_word NAME(above_word)
+#define tally_above NAME(tally_above)
+#define tally_zeros NAME(tally_zeros)
+#define tallied NAME(tallied)
+#define hit_above NAME(hit_above)
+#define any_hit NAME(any_hit)
+#define nearer NAME(nearer)
+#define ordinary NAME(ordinary)
+#define chosen NAME(chosen)
+#define mask_word NAME(mask_word)
+#define opposite_signs NAME(opposite_signs)
+#define half_ordinals NAME(half_ordinals)
 #define stripe NAME(stripe)
 #define scramble NAME(scramble)
 #define hash_long NAME(hash_long)
@@ -174,7 +188,7 @@ INLINE void restore_floats(FloatMode old) {
 
 #define SUFFIX _generic
 #define TARGET
-#define WIDTH 0
+#define WIDTH 4
 #define LANES 2
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options

@@ -7,7 +7,7 @@ typedef struct {
   int64_t differ, outside;
   uint32_t margin; /* how close an element came to the tolerance, in float32 steps */
   int hits;
-  uint16_t hit[BLOCK / 16]; /* where a ULP distance or a relative error could exceed what was seen */
+  uint16_t hit[BLOCK / 8]; /* where a ULP distance or a relative error could exceed what was seen */
 } Sums;
 
 typedef struct {

@@ -53,6 +53,9 @@ LANE_FN uint64_t greatest_u(vu v) {
 #elif WIDTH == 8
 #define MAXV(a, b) ((vd)_mm256_max_pd((__m256d)(a), (__m256d)(b)))
 #define MINV(a, b) ((vd)_mm256_min_pd((__m256d)(a), (__m256d)(b)))
+#elif defined(__SSE2__)
+#define MAXV(a, b) ((vd)_mm_max_pd((__m128d)(a), (__m128d)(b)))
+#define MINV(a, b) ((vd)_mm_min_pd((__m128d)(a), (__m128d)(b)))
 #else
 #define MAXV(a, b) pick((a) < (b), (b), (a))
 #define MINV(a, b) pick((b) < (a), (b), (a))

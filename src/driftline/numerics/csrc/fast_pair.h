@@ -2,7 +2,7 @@
 
 /* The ULP distances and relative errors in the places that were marked. */
 TARGET static void visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, const Sums *b) {
-  int dtype = s->dtype[1], direct = dtype == F32 || dtype == BF16 || dtype == F16;
+  int dtype = s->dtype[1], direct = dtype == F32 || dtype == BF16 || (dtype == F16 && HALF_ORDINALS);
   const VF zero = OP(setzero_ps)();
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   VI far = OP(set1_epi32)(0);
@@ -12,25 +12,13 @@ TARGET static void visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at,
       int64_t i = b->hit[h] + half * WIDTH;
       VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
       VF e = OP(sub_ps)(c, r);
-#if WIDTH == 16
-      VF rel = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(e, zero, _CMP_NEQ_UQ), ABS(e), ABS(r));
-#else
-      VF rel = _mm256_and_ps(_mm256_cmp_ps(e, zero, _CMP_NEQ_UQ), _mm256_div_ps(ABS(e), ABS(r)));
-#endif
+      VF rel = relative(split(e), ABS(e), ABS(r));
       most = OP(max_ps)(most, rel);
       if (direct) {
         far = OP(max_epu32)(far, ulp_distance(r, c, dtype));
       } else if (s->format[1].is_float) {
-        float rf[WIDTH], cf[WIDTH];
-        OP(storeu_ps)(rf, r);
-        OP(storeu_ps)(cf, c);
-        for (int j = 0; j < WIDTH; j += LANES) {
-          vd rd, cd;
-          for (int lane = 0; lane < LANES; lane++) {
-            rd[lane] = rf[j + lane];
-            cd[lane] = cf[j + lane];
-          }
-          uint64_t u = greatest_u(ulp_lanes(rd, cd, &s->format[1]));
+        for (int part = 0; part < 2; part++) {
+          uint64_t u = greatest_u(ulp_lanes(widened(r, part), widened(c, part), &s->format[1]));
           if (u > s->ulp) s->ulp = u;
         }
       }
@@ -72,7 +60,7 @@ TARGET static void ask_again(Pair *s, const uint8_t *r_at, const uint8_t *c_at, 
  * one by one and become shift against shift, which adds nothing to any sum. Returns how many, -1 for too many. */
 TARGET static int64_t patch_block(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
                                   int64_t n, const Knobs *k, float *r_out, float *c_out, Sums *ends, double *c_ends) {
-  const VF shift = OP(set1_ps)(k->shift), top = OP(set1_ps)(FLT_MAX);
+  const VF shift = OP(set1_ps)(k->shift);
   const VF r_mask = OP(set1_ps)((float)s->format[0].sentinel), c_mask = OP(set1_ps)((float)s->format[1].sentinel);
   VF lo = OP(set1_ps)(INFINITY), hi = OP(set1_ps)(-INFINITY), c_lo = lo, c_hi = hi;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
@@ -80,28 +68,14 @@ TARGET static int64_t patch_block(Pair *s, const uint8_t *r_at, const uint8_t *c
   int64_t odds = 0;
   for (int64_t i = 0; i < n; i += WIDTH) {
     VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
-#if WIDTH == 16
-    unsigned good = _mm512_cmp_ps_mask(ABS(r), top, _CMP_LE_OQ) & _mm512_cmp_ps_mask(ABS(c), top, _CMP_LE_OQ) &
-                    _mm512_cmp_ps_mask(r, r_mask, _CMP_NEQ_UQ) & _mm512_cmp_ps_mask(c, c_mask, _CMP_NEQ_UQ);
-    __mmask16 ok = (__mmask16)good;
-    lo = _mm512_mask_min_ps(lo, ok, lo, r);
-    hi = _mm512_mask_max_ps(hi, ok, hi, r);
-    c_lo = _mm512_mask_min_ps(c_lo, ok, c_lo, c);
-    c_hi = _mm512_mask_max_ps(c_hi, ok, c_hi, c);
-    _mm512_storeu_ps(r_out + i, _mm512_mask_mov_ps(shift, ok, r));
-    _mm512_storeu_ps(c_out + i, _mm512_mask_mov_ps(shift, ok, c));
-#else
-    VF ok = _mm256_and_ps(_mm256_and_ps(_mm256_cmp_ps(ABS(r), top, _CMP_LE_OQ), _mm256_cmp_ps(ABS(c), top, _CMP_LE_OQ)),
-                          _mm256_and_ps(_mm256_cmp_ps(r, r_mask, _CMP_NEQ_UQ), _mm256_cmp_ps(c, c_mask, _CMP_NEQ_UQ)));
-    unsigned good = (unsigned)_mm256_movemask_ps(ok);
-    lo = _mm256_min_ps(lo, _mm256_blendv_ps(lo, r, ok));
-    hi = _mm256_max_ps(hi, _mm256_blendv_ps(hi, r, ok));
-    c_lo = _mm256_min_ps(c_lo, _mm256_blendv_ps(c_lo, c, ok));
-    c_hi = _mm256_max_ps(c_hi, _mm256_blendv_ps(c_hi, c, ok));
-    _mm256_storeu_ps(r_out + i, _mm256_blendv_ps(shift, r, ok));
-    _mm256_storeu_ps(c_out + i, _mm256_blendv_ps(shift, c, ok));
-#endif
-    for (unsigned bad = ~good & ((1u << WIDTH) - 1); bad; bad &= bad - 1) {
+    MASK ok = ordinary(r, c, r_mask, c_mask);
+    lo = OP(min_ps)(lo, chosen(ok, r, lo));
+    hi = OP(max_ps)(hi, chosen(ok, r, hi));
+    c_lo = OP(min_ps)(c_lo, chosen(ok, c, c_lo));
+    c_hi = OP(max_ps)(c_hi, chosen(ok, c, c_hi));
+    OP(storeu_ps)(r_out + i, chosen(ok, r, shift));
+    OP(storeu_ps)(c_out + i, chosen(ok, c, shift));
+    for (unsigned bad = ~mask_word(ok) & ((1u << WIDTH) - 1); bad; bad &= bad - 1) {
       if (odds == PIECE / 4) return -1;
       odd[odds++] = (uint16_t)(i + __builtin_ctz(bad));
     }
@@ -208,7 +182,7 @@ TARGET static void pair(Pair *s, int64_t count) {
              tolerance_fits(s->atol) && tolerance_fits(s->rtol) &&
              (s->format[1].is_float || !s->format[0].is_float); /* integers' ULPs are their errors */
   Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE)};
-  if (fast && count >= 2 * WIDTH) {
+  if (fast && count >= 16) {
     double sample[16], sum = 0, squares = 0;
     decode_double(s->data[0], s->dtype[0], 0, 16, sample);
     for (int i = 0; i < 16; i++) {

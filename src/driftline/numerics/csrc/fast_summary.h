@@ -1,56 +1,26 @@
 /* A summary: float32 values in, float64 sums. */
 
-/* One half of a vector, in float64. */
-LANE_FN vd widened(VF v, int half) {
-#if WIDTH == 16
-  return (vd)_mm512_cvtps_pd(half ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v));
-#else
-  return (vd)_mm256_cvtps_pd(half ? _mm256_extractf128_ps(v, 1) : _mm256_castps256_ps128(v));
-#endif
-}
-
 /* One block of one tensor, n a multiple of 64. Values are float32, every sum is float64: a sketch is subtracted from
  * another one, and must not bring rounding of its own. Returns 0, with nothing changed, for a block with anything
  * in it that is not finite, or whose mean is too far from the shift. */
 LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int kind) {
   enum { PARTS = BUCKETS / WIDTH };
-  const VF zero = OP(setzero_ps)();
   const double by = (float)s->shift;
   const vd shift = lanes(by);
   const int size = kind == LANES_F32 ? 4 : 2;
   vd sx[2] = {lanes(0), lanes(0)}, sxx[2] = {lanes(0), lanes(0)}, buckets[2 * PARTS];
   VF low = OP(set1_ps)(INFINITY), high = OP(set1_ps)(-INFINITY);
-  int64_t zeros = 0;
-#if WIDTH == 16
-  const VI iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#else
-  const VI iota = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const VI to_top = _mm256_sub_epi32(_mm256_set1_epi32(31), iota), minus = _mm256_set1_epi32(INT32_MIN);
-#endif
+  TALLY zeros = NO_TALLY;
   for (int v = 0; v < 2 * PARTS; v++) buckets[v] = lanes(0);
   for (int64_t i = 0; i < n; i += BUCKETS) {
     uint64_t signs = sketch_signs((uint64_t)(base + i) / BUCKETS);
     unsigned flip = sketch_xor(signs), part = flip / WIDTH;
-    VI lanes_to = OP(set1_epi32)((int)(flip % WIDTH));
-#if WIDTH == 16
-    lanes_to = _mm512_xor_si512(lanes_to, iota);
-#else
-    lanes_to = _mm256_xor_si256(lanes_to, iota);
-#endif
     for (unsigned v = 0; v < PARTS; v++) {
       VF value = load_lanes(p + size * (i + WIDTH * v), kind);
       low = OP(min_ps)(low, value);
       high = OP(max_ps)(high, value);
-#if WIDTH == 16
-      zeros += __builtin_popcount(_mm512_cmp_ps_mask(value, zero, _CMP_EQ_OQ));
-      VF turned = AS_FLOAT(_mm512_mask_xor_epi32(AS_BITS(value), (__mmask16)(signs >> (16 * v)), AS_BITS(value),
-                                                 _mm512_set1_epi32(INT32_MIN)));
-      turned = _mm512_permutexvar_ps(lanes_to, turned);
-#else
-      zeros += __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_cmp_ps(value, zero, _CMP_EQ_OQ)));
-      VI sign = AND_BITS(_mm256_sllv_epi32(_mm256_set1_epi32((int)(signs >> (8 * v))), to_top), minus);
-      VF turned = _mm256_permutevar8x32_ps(_mm256_xor_ps(value, AS_FLOAT(sign)), lanes_to);
-#endif
+      VF turned = sketched(value, signs, flip, v);
+      zeros = tally_zeros(zeros, value);
       for (int half = 0; half < 2; half++) {
         vd x = widened(value, half) - shift;
         sx[half] += x;
@@ -66,7 +36,7 @@ LANE_FN int summary_block(One *s, const uint8_t *p, int64_t base, int64_t n, int
   Summary *o = &s->s;
   if (least_value < o->min) o->min = least_value;
   if (greatest_value > o->max) o->max = greatest_value;
-  o->zeros += zeros;
+  o->zeros += tallied(zeros);
   s->sumsq += xx + by * (2 * x + count * by);
   join_spread(&s->spread, count, by + x / count, about);
   s->shift = by + x / count;

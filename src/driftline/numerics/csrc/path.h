@@ -1,12 +1,17 @@
-/* One instruction set: SUFFIX, TARGET, WIDTH (float32 lanes, 0 for none) and LANES (float64) are set by kernel.c. */
+/* One instruction set: SUFFIX, TARGET, WIDTH (float32 lanes) and LANES (float64) are set by kernel.c. */
 
 #include "careful.h"
-#if WIDTH == 0
-#include "generic.h"
+#if WIDTH == 4
+#include "lanes_plain.h"
 #else
+#include "lanes_x86.h"
+#endif
 #include "lanes.h"
 #include "fast_pair.h"
 #include "fast_summary.h"
+#if WIDTH == 4
+#include "plain_hash.h"
+#else
 #include "fast_hash.h"
 #endif
 #undef SUFFIX

@@ -1,12 +1,4 @@
-/* Everything on a processor without AVX2. */
-
-static void pair(Pair *s, int64_t count) {
-  for (int64_t i = 0; i < count; i += PIECE) careful_block(s, i, count - i < PIECE ? count - i : PIECE);
-}
-
-static void summary(One *s, int64_t count) {
-  for (int64_t i = 0; i < count; i += PIECE) careful_summary_block(s, i, count - i < PIECE ? count - i : PIECE);
-}
+/* The digest's inner loop for any processor, and the read that benchmarks compare with. */
 
 LANE_FN void stripe(uint64_t *sums, const uint8_t *p, const uint8_t *key) {
   uint64_t data[8], keyed[8];

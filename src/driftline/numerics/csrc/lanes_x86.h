@@ -1,0 +1,236 @@
+/* Float32 lanes of AVX2 and AVX-512: what the loops over pairs and summaries are made of. */
+
+#undef VF
+#undef VI
+#undef OP
+#undef OPI
+#if WIDTH == 16
+#define VF __m512
+#define VI __m512i
+#define OP(name) _mm512_##name
+#else
+#define VF __m256
+#define VI __m256i
+#define OP(name) _mm256_##name
+#endif
+
+#undef AS_FLOAT
+#undef AS_BITS
+#undef AND_BITS
+#undef ABS
+#if WIDTH == 16
+#define AS_FLOAT(v) _mm512_castsi512_ps(v)
+#define AS_BITS(v) _mm512_castps_si512(v)
+#define AND_BITS(a, b) _mm512_and_si512(a, b)
+#define ABS(v) _mm512_abs_ps(v)
+#else
+#define AS_FLOAT(v) _mm256_castsi256_ps(v)
+#define AS_BITS(v) _mm256_castps_si256(v)
+#define AND_BITS(a, b) _mm256_and_si256(a, b)
+#define ABS(v) _mm256_and_ps(v, AS_FLOAT(_mm256_set1_epi32(0x7FFFFFFF)))
+#endif
+
+LANE_FN VI load_bits(const uint8_t *p) {
+#if WIDTH == 16
+  return _mm512_loadu_si512(p);
+#else
+  return _mm256_loadu_si256((const __m256i *)p);
+#endif
+}
+
+/* WIDTH elements in their own order. */
+LANE_FN VF load_lanes(const uint8_t *p, int kind) {
+  if (kind == LANES_F32) return AS_FLOAT(load_bits(p));
+#if WIDTH == 16
+  __m256i half = _mm256_loadu_si256((const __m256i *)p);
+#else
+  __m128i half = _mm_loadu_si128((const __m128i *)p);
+#endif
+  if (kind == LANES_F16) return OP(cvtph_ps)(half);
+  return AS_FLOAT(OP(slli_epi32)(OP(cvtepu16_epi32)(half), 16));
+}
+
+/* Sums of lanes in float64, so that a fold costs no digits. */
+LANE_FN double sum_lanes(VF v) {
+#if WIDTH == 16
+  __m512d wide = _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+  __m256d d = _mm256_add_pd(_mm512_castpd512_pd256(wide), _mm512_extractf64x4_pd(wide, 1));
+#else
+  __m256d d = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+#endif
+  __m128d q = _mm_add_pd(_mm256_castpd256_pd128(d), _mm256_extractf128_pd(d, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(q, _mm_unpackhi_pd(q, q)));
+}
+
+LANE_FN float max_lane(VF v) {
+#if WIDTH == 16
+  __m256 h = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  __m256 h = v;
+#endif
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+
+LANE_FN float min_lane(VF v) {
+#if WIDTH == 16
+  __m256 h = _mm256_min_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  __m256 h = v;
+#endif
+  __m128 q = _mm_min_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_min_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_min_ss(q, _mm_movehdup_ps(q)));
+}
+
+LANE_FN __m128i fold_bits(VI v, int least) {
+#if WIDTH == 16
+  __m256i a = _mm512_castsi512_si256(v), b = _mm512_extracti64x4_epi64(v, 1);
+  __m256i h = least ? _mm256_min_epu32(a, b) : _mm256_add_epi32(a, b);
+#else
+  __m256i h = v;
+#endif
+  __m128i c = _mm256_castsi256_si128(h), d = _mm256_extracti128_si256(h, 1);
+  __m128i q = least ? _mm_min_epu32(c, d) : _mm_add_epi32(c, d);
+  __m128i turned = _mm_shuffle_epi32(q, 0x4E);
+  q = least ? _mm_min_epu32(q, turned) : _mm_add_epi32(q, turned);
+  turned = _mm_shuffle_epi32(q, 0xB1);
+  return least ? _mm_min_epu32(q, turned) : _mm_add_epi32(q, turned);
+}
+
+LANE_FN int64_t count_lanes(VI v) { return _mm_cvtsi128_si32(fold_bits(v, 0)); }
+LANE_FN uint32_t least_lane(VI v) { return (uint32_t)_mm_cvtsi128_si32(fold_bits(v, 1)); }
+
+/* Which lanes hold an error (AVX-512), or hold none (AVX2): each what its instructions like better. */
+#undef SPLIT
+#undef MASK
+#undef TALLY
+#undef NO_TALLY
+#undef HIT
+#undef NO_HIT
+#define TALLY int64_t /* counted on the scalar side, which has time and registers */
+#define NO_TALLY 0
+#define HIT unsigned
+#define NO_HIT 0
+#if WIDTH == 16
+#define SPLIT __mmask16
+#define MASK __mmask16
+#else
+#define SPLIT VF
+#define MASK VF
+#endif
+
+LANE_FN SPLIT split(VF e) {
+#if WIDTH == 16
+  return _mm512_cmp_ps_mask(e, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+#else
+  return _mm256_cmp_ps(e, _mm256_setzero_ps(), _CMP_EQ_OQ);
+#endif
+}
+
+LANE_FN VF relative(SPLIT s, VF ae, VF ar) {
+#if WIDTH == 16
+  return _mm512_maskz_div_ps(s, ae, ar);
+#else
+  return _mm256_andnot_ps(s, _mm256_div_ps(ae, ar));
+#endif
+}
+
+LANE_FN TALLY tally_errors(TALLY tally, SPLIT s) {
+#if WIDTH == 16
+  return tally + __builtin_popcount(s);
+#else
+  return tally + 8 - __builtin_popcount((unsigned)_mm256_movemask_ps(s));
+#endif
+}
+
+LANE_FN unsigned above_word(VF a, VF b) {
+#if WIDTH == 16
+  return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+#else
+  return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ));
+#endif
+}
+
+LANE_FN TALLY tally_above(TALLY tally, VF a, VF b) { return tally + __builtin_popcount(above_word(a, b)); }
+LANE_FN TALLY tally_zeros(TALLY tally, VF v) { return tally + WIDTH - tally_errors(0, split(v)); }
+LANE_FN int64_t tallied(TALLY tally) { return tally; }
+LANE_FN HIT hit_above(HIT hit, VF a, VF b) { return hit | above_word(a, b); }
+LANE_FN int any_hit(HIT hit) { return hit != 0; }
+
+/* The least of unsigned distances; where the two sides are equal there is none to speak of. */
+LANE_FN VI nearer(VI margin, SPLIT s, VI past) {
+#if WIDTH == 16
+  return _mm512_mask_min_epu32(margin, s, margin, past);
+#else
+  return _mm256_min_epu32(margin, _mm256_or_si256(past, AS_BITS(s)));
+#endif
+}
+
+/* Which lanes are finite on both sides and no sentinels. */
+LANE_FN MASK ordinary(VF r, VF c, VF r_mask, VF c_mask) {
+  const VF top = OP(set1_ps)(FLT_MAX);
+#if WIDTH == 16
+  return _mm512_cmp_ps_mask(ABS(r), top, _CMP_LE_OQ) & _mm512_cmp_ps_mask(ABS(c), top, _CMP_LE_OQ) &
+         _mm512_cmp_ps_mask(r, r_mask, _CMP_NEQ_UQ) & _mm512_cmp_ps_mask(c, c_mask, _CMP_NEQ_UQ);
+#else
+  return _mm256_and_ps(_mm256_and_ps(_mm256_cmp_ps(ABS(r), top, _CMP_LE_OQ), _mm256_cmp_ps(ABS(c), top, _CMP_LE_OQ)),
+                       _mm256_and_ps(_mm256_cmp_ps(r, r_mask, _CMP_NEQ_UQ), _mm256_cmp_ps(c, c_mask, _CMP_NEQ_UQ)));
+#endif
+}
+
+LANE_FN VF chosen(MASK mask, VF yes, VF no) {
+#if WIDTH == 16
+  return _mm512_mask_mov_ps(no, mask, yes);
+#else
+  return _mm256_blendv_ps(no, yes, mask);
+#endif
+}
+
+LANE_FN unsigned mask_word(MASK mask) {
+#if WIDTH == 16
+  return mask;
+#else
+  return (unsigned)_mm256_movemask_ps(mask);
+#endif
+}
+
+LANE_FN VI opposite_signs(VF r, VF c, VI yes, VI no) {
+#if WIDTH == 16
+  return _mm512_mask_mov_epi32(no, _mm512_movepi32_mask(_mm512_xor_si512(AS_BITS(r), AS_BITS(c))), yes);
+#else
+  return AS_BITS(_mm256_blendv_ps(AS_FLOAT(no), AS_FLOAT(yes), _mm256_xor_ps(r, c)));
+#endif
+}
+
+#undef HALF_ORDINALS
+#define HALF_ORDINALS 1 /* float16 can be rounded to in the lanes */
+LANE_FN VI half_ordinals(VI magnitudes) {
+  return OP(cvtepu16_epi32)(OP(cvtps_ph)(AS_FLOAT(magnitudes), _MM_FROUND_TO_NEAREST_INT));
+}
+
+/* One half of a vector, in float64. */
+LANE_FN vd widened(VF v, int half) {
+#if WIDTH == 16
+  return (vd)_mm512_cvtps_pd(half ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v));
+#else
+  return (vd)_mm256_cvtps_pd(half ? _mm256_extractf128_ps(v, 1) : _mm256_castps256_ps128(v));
+#endif
+}
+
+/* Sixteen or eight of a group's values, signs turned, moved to their buckets' lanes. */
+LANE_FN VF sketched(VF value, uint64_t signs, unsigned flip, unsigned v) {
+  VI lanes_to = OP(set1_epi32)((int)(flip % WIDTH));
+#if WIDTH == 16
+  const VI iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  VI turned = _mm512_mask_xor_epi32(AS_BITS(value), (__mmask16)(signs >> (16 * v)), AS_BITS(value),
+                                    _mm512_set1_epi32(INT32_MIN));
+  return _mm512_permutexvar_ps(_mm512_xor_si512(lanes_to, iota), AS_FLOAT(turned));
+#else
+  const VI iota = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const VI to_top = _mm256_sub_epi32(_mm256_set1_epi32(31), iota), minus = _mm256_set1_epi32(INT32_MIN);
+  VI sign = AND_BITS(_mm256_sllv_epi32(_mm256_set1_epi32((int)(signs >> (8 * v))), to_top), minus);
+  return _mm256_permutevar8x32_ps(_mm256_xor_ps(value, AS_FLOAT(sign)), _mm256_xor_si256(lanes_to, iota));
+#endif
+}
