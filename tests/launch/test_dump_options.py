@@ -107,6 +107,16 @@ def test_a_size_limit_is_kept_and_foretold(dump):
     assert "reached its size limit" in dumped.err
 
 
+def test_what_a_limit_left_out_is_one_sentence_in_either_layout(dump):
+    dumped = dump("--max-bytes", "100", run=["infer.py", "2"])
+    lost = [r for r in dumped.run.records if r.blob is None]
+    assert "the first step does not fit into the limit" in dumped.err
+    assert f"{len(lost)} tensors without values, rank0/step0/" in dumped.err
+    assert dumped.err.count("beyond the size limit") == 1
+    tree = dump("--layout", "ait", "--force", "--max-bytes", "100", run=["infer.py", "2"])
+    assert tree.code == 0 and "note: stopped before rank0/step0/" in tree.err
+
+
 def test_summaries_and_class_globs(dump):
     dumped = dump(
         "--keep", "summary", "--class", "*Norm", "--port", "output", "-l", "error",

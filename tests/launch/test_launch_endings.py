@@ -144,3 +144,16 @@ def test_a_program_that_leaves_without_goodbye_loses_little(dump):
     dumped = dump(run=["-c", "from model import run\nrun()\n" + UNTIL_WRITTEN + "os._exit(0)\n"])
     assert dumped.code == 0, dumped.err
     assert len(dumped.run) == 16 and not dumped.run.sealed
+
+
+def test_a_tree_cut_short_by_the_disk_says_so_in_the_systems_words(dump, workshop):
+    # A limit on the size of files is a full disk that needs no root.
+    (workshop / "big.py").write_text(
+        "import resource, torch\nfrom torch import nn\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
+        "nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4000))(torch.ones(1, 2))\nprint('went on')\n"
+    )
+    dumped = dump("--layout", "ait", run=["big.py"])
+    assert dumped.code == 0 and "went on" in dumped.out
+    assert "driftline: 4 tensors" in dumped.err
+    assert "note: the ait tree is incomplete from here on: File too large" in dumped.err

@@ -57,6 +57,11 @@ def report(**facts) -> ProcessReport:
             CapturePlan("/tmp/x", Selection(device=3)),
             "the filters left no tensor of them (device 3)",
         ),
+        (
+            Marks(1, 1, reports=(report(steps_taken=(0,), tensors=7),)),
+            PLAN,
+            "none of 7 tensors could be written",
+        ),
     ],
 )
 def test_the_first_thing_that_stopped_it_is_the_reason(marks, plan, reason):
@@ -146,3 +151,12 @@ def test_a_limited_sink_ends_with_the_step_that_met_the_limit():
         "the first step takes 128 bytes of the limit of 200 bytes; "
         "all 4 selected steps would take about 512 bytes; the limit holds about 1 step"
     ]
+
+
+def test_a_first_step_beyond_the_limit_is_not_said_to_fit():
+    said: list[str] = []
+    limited = Limited(MemorySink(), limit=100, say=said.append)
+    for number in range(2):
+        limited.put(*tensor(0, number))
+    limited.event("estimate", "the first step", steps=1)
+    assert said == ["the first step does not fit into the limit of 100 bytes"]

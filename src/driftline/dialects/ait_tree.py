@@ -136,9 +136,9 @@ class AitTree:
             if tensor is None:
                 self.event("refused", f"{record.key}: torch cannot hold {record.dtype} in a file")
                 return
-            self._save(tensor, self._path_of(record))
-            self._bytes += data.nbytes
-            self._tensors += 1
+            if self._save(tensor, self._path_of(record)):
+                self._bytes += data.nbytes
+                self._tensors += 1
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
         line = json.dumps({"kind": kind, "message": message, **details}, ensure_ascii=False)
@@ -210,22 +210,28 @@ class AitTree:
         self._early_events = []
         self._write_tree()
 
-    def _save(self, tensor: Any, path: Path) -> None:
+    def _save(self, tensor: Any, path: Path) -> bool:
         if self._broken:
-            return
+            return False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             sys.modules["torch"].save(tensor, path)
+            return True
         except (OSError, RuntimeError) as problem:  # torch reports a full disk as RuntimeError
+            reason = _disk_problem(path) or problem
             with contextlib.suppress(OSError):
-                path.unlink()
-            self._give_up(problem)
+                path.unlink()  # which also makes room to say so
+            self._give_up(reason)
+            return False
 
     def _give_up(self, problem: Exception) -> None:
         """The user's program goes on; what is missing is said once."""
         if not self._broken:
             self._broken = True
-            print(f"driftline: the ait tree is incomplete from here on: {problem}", file=sys.stderr)
+            reason = problem.strerror if isinstance(problem, OSError) else None
+            sentence = f"the ait tree is incomplete from here on: {reason or problem}"
+            print(f"driftline: {sentence}", file=sys.stderr)
+            self.event("disk", sentence)
 
     def _append_events(self, lines: list[str]) -> None:
         if not lines or self._folder is None:
@@ -244,6 +250,17 @@ class AitTree:
             (self._folder / "model_tree.json").write_text(text + "\n", encoding="utf-8")
         except OSError as problem:
             self._give_up(problem)
+
+
+def _disk_problem(path: Path) -> OSError | None:
+    """What the system says about a file that torch could not write: torch's own words do not."""
+    try:
+        with path.open("ab") as file:
+            file.write(b"\0" * (1 << 16))
+            file.flush()
+    except OSError as problem:
+        return problem
+    return None
 
 
 def model_tree(topology: Mapping[str, JSON]) -> dict[str, Any]:

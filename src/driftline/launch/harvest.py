@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from driftline.errors import DriftlineError
 from driftline.launch.plan import CapturePlan
+
+if TYPE_CHECKING:
+    from driftline.runs.run import Loss
 
 QUIET_EVENTS = frozenset({"step", "label", "no-match", "steps-skipped", "estimate"})
 """Events that the summary says in its own words, or that are for the reader of the run only."""
@@ -61,9 +67,23 @@ def _gather_run(output: Path) -> Harvest:
         steps=tuple(sorted({record.key.step for record in run.records})),
         topologies=len(list(output.glob(f"rank*/{TOPOLOGY}"))),
         events=tuple(
-            dict.fromkeys([*(str(e.get("message")) for e in messages), *map(str, run.losses)])
+            dict.fromkeys([*(str(e.get("message")) for e in messages), *_in_short(run.losses)])
         ),
     )
+
+
+def _in_short(losses: Sequence[Loss]) -> Iterable[str]:
+    """Tensors lost for one reason are one sentence here; `show` lists them."""
+    alike: dict[str, list[Loss]] = {}
+    for loss in losses:
+        if loss.key is not None:
+            alike.setdefault(loss.reason, []).append(loss)
+    for reason, those in alike.items():
+        if len(those) == 1:
+            yield str(those[0])
+        else:
+            yield f"{len(those)} tensors without values, {those[0].where} the first: {reason}"
+    yield from (str(loss) for loss in losses if loss.key is None)
 
 
 def _gather_tree(root: Path) -> Harvest:
@@ -76,4 +96,16 @@ def _gather_tree(root: Path) -> Harvest:
             sorted({int(f.parts[-3]) for f in files if f.parts[-3].isdigit()}),
         ),
         topologies=len(list(root.glob("*/model_tree.json"))),
+        events=tuple(dict.fromkeys(_events_of_tree(root))),
     )
+
+
+def _events_of_tree(root: Path) -> Iterable[str]:
+    for path in sorted(root.glob("*/driftline_events.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event: Any = json.loads(line)
+            except ValueError:  # cut off by a kill or a full disk
+                continue
+            if str(event.get("kind")) not in QUIET_EVENTS:
+                yield str(event.get("message"))

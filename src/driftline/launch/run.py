@@ -158,6 +158,13 @@ def why_nothing(
             "nothing was captured: torch was imported, but no module was called",
             "capture sees calls of torch.nn.Module and what happens inside them, nothing outside",
         )
+    wanted = [report for report in marks.reports if plan.selection.takes_rank(report.rank)]
+    handed_over = sum(report.tensors for report in wanted)
+    if handed_over and plan.wants_tensors:
+        return (
+            f"nothing was captured: none of {handed_over} tensors could be written",
+            f"is the disk of '{plan.output}' full, or was the folder taken away?",
+        )
     if unmatched:
         return (
             f"nothing was captured: {unmatched[0]}",

@@ -197,8 +197,10 @@ class Limited(Forwarding):
 
     def _estimate(self, steps: JSON) -> str:
         taken = max(1, self.inner.bytes_written)
+        if self._last_step is not None:
+            return f"the first step does not fit into the limit of {say_size(self._limit)}"
         text = f"the first step takes {say_size(taken)} of the limit of {say_size(self._limit)}"
-        if isinstance(steps, int):
+        if isinstance(steps, int) and steps > 1:
             text += f"; all {steps} selected steps would take about {say_size(taken * steps)}"
         fitting = max(1, self._limit // taken)
         return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"
