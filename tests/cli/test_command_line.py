@@ -215,6 +215,27 @@ def test_a_command_group_is_listed_once() -> None:
     assert page.count("Look:") == 1
 
 
+def test_leaving_at_once_loses_no_output_no_handler_and_no_exit_code(
+    reference: Path, faulty: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "import atexit, threading, time\n"
+        "def late():\n    time.sleep(0.2)\n    print('a thread has ended')\n"
+        "threading.Thread(target=late).start()\n"
+        "atexit.register(print, 'a handler has run')\n"
+        "def zero(reference, candidate):\n    return 0.0\n"
+    )
+    words = ["compare", reference, faulty, "--metric", f"{tmp_path / 'own.py'}:zero"]
+    done = subprocess.run(
+        [sys.executable, "-m", "driftline", *map(str, words), "--format", "json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("{")
+    assert done.stdout.endswith("}\na thread has ended\na handler has run\n")
+
+
 def test_python_dash_m_is_the_same_program(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "driftline", "show", str(tmp_path / "no")],

@@ -20,8 +20,6 @@ from driftline.launch.plan import CapturePlan, DumpType, Layout, Level, LogLevel
 from driftline.launch.run import Outcome, run_command, say_steps
 from driftline.launch.sizes import say_size, size_of
 
-LATER_TYPES = ("op", "kernel", "cpu_profiling", "onnx")
-
 _WHICH = "Which tensors"
 _HOW = "How much of them"
 _WHERE = "Where to"

@@ -6,6 +6,7 @@ Results are on stdout, messages on stderr.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import os
@@ -23,12 +24,32 @@ INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
 PIPE_CLOSED = 128 + 13
 
 
+def console() -> int:
+    """A process that is nothing but one command: `driftline`, `python -m driftline`."""
+    # It need not look for cycles while modules load.
+    gc.set_threshold(100_000, 50, 100)
+    code: list[int] = []
+    # Registered first, so called last: every thread has ended, every other handler has run.
+    atexit.register(_leave_at_once, code)
+    code.append(main(sys.argv[1:]))
+    return code[0]
+
+
+def _leave_at_once(code: list[int]) -> None:
+    """Leave memory to the system: to take numpy apart piece by piece costs 10 ms, a table more."""
+    if not code:
+        return  # something unforeseen is on its way out, and Python reports it
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):  # full, closed, or never there
+        os._exit(code[0] or EXIT_COULD_NOT)
+    os._exit(code[0])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        # A short-lived process of its own need not look for cycles while modules load.
-        gc.set_threshold(100_000, 50, 100)
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding cannot write must not end the command.
         if isinstance(stream, io.TextIOWrapper):
