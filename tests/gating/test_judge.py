@@ -344,3 +344,15 @@ def test_paths_are_opened(tmp_path):
     table = driftline.compare(tmp_path / "a.npy", str(tmp_path / "a.npy"))
     assert table.verdict == "pass"
     assert table.reference.path.endswith("a.npy")
+
+
+def test_tensors_of_a_file_are_judged_by_their_own_formats_whatever_lies_before_them(tmp_path):
+    x = noise(1000)
+    half = x.astype(np.float16)
+    np.savez(tmp_path / "ours.npz", a=half, b=x)
+    np.savez(tmp_path / "theirs.npz", a=half, b=x * np.float32(1.01))
+    table = driftline.compare(tmp_path / "ours.npz", tmp_path / "theirs.npz")
+    assert [row.status for row in table] == ["pass", "fail"]
+    assert table.rows[1].limit_from == "float32"
+    assert table.finding.startswith("'b' is the first in the file that differs: relative_l2 0.01")
+    assert [row.status for row in judge(table)] == ["pass", "fail"]

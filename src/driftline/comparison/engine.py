@@ -306,7 +306,7 @@ def _lone(record: Record, status: Literal["missing", "extra"], reason: str) -> R
 def _side(run: Run) -> Side:
     manifest: Mapping[str, Any] = run.manifest
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
-    return Side(run.name, about, tuple(str(loss) for loss in run.losses))
+    return Side(run.name, about, tuple(str(loss) for loss in run.losses), run.ordered)
 
 
 def _dims(record: Record) -> str:

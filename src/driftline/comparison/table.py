@@ -82,19 +82,29 @@ class Side:
         path: As the user gave it; empty for a run that was never on a disk.
         about: What the manifest says of the run (id, command, versions), redacted there.
         losses: What the run itself knows to be missing from it.
+        ordered: Whether its order is one of execution, which that of a tensor file is not.
     """
 
     path: str = ""
     about: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
     losses: tuple[str, ...] = ()
+    ordered: bool = True
 
     def as_json(self) -> dict[str, JSON]:
-        return {"path": self.path, "about": dict(self.about), "losses": list(self.losses)}
+        return {
+            "path": self.path,
+            "about": dict(self.about),
+            "losses": list(self.losses),
+            "ordered": self.ordered,
+        }
 
     @classmethod
     def from_json(cls, shown: Mapping[str, JSON]) -> Side:
         return cls(
-            str(shown.get("path", "")), dict(shown.get("about", {})), tuple(shown.get("losses", ()))
+            str(shown.get("path", "")),
+            dict(shown.get("about", {})),
+            tuple(shown.get("losses", ())),
+            bool(shown.get("ordered", True)),
         )
 
 

@@ -110,6 +110,8 @@ def _announced() -> Iterator[Format]:
 class FileRun(Run):
     """A tensor file as a run: each tensor is the output of a site of its name, uncopied."""
 
+    ordered = False
+
     def __init__(self, path: Path, format_name: str, members: Sequence[Member]) -> None:
         self.name = str(path)
         self._format = format_name

@@ -7,10 +7,10 @@ before it was computed by the code of an enclosing module, between the calls of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from driftline.comparison.row import Column, Row
+from driftline.comparison.row import Row
 
 ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""
@@ -33,14 +33,18 @@ class Divergence(NamedTuple):
     finding: str
 
 
-def find_divergence(rows: Sequence[Row], columns: Mapping[str, Column]) -> Divergence:
+def find_divergence(rows: Sequence[Row], *, ordered: bool = True) -> Divergence:
     """Find where the drift starts; without a failing row, say how close the worst one came."""
     failing = [row for row in rows if row.status == "fail"]
     compared = sum(row.compared for row in rows)
     if not failing:
         return Divergence(None, "", _all_fine(rows, compared))
     first = min(failing, key=_execution)
-    site, where = _blame(first, rows)
+    if ordered:
+        site, where = _blame(first, rows)
+    else:
+        what = "differs" if compared == 1 else "is the first in the file that differs"
+        site, where = first.key.site, f"'{first.key.site}' {what}"
     scope = f"{len(failing)} of {compared} compared tensors fail"
     return Divergence(first, site, f"{where}: {first.reason}; {scope}")
 

@@ -67,6 +67,17 @@ class Inherited:
         return Inheritance(limit, "as the gradient it is made of") if limit else None
 
 
+class Unrelated(Inherited):
+    """Tensors of a file: they were not computed from each other in the order they lie there."""
+
+    def format_of(self, row: Row, own: DType | None) -> DType | None:
+        del row
+        return own
+
+    def remember(self, judged: Row) -> None:
+        del judged
+
+
 def reference_norm(row: Row) -> float:
     """Norm of the reference; 0.0 when it is zero, not finite or not known."""
     norm = float(row.metrics.get("reference_l2", 0.0))

@@ -14,7 +14,7 @@ from driftline.comparison.row import Column, Row, Verdict
 from driftline.comparison.table import Table
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
-from driftline.gating.inherited import Inheritance, Inherited, reference_norm
+from driftline.gating.inherited import Inheritance, Inherited, Unrelated, reference_norm
 from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest, is_exact, with_smallest_steps
 from driftline.tolerance.limits import Tolerance
@@ -24,9 +24,10 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     """The same table with every row's status decided, the verdict, and where the drift starts."""
     allowed = tolerance or Tolerance()
     columns = {column.name: column for column in table.columns}
-    rows = tuple(_judged(table.rows, allowed, columns))
+    ordered = table.reference.ordered
+    rows = tuple(_judged(table.rows, allowed, columns, Inherited() if ordered else Unrelated()))
     coverage = replace(table, rows=rows).coverage
-    first, first_site, finding = find_divergence(rows, columns)
+    first, first_site, finding = find_divergence(rows, ordered=ordered)
     verdict: Verdict = "pass"
     if not coverage.compared:
         verdict = "incomparable"
@@ -57,9 +58,10 @@ def exit_code(table: Table) -> int:
     return EXIT_DIFFERENT if table.verdict == "fail" else EXIT_COULD_NOT
 
 
-def _judged(rows: tuple[Row, ...], allowed: Tolerance, columns: dict[str, Column]) -> Iterator[Row]:
+def _judged(
+    rows: tuple[Row, ...], allowed: Tolerance, columns: dict[str, Column], inherited: Inherited
+) -> Iterator[Row]:
     """Rows come in execution order, so what was met so far is what is upstream."""
-    inherited = Inherited()
     for row in rows:
         own = coarsest((row.reference_dtype, row.candidate_dtype))
         working = inherited.format_of(row, own)

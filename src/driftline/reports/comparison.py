@@ -38,7 +38,7 @@ def view(table: Table, *, everything: bool = False) -> View:
         everything: All rows rather than the worst, all missing ones rather than the first.
     """
     blocks: list[Block] = [_headline(table)]
-    if table.first is not None:
+    if table.first is not None and table.reference.ordered:
         blocks.append(Tree("", (_where(table),)))
     compared = [row for row in table.rows if row.compared]
     if compared:

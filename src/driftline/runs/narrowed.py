@@ -39,6 +39,7 @@ def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = 
 class _NarrowedRun(Run):
     def __init__(self, whole: Run, records: list[Record]) -> None:
         self.name = whole.name
+        self.ordered = whole.ordered
         self._whole = whole
         self._records = records
 

@@ -181,6 +181,9 @@ class Run(ABC):
     name: str = "run"
     """How messages call it: a path, as a rule."""
 
+    ordered: bool = True
+    """Whether its order is one of execution; that of a file of named tensors means nothing."""
+
     _sites: dict[str, list[int]] | None = None
 
     @property
