@@ -95,6 +95,29 @@ def test_children_of_subprocess_and_of_every_multiprocessing_method_are_captured
     assert len({tuple(digests) for digests in per_process.values()}) == 1
 
 
+def test_workers_of_a_pool_lose_nothing_although_they_are_terminated(dump, workshop):
+    write(
+        workshop / "pool.py",
+        """
+        import multiprocessing, sys
+        from model import run
+
+        def work(number):
+            return float(run().sum())
+
+        if __name__ == "__main__":
+            for method in ("fork", "forkserver"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    pool.map(work, [0])
+        """,
+    )
+    dumped = dump(run=["pool.py"])
+    assert dumped.code == 0, dumped.err
+    counts = [len([r for r in dumped.run.records if r.key.process == p]) for p in (0, 1)]
+    alone = dump("-o", "alone", run=["infer.py"])
+    assert f"{counts[0]} tensors" in alone.err and counts[1] == counts[0], dumped.err
+
+
 def test_torchrun_gives_every_rank_a_folder_and_its_launcher_none(dump, workshop):
     write(
         workshop / "ranks.py",

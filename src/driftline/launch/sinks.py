@@ -46,6 +46,9 @@ class Forwarding:
     def step_done(self, step: int) -> None:
         self.inner.step_done(step)
 
+    def flush(self) -> None:
+        self.inner.flush()
+
     def close(self) -> None:
         self.inner.close()
 
@@ -115,6 +118,10 @@ class Late:
         if self._inner is not None:
             self._inner.step_done(step)
 
+    def flush(self) -> None:
+        if self._inner is not None:
+            self._inner.flush()
+
     def close(self) -> None:
         if self._inner is not None:
             self._inner.close()
@@ -153,6 +160,9 @@ class Nowhere:
         return
 
     def step_done(self, step: int) -> None:
+        return
+
+    def flush(self) -> None:
         return
 
     def close(self) -> None:

@@ -79,6 +79,9 @@ class MemorySink:
     def step_done(self, step: int) -> None:
         self.event("step", f"step {step} done", step=step)
 
+    def flush(self) -> None:
+        """There is nothing to write."""
+
     def close(self) -> None:
         """There is nothing to seal."""
 

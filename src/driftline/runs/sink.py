@@ -58,6 +58,10 @@ class Sink(Protocol):
         """The program went past the end of a step."""
         ...
 
+    def flush(self) -> None:
+        """Returns when everything put so far would outlive a kill of the process."""
+        ...
+
     def close(self) -> None:
         """Nothing more will come; may be called twice."""
         ...

@@ -161,7 +161,7 @@ def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
     outermost = len(session._thread.stack) == 1
     if not (look.outputs or look.inputs_after or taps):
         if outermost:
-            session.note_topology()
+            session.root_done()
         return
     wanted = session.selection.takes_step(frame.step)
     if look.inputs_after and wanted and frame.inputs:
@@ -172,7 +172,7 @@ def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
     for tap in taps:
         session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
     if outermost:
-        session.note_topology()
+        session.root_done()
 
 
 def _take_all(

@@ -10,6 +10,7 @@ run.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -308,10 +309,17 @@ class CaptureSession:
         self._write_topology()
         self.intake.sink.step_done(step)
 
-    def note_topology(self) -> None:
-        """A model has run: its tree is kept now, since the model may be gone when capture ends."""
+    def root_done(self) -> None:
+        """A model has run: its tree is kept now, since the model may be gone when capture ends.
+
+        So may the process, if it is a worker of a multiprocessing pool: its parent kills it without
+        a word once it has the results.
+        """
         if len(self.names.roots) + self.names.count != self._topology_places:
             self.shielded("topology", self._write_topology)
+        sink = self.intake.sink
+        if sink is not None and multiprocessing.current_process().daemon:
+            self.shielded("flush", sink.flush)
 
     def _write_topology(self) -> None:
         from driftline.adapters.torch.tree import module_tree
