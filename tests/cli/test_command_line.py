@@ -253,3 +253,13 @@ def test_doctor_names_versions_kernel_and_devices(driftline: Say) -> None:
     for word in ("driftline", "python", "numpy", "kernel", "torch", "devices"):
         assert word in said.out
     assert textwrap.dedent(driftline("doctor", "--format", "json").out).startswith("{")
+
+
+def test_a_closed_stdout_is_no_bug_of_ours() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m driftline --help >&-"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

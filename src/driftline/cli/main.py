@@ -28,6 +28,9 @@ def console() -> int:
     """A process that is nothing but one command: `driftline`, `python -m driftline`."""
     # It need not look for cycles while modules load.
     gc.set_threshold(100_000, 50, 100)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with the stream closed: `driftline ... >&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - lives as long as we
     code: list[int] = []
     # Registered first, so called last: every thread has ended, every other handler has run.
     atexit.register(_leave_at_once, code)
@@ -115,6 +118,11 @@ def _dispatch(words: list[str]) -> int:
 
         sys.stdout.write(help_page(name))
         return EXIT_FINE
+    if not COMMANDS[name].takes_program:
+        from driftline import settings
+
+        # What a dumped program inherits must stay as it is; our own commands multiply no matrices.
+        settings.one_blas_thread()
     return parsing.run(name, rest)
 
 
