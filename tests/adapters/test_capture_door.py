@@ -36,8 +36,9 @@ def test_a_capture_leaves_a_run_with_values_tree_and_facts(tmp_path: Path) -> No
 
 def test_an_existing_run_is_replaced_only_when_asked(tmp_path: Path) -> None:
     for _ in range(2):
-        with driftline.capture(_model(), tmp_path / "run", force=True) as running:
-            running.session.event("note", "hello")
+        model = _model()
+        with driftline.capture(model, tmp_path / "run", force=True):
+            model(torch.ones(1, 4))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").touch()
     for options in ({}, {"force": True}):
@@ -54,6 +55,10 @@ def test_an_existing_run_is_replaced_only_when_asked(tmp_path: Path) -> None:
         ({"ports": "out"}, "no port matches 'out'"),
         ({"sites": "a", "selection": Selection()}, "both a selection and filters"),
         ({"sites": 1.5}, "cannot be a filter"),
+        ({"steps": "first"}, "'first' is no step"),
+        ({"steps_by": "epoch"}, "no steps_by 'epoch'"),
+        ({"levels": ()}, "no level was given"),
+        ({"max_bytes": "2GB"}, "a number of bytes, not '2GB'"),
     ],
 )
 def test_what_cannot_mean_anything_is_refused_before_a_folder_is_made(
@@ -104,3 +109,32 @@ def test_the_state_of_autograd_is_left_as_it_was() -> None:
                 out = model(torch.ones(1, 4))
                 assert torch.is_grad_enabled() is enabled
                 assert out.requires_grad is enabled
+
+
+@pytest.mark.parametrize(
+    ("options", "calls", "words"),
+    [
+        ({}, 0, "nothing was captured: the model was not called"),
+        ({"sites": "O"}, 1, "nothing was captured: no site matches 'O'"),
+        ({"steps": 4}, 2, "nothing was captured: 2 steps ran, and none of them is selected"),
+        ({"sites": ["0", "O"]}, 1, "no site matches 'O'"),
+    ],
+)
+def test_a_capture_that_missed_what_was_asked_for_warns(
+    tmp_path: Path, options: dict[str, Any], calls: int, words: str
+) -> None:
+    model = _model()
+    with (
+        pytest.warns(UserWarning, match=words),
+        driftline.capture(model, tmp_path / "run", **options),
+    ):
+        for _ in range(calls):
+            model(torch.ones(2, 4))
+
+
+def test_a_capture_is_good_for_one_block(tmp_path: Path) -> None:
+    model = _model()
+    with driftline.capture(model, tmp_path / "run") as running:
+        model(torch.ones(2, 4))
+    with pytest.raises(BadInput, match="one with block"), running:
+        model(torch.ones(2, 4))

@@ -219,7 +219,10 @@ def test_only_selected_steps_are_taken_and_the_others_are_counted() -> None:
 
 def test_a_pattern_that_matches_nothing_is_told_with_the_nearest_name() -> None:
     model, sink = Tiny(), MemorySink()
-    with capture(model, sink, sites=["(rot)", "a"], classes="Lin*"):
+    with (
+        pytest.warns(UserWarning, match=r"no site matches '\(rot\)'; did you mean '\(root\)'"),
+        capture(model, sink, sites=["(rot)", "a"], classes="Lin*"),
+    ):
         model(torch.ones(1, 2))
     told = [e for e in sink._events if e["kind"] == "no-match"]
     assert [e["message"] for e in told] == ["no site matches '(rot)'"]

@@ -18,6 +18,7 @@ from driftline.runs.key import PORTS, Moment, usual_moment
 
 _IDS = re.compile(r"\d+(_\d+)*")
 _RANGE = re.compile(r"(\d+)-(\d*)")
+_NUMBER_GLOB = re.compile(r"\d+|(?=.*[*?\[])[\d*?\[\]!-]+")
 _INPUT_PORTS = ("input", "grad_input")
 _OUTPUT_PORTS = ("output", "grad_output")
 
@@ -64,6 +65,9 @@ class Selection:
             raise BadInput(f"time is 0 (before), 1 (after) or 2 (both), not {self.time}")
         if self.part not in (0, 1, 2):
             raise BadInput(f"part is 0 (inputs), 1 (outputs) or 2 (both), not {self.part}")
+        for kind, numbers in (("step", self.steps), ("rank", self.ranks)):
+            for pattern in numbers:
+                _require_numbers(kind, pattern)
         for pattern in self.ports:
             if not any(fnmatchcase(port, pattern) for port in PORTS):
                 raise BadInput(f"no port matches '{pattern}'", hint=did_you_mean(pattern, PORTS))
@@ -184,6 +188,21 @@ class Selection:
             for name, value in data.items()
         }
         return cls(**values)
+
+
+def _require_numbers(kind: str, pattern: str) -> None:
+    """Raise for a pattern that no number can match: better now than after an hour's program."""
+    match = _RANGE.fullmatch(pattern)
+    if match and match[2] and int(match[2]) < int(match[1]):
+        raise BadInput(
+            f"the {kind}s {pattern} end before they begin",
+            hint=f"did you mean {match[2]}-{match[1]}?",
+        )
+    if not match and not _NUMBER_GLOB.fullmatch(pattern):
+        raise BadInput(
+            f"'{pattern}' is no {kind}",
+            hint=f"write {kind}s as numbers, ranges (3-5, 3-) or globs (1?)",
+        )
 
 
 def _number_matches(number: int, pattern: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from driftline.adapters.torch import modules
 from driftline.adapters.torch.provenance import facts
 from driftline.adapters.torch.session import CaptureSession, known_levels
 from driftline.adapters.torch.steps import StepsBy
-from driftline.errors import BadInput
+from driftline.errors import BadInput, did_you_mean
 from driftline.runs.manifest import create_run
 from driftline.runs.sink import Sink
 from driftline.runs.writer import RunWriter
@@ -36,12 +37,18 @@ class Capture:
     def __init__(self, session: CaptureSession, path: Path | None) -> None:
         self.session = session
         self.path = path
+        self._entered = False
 
     def step(self) -> None:
         """Say that a step is over. From then on only this counts steps."""
         self.session.step_over()
 
     def __enter__(self) -> Self:
+        if self._entered:  # its run is sealed, or being written
+            raise BadInput(
+                "a capture is good for one with block", hint="call driftline.capture again"
+            )
+        self._entered = True
         self.session.start()
         return self
 
@@ -52,6 +59,9 @@ class Capture:
         trace: TracebackType | None,
     ) -> None:
         self.session.stop()
+        if error is None:
+            for sentence in self.session.complaints():
+                warnings.warn(sentence, stacklevel=2)
 
 
 def capture(
@@ -111,6 +121,12 @@ def capture(
             "both a selection and filters were given", hint="put the filters into the selection"
         )
     levels = known_levels(levels)
+    if steps_by not in get_args(StepsBy):
+        raise BadInput(
+            f"there is no steps_by '{steps_by}'", hint=did_you_mean(steps_by, get_args(StepsBy))
+        )
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
+        raise BadInput(f"max_bytes is a number of bytes, not {max_bytes!r}")
     reduction = Reduction.parse(keep)
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):

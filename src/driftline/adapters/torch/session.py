@@ -42,6 +42,8 @@ _TAPS = {
 def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
     """Levels as given, one or several, each of which exists."""
     chosen = patterns(levels)
+    if not chosen:
+        raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
     for level in chosen:
         if level not in LEVELS:
             raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
@@ -142,9 +144,7 @@ class CaptureSession:
     def _finish(self) -> None:
         from driftline.adapters.torch import modules
 
-        places = [(p.site, p.class_name, p.ids) for p in self.names.places()]
-        places += [(site, class_name, None) for site, class_name, _ in self._wanted]
-        for kind, text, hint in self.selection.unmatched(places):
+        for kind, text, hint in self._unmatched():
             self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
         graphs = modules.compiled_graphs() - self._graphs_before
         if graphs > 0 and not self.intake.has_said("compiled"):
@@ -166,6 +166,29 @@ class CaptureSession:
         if self.intake.sink is not None:
             self._write_topology()
             self.intake.sink.close()
+
+    def _unmatched(self) -> list[tuple[str, str, str]]:
+        places = [(p.site, p.class_name, p.ids) for p in self.names.places()]
+        places += [(site, class_name, None) for site, class_name, _ in self._wanted]
+        return self.selection.unmatched(places)
+
+    def complaints(self) -> list[str]:
+        """What a person who asked for this capture would want to hear at its end."""
+        found = [
+            f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
+            for kind, text, hint in self._unmatched()
+        ]
+        if self.tensors or not self._rank_wanted:
+            return found
+        if not self.execution_order:
+            reason = "the model was not called"
+        elif found:
+            reason = found.pop(0)
+        elif not any(self.selection.takes_step(step) for step in self.steps_seen):
+            reason = f"{len(self.steps_seen)} steps ran, and none of them is selected"
+        else:
+            reason = "the filters left no tensor, or none could be stored; the run's events say why"
+        return [f"nothing was captured: {reason}", *found]
 
     def step_over(self) -> None:
         """The program says that a step is over; from now on only this counts steps."""
