@@ -1,6 +1,7 @@
 """The engine: pairs become rows, whatever was kept, and what cannot be measured says why."""
 
 import math
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +11,13 @@ from driftline.alignment.names import align_by_name
 from driftline.comparison import values
 from driftline.comparison.engine import measure
 from driftline.comparison.metrics.catalogue import requested
+from driftline.formats.opening import open_run
 from driftline.gating.door import compare
+from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into, run_of
 
 RNG = np.random.default_rng(7)
@@ -166,7 +172,6 @@ def test_kl_and_user_metrics_are_measured_on_request(tmp_path):
         "def flat(r, c):\n    return float(r.ndim)\n"
         "def shaped(r, c):\n    return float(np.isnan(c).sum() + 10 * r.ndim)\n"
         "shaped.whole = True\n"
-        "def breaks(r, c):\n    return 1.0 if r.size == 1 else 1 / 0\n"
         "def writes(r, c):\n    r[:] = 0\n    return 0.0\n"
     )
     ours, theirs = noise(2, 3), noise(2, 3)
@@ -178,11 +183,22 @@ def test_kl_and_user_metrics_are_measured_on_request(tmp_path):
     assert row.metrics["kl"] == pytest.approx((p * np.log(p / q)).sum())
     assert row.metrics["flat"] == 1.0
     assert row.metrics["shaped"] == 21.0
-    broken = only(
-        measured(run_of({"a": ours}), run_of({"a": theirs}), metrics=requested([f"{path}:breaks"]))
-    )
-    assert broken.status == "incomparable"
-    assert "'breaks' failed: ZeroDivisionError" in broken.reason
+
+
+@pytest.mark.parametrize("how", ["1 / 0", "exit(0)"])
+def test_a_metric_that_fails_is_nan_and_does_not_hide_what_the_others_found(tmp_path, how):
+    path = tmp_path / "mine.py"
+    path.write_text(f"def breaks(r, c):\n    return 1.0 if r.size == 1 else {how}\n")
+    ours, theirs = run_of({"a": noise(6)}), run_of({"a": noise(6)})
+    (row,) = compare(ours, theirs, metrics=[f"{path}:breaks"])
+    assert row.status == "fail"
+    assert math.isnan(row.metrics["breaks"])
+    assert "relative_l2" in row.reason
+    assert "'breaks' failed: " in row.reason
+    (same,) = compare(ours, ours, metrics=[f"{path}:breaks"])
+    assert same.status == "pass"
+    (held,) = compare(ours, ours, metrics=[f"{path}:breaks"], limits={"breaks": 1e9})
+    assert held.status == "fail"
 
 
 # -- what was kept --------------------------------------------------------------------------
@@ -317,3 +333,30 @@ def test_tensors_that_are_nan_throughout_on_both_sides_are_equal():
     assert row.status == "pass"
     assert row.metrics["reference_nan"] == 4
     assert math.isnan(row.metrics["reference_mean"])
+
+
+def test_bytes_that_two_sites_share_are_read_once_and_have_a_row_each(tmp_path: Path) -> None:
+    values = np.linspace(-1, 1, 64, dtype=np.float32)
+    for name, shift in (("ref", 0.0), ("cand", 0.5)):
+        writer = RunWriter(tmp_path / name)
+        shared = (values + np.float32(shift)).view(np.uint8)
+        for site, port in (("a", "output"), ("b", "input"), ("c", "input")):
+            key = TensorKey.of(site, port)  # type: ignore[arg-type]
+            writer.put(Record(key, 0, "float32", (64,), class_name=site.upper()), shared)
+        writer.close()
+    ref, cand = open_run(tmp_path / "ref"), open_run(tmp_path / "cand")
+    read: list[Record] = []
+
+    def counting(run: Run) -> None:
+        plain = run.raw
+        run.raw = lambda record: (read.append(record), plain(record))[1]  # type: ignore[method-assign]
+
+    counting(ref)
+    table = compare(ref, cand)
+    assert len(read) == 1
+    assert [(r.key.site, r.key.port, r.class_name, r.status) for r in table.rows] == [
+        ("a", "output", "A", "fail"),
+        ("b", "input", "B", "fail"),
+        ("c", "input", "C", "fail"),
+    ]
+    assert len({r.metrics["max_abs_error"] for r in table.rows}) == 1
