@@ -356,3 +356,15 @@ def test_tensors_of_a_file_are_judged_by_their_own_formats_whatever_lies_before_
     assert table.rows[1].limit_from == "float32"
     assert table.finding.startswith("'b' is the first in the file that differs: relative_l2 0.01")
     assert [row.status for row in judge(table)] == ["pass", "fail"]
+
+
+def test_a_value_just_outside_its_limit_does_not_read_as_the_limit():
+    ours = noise(1000)
+    theirs = ours + noise(1000) * np.float32(1e-3)
+    (row,) = table_of({"a": ours}, {"a": theirs}, limits={"cosine": 1.0})
+    assert "cosine 0.999999" in row.reason
+
+
+def test_a_port_nobody_has_heard_of_is_named_as_it_is():
+    table = table_of({"a/cotangent": noise(3)}, {"a/cotangent": noise(3)})
+    assert table.finding.startswith("the drift starts at 'a', in its cotangent: ")

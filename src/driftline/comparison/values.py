@@ -119,9 +119,12 @@ def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -
 
 
 def measure_values(
-    pair: ValuePair, found: dict[str, Number], metrics: Sequence[Metric]
+    pair: ValuePair, found: dict[str, Number], metrics: Sequence[Metric], notes: list[str]
 ) -> dict[str, Number]:
-    """Complete the measurements with those that need every value at once."""
+    """Complete the measurements with those that need every value at once.
+
+    A user's function that raises is NaN, and a sentence in `notes`.
+    """
     wanted = [metric for metric in metrics if metric.derive is None]
     if found.pop("_scaled", 0):
         wanted += [KNOWN[name] for name in _SCALED]
@@ -134,20 +137,16 @@ def measure_values(
         here, there = flat_ours, flat_theirs
         if metric.whole:
             here, there = _shaped(ours, pair), _shaped(theirs, pair)
+        if metric.function is None:
+            found[metric.name] = metric.define()(here, there)
+            continue
         try:
             # Copies for users' functions: nothing they write may reach the next metric.
-            value = (
-                metric.define()(here, there)
-                if metric.function is None
-                else float(metric.function(here.copy(), there.copy()))
-            )
-        except Exception as trouble:
-            if metric.function is None:
-                raise
-            raise BadInput(
-                f"the metric '{metric.name}' failed: {type(trouble).__name__}: {trouble}"
-            ) from trouble
-        found[metric.name] = value
+            found[metric.name] = float(metric.function(here.copy(), there.copy()))
+        except (Exception, SystemExit) as trouble:
+            # A metric that fails must not hide what the others found; no limit holds for NaN.
+            found[metric.name] = math.nan
+            notes.append(f"the metric '{metric.name}' failed: {type(trouble).__name__}: {trouble}")
     return found
 
 

@@ -62,7 +62,10 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     if key.port == "param":
         return key.site, f"the parameter '{key.slot}' of {name} differs already{when}"
     if key.port != "input":
-        what = _PLACES[key.port] + (f" '{key.slot}'" if key.slot != "0" else "")
+        # Another writer's run may have ports of its own.
+        what = _PLACES.get(key.port, f"its {key.port}") + (
+            f" '{key.slot}'" if key.slot != "0" else ""
+        )
         return key.site, f"the drift starts at {name}{when}, in {what}"
     parent = _enclosing(first, rows)
     if parent is None:
@@ -105,9 +108,10 @@ def _all_fine(rows: Sequence[Row], compared: int) -> str:
     worst = max(passing, key=lambda row: row.severity)
     if worst.severity == 0.0:
         return f"{compared} tensors compared, none differs"
+    whose = "asked for" if worst.limit_from == "user" else f"allowed for {worst.limit_from}"
     about = "estimated " if worst.decided_by in worst.estimated else ""
     return (
         f"{compared} tensors compared, none outside its limit; the closest is '{worst.key.site}' "
         f"{worst.key.port} with {about}{worst.decided_by} {worst.metrics[worst.decided_by]:.3g} "
-        f"of {worst.limit:g} allowed for {worst.limit_from}"
+        f"of {worst.limit:g} {whose}"
     )

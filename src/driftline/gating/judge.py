@@ -70,6 +70,10 @@ def _judged(
         else:
             judged = _judge(row, allowed, columns, own, working, inherited)
             inherited.remember(judged)
+            if row.status == "unjudged" and row.reason:  # what the engine has to say besides
+                judged = replace(
+                    judged, reason="; ".join(filter(None, (judged.reason, row.reason)))
+                )
             yield judged
 
 
@@ -170,7 +174,10 @@ def _held(row: Row, column: Column, limit: float, source: str) -> Row:
         sign = {"higher": ">=", "zero": "within +-"}.get(column.direction, "<=")
         whose = {"user": "asked for", "exact": "exact"}.get(source, f"for {source}")
         where = _place(row, "max_abs_error_at", "largest error")
-        reason = f"{about}{column.name} {value:.3g}, allowed {sign} {limit:g} {whose}{where}"
+        shown = f"{value:.3g}"
+        if shown == f"{limit:.3g}":  # 0.99999 is below 1, and must not read as 1
+            shown = f"{value:.16g}"
+        reason = f"{about}{column.name} {shown}, allowed {sign} {limit:g} {whose}{where}"
     return row.judged(
         "pass" if holds else "fail",
         reason,

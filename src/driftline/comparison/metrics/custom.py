@@ -44,7 +44,7 @@ def from_file(address: str) -> Metric:
     sys.modules[spec.name] = module  # dataclasses inside the file look themselves up there
     try:
         spec.loader.exec_module(module)
-    except Exception as trouble:
+    except (Exception, SystemExit) as trouble:
         raise BadFile(
             f"{path} fails when imported: {type(trouble).__name__}: {trouble}"
         ) from trouble
@@ -72,7 +72,7 @@ def from_function(name: str, function: Any) -> Metric:
         )
     try:
         float(function(np.ones(1), np.ones(1)))
-    except Exception as trouble:
+    except (Exception, SystemExit) as trouble:
         raise BadFile(
             f"the metric '{name}' fails on two ones: {type(trouble).__name__}: {trouble}",
             hint="it takes two float64 arrays and returns a number",
