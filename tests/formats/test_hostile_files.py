@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from driftline.errors import BadFile, NotInstalled
+from driftline.errors import BadFile, BadInput, NotInstalled
 from driftline.formats import npz, opening
 from driftline.formats.opening import open_run
 
@@ -230,3 +230,12 @@ def _real(address: Any) -> Any:
     import importlib
 
     return importlib.import_module(address.target)
+
+
+def test_a_few_bytes_that_expand_to_gigabytes_are_not_written_out(tmp_path):
+    path = tmp_path / "expanded.pt"
+    torch.save({"a": torch.ones(4), "b": torch.ones(1).expand(1 << 40)}, path)
+    run = open_run(path)
+    assert run.get(site="a").numpy().sum() == 4
+    with pytest.raises(BadInput, match="expands 4 bytes to 4398046511104"):
+        run.get(site="b").numpy()

@@ -354,3 +354,10 @@ def test_no_values_in_a_line_make_the_reader_fail(tmp_path: Path, changes: dict[
         except DriftlineError:
             pass
     assert run.get("site.2").numpy()[0, 0] == 2
+
+
+def test_a_pipe_in_place_of_a_run_is_refused_without_waiting_for_it(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(BadRun, match="neither a file nor a folder"):
+        open_run(pipe)

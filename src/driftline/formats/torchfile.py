@@ -30,6 +30,8 @@ NAME = "torch"
 SUFFIXES = (".pt", ".pth", ".ckpt")
 INSTALL = "driftline[torch]"
 DEEPEST = 64
+LARGEST_EXPANSION = 1 << 30
+"""A few stored bytes may claim any size as an expanded view; beyond this none is written out."""
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """What torch wrote before it wrote zips: its magic number, pickled with protocol 2."""
 
@@ -122,6 +124,9 @@ def _member(name: str, tensor: torch.Tensor) -> Member:
         trouble = f"it is stored as {layout}, not dense"
     elif tensor.is_meta:
         trouble = "it is on the meta device and has no values"
+    elif tensor.nbytes > max(LARGEST_EXPANSION, tensor.untyped_storage().nbytes()):
+        trouble = f"it is a view that expands {tensor.untyped_storage().nbytes()} bytes to "
+        trouble += f"{tensor.nbytes}"
     shape = tuple(int(size) for size in tensor.shape)
     if not trouble and DTYPES[dtype].bits == 4 and shape:
         shape = (*shape[:-1], shape[-1] * 2)  # torch counts the bytes of packed pairs

@@ -88,6 +88,8 @@ def _no_folder(place: Path) -> BadRun:
             hint=f"give the folder '{place.parent}'" if place.name == MANIFEST else "",
         )
     hint = ""
+    if place.exists():  # a pipe or a device: reading it could wait for ever
+        return BadRun(f"'{place}' is neither a file nor a folder")
     if place.parent.is_dir():
         import difflib  # at start it would cost every command a millisecond
 
