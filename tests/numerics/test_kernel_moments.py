@@ -199,6 +199,44 @@ def test_elements_exactly_at_the_tolerance_are_inside() -> None:
                 check(r.astype(np.float32), fp32, c, fp32, r.size, atol=atol, rtol=rtol)
 
 
+@pytest.mark.parametrize("names", [("float32", "float32"), ("float16", "float32")])
+def test_elements_a_few_float32_steps_from_the_tolerance_fall_on_the_right_side(
+    names: tuple[str, str],
+) -> None:
+    rng = np.random.default_rng(9)
+    r_dtype, c_dtype = DTYPES[names[0]], DTYPES[names[1]]
+    for atol, rtol in ((1e-3, 1e-3), (0.0, 0.3), (0.7, 0.0), (1e-2, 0.11), (3e-5, 1.7)):
+        r = encode(rng.standard_normal(20_000) * 10.0 ** rng.integers(-3, 4, 20_000), r_dtype)
+        values = definition.real_values(r, r_dtype, 20_000)
+        steps = rng.integers(-14, 15, values.size)
+        allowed = (atol + rtol * np.abs(values)) * (1 + steps * 2.0**-24)
+        c = encode(values + rng.choice([-1, 1], values.size) * allowed, c_dtype)
+        for start in range(0, 20_000, 2048):  # block by block, so that no count hides another
+            count = min(2048, 20_000 - start)
+            a, b = r[start * r_dtype.bits // 8 :], c[start * c_dtype.bits // 8 :]
+            want = definition.pair_moments(
+                a, r_dtype, b, c_dtype, count=count, atol=atol, rtol=rtol
+            ).outside
+            for path in PATHS:
+                got = kernel.pair_moments(
+                    a, r_dtype, b, c_dtype, count=count, atol=atol, rtol=rtol, path=path
+                )
+                assert got.outside == want, (path, atol, rtol, start)
+            # Alone, one such element decides for a whole block.
+            for i in range(0, count, 97):
+                one = definition.real_values(a, r_dtype, count).copy()
+                one[i] = definition.real_values(b, c_dtype, count)[i]
+                c_one = encode(one, c_dtype)
+                want = definition.pair_moments(
+                    a, r_dtype, c_one, c_dtype, count=count, atol=atol, rtol=rtol
+                ).outside
+                for path in PATHS:
+                    got = kernel.pair_moments(
+                        a, r_dtype, c_one, c_dtype, count=count, atol=atol, rtol=rtol, path=path
+                    )
+                    assert got.outside == want, (path, atol, rtol, start, i)
+
+
 def test_a_program_that_flushes_denormals_does_not_change_the_answer() -> None:
     torch = pytest.importorskip("torch")
     fp32 = DTYPES["float32"]

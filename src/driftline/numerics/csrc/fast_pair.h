@@ -1,12 +1,13 @@
 /* A pair through the float32 lanes, and what a block's sums cannot tell. */
 
-/* The ULP distances and relative errors in the places that were marked. */
-TARGET static void visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, const Sums *b) {
+/* The ULP distances and relative errors in the places that were marked. Returns whether either was news. */
+TARGET static int visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, const Sums *b) {
   int dtype = s->dtype[1], direct = dtype == F32 || dtype == BF16 || (dtype == F16 && HALF_ORDINALS);
   const VF zero = OP(setzero_ps)();
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   VI far = OP(set1_epi32)(0);
   VF most = zero;
+  uint64_t before = s->ulp;
   for (int h = 0; h < b->hits; h++)
     for (int half = 0; half < 2; half++) {
       int64_t i = b->hit[h] + half * WIDTH;
@@ -24,36 +25,64 @@ TARGET static void visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at,
       }
     }
   double greatest_rel = max_lane(most);
+  int news = greatest_rel > s->m.max_rel_e || s->ulp > before;
   if (greatest_rel > s->m.max_rel_e) s->m.max_rel_e = greatest_rel;
   if (direct) {
     /* The greatest of unsigned lanes is the complement of the least complement. */
     uint32_t u = ~least_lane(OP(sub_epi32)(OP(set1_epi32)(-1), far));
+    news |= u > s->ulp;
     if (u > s->ulp) s->ulp = u;
   }
+  return news;
 }
 
-/* What the sums of a block cannot tell and its elements must be asked for again, in float64. */
-TARGET static void ask_again(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
-                             int64_t n, int count_outside) {
-  static const int dtype_of_kind[] = {F32, BF16, F16};
-  double r[BLOCK] __attribute__((aligned(64))), c[BLOCK] __attribute__((aligned(64)));
-  decode_double(r_at, dtype_of_kind[r_kind], 0, n, r);
-  decode_double(c_at, dtype_of_kind[c_kind], 0, n, c);
-  if (s->m.first_different_at < 0 || s->m.first_different_at >= base)
-    for (int64_t i = 0; i < n; i++)
-      if (r[i] != c[i]) {
-        note_first(&s->m.first_different_at, base + i);
-        break;
-      }
-  vd most = lanes(0.0), atol = lanes(s->atol), rtol = lanes(s->rtol);
+/* Elements outside the tolerance, in float64: for blocks where one came too close to it for float32 to tell. */
+LANE_FN int64_t recount(const Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n) {
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  const vd atol = lanes(s->atol), rtol = lanes(s->rtol);
   vl outside = lanes_l(0);
-  for (int64_t i = 0; i < n; i += LANES) { /* n is a multiple of 2 * WIDTH */
-    vd a = load_lanes_d(r + i), ae = magnitude(load_lanes_d(c + i) - a);
-    most = MAXV(most, ae);
-    outside -= ~(ae <= atol + rtol * magnitude(a));
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
+    for (int part = 0; part < 2; part++) {
+      vd a = widened(r, part), ae = magnitude(widened(c, part) - a);
+      outside -= ~(ae <= atol + rtol * magnitude(a));
+    }
   }
-  if (count_outside) s->m.outside += total_l(outside);
-  find_greatest_error(s, r, c, base, n, greatest(most));
+  return total_l(outside);
+}
+
+/* Float16's numbers are few, and meet the tolerance often. */
+TARGET static int64_t recount_kinds(const Pair *s, const uint8_t *r, const uint8_t *c, int r_kind, int c_kind, int64_t n) {
+  if (r_kind == LANES_F16 && c_kind == LANES_F16) return recount(s, r, c, LANES_F16, LANES_F16, n);
+  if (r_kind == LANES_F32 && c_kind == LANES_F16) return recount(s, r, c, LANES_F32, LANES_F16, n);
+  return recount(s, r, c, r_kind, c_kind, n);
+}
+
+/* Where the first difference and the greatest error stand: rarely news, so looked up again, in float64. */
+TARGET static void ask_again(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
+                             int64_t n) {
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  double errors[BLOCK] __attribute__((aligned(64)));
+  vd most = lanes(0.0);
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
+    for (int part = 0; part < 2; part++) {
+      vd ae = magnitude(widened(c, part) - widened(r, part));
+      most = MAXV(most, ae);
+      memcpy(errors + i + part * LANES, &ae, sizeof ae);
+    }
+  }
+  double worst = greatest(most);
+  if (worst == 0) return;
+  int64_t at = 0;
+  if (s->m.first_different_at < 0 || s->m.first_different_at >= base) {
+    while (errors[at] == 0) at++;
+    note_first(&s->m.first_different_at, base + at);
+  }
+  if (!(worst > s->m.max_abs_e)) return;
+  while (errors[at] != worst) at++;
+  s->m.max_abs_e = worst;
+  s->m.max_abs_e_at = base + at;
 }
 
 /* A piece with something infinite, not a number or a sentinel in it, made fit for the lanes: such pairs are measured
@@ -99,14 +128,13 @@ LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t b
                           int tolerant, const Sums *b, Knobs *k) {
   Moments *m = &s->m;
   int unsure = b->margin <= MARGIN_STEPS;
-  if (!unsure) m->outside += tolerant ? b->outside : b->differ;
+  m->outside += unsure ? recount_kinds(s, r, c, r_kind, c_kind, n) : tolerant ? b->outside : b->differ;
   if (b->hits && !nothing_new(s, b, k)) {
-    visit_hits(s, r, c, r_kind, c_kind, b);
-    set_limit(s, k);
+    if (visit_hits(s, r, c, r_kind, c_kind, b)) set_limit(s, k);
   }
-  if (unsure || (b->differ && (m->first_different_at < 0 || m->first_different_at >= base)) ||
+  if ((b->differ && (m->first_different_at < 0 || m->first_different_at >= base)) ||
       b->max_ae > (float)m->max_abs_e) /* errors alike to float32 are alike: the first keeps the place */
-    ask_again(s, r, c, r_kind, c_kind, base, n, unsure);
+    ask_again(s, r, c, r_kind, c_kind, base, n);
 }
 
 TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k) {

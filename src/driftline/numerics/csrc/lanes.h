@@ -54,8 +54,10 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         srel = OP(add_ps)(srel, rel);
         if (tolerant) {
           VF allowed = OP(fmadd_ps)(rtol, ar, atol);
-          outside = tally_above(outside, ae, allowed);
-          margin = nearer(margin, errors, OP(sub_epi32)(AS_BITS(ae), AS_BITS(allowed)));
+          /* How many float32 steps past what is allowed; negative, so unsigned large, where inside. */
+          VI past = steps_past(errors, ae, allowed);
+          outside = tally_past(outside, past, ae, allowed);
+          margin = nearer(margin, errors, past);
         }
         hit = hit_above(hit, rel, limit);
       }

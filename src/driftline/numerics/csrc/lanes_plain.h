@@ -103,7 +103,6 @@ LANE_FN uint32_t least_lane(VI v) {
 LANE_FN SPLIT split(VF e) { return (VI)(e == plain_setzero_ps()); }
 LANE_FN VF relative(SPLIT s, VF ae, VF ar) { return (VF)((VI)(ae / ar) & ~s); }
 LANE_FN TALLY tally_errors(TALLY tally, SPLIT s) { return tally - ~s; }
-LANE_FN TALLY tally_above(TALLY tally, VF a, VF b) { return tally - (VI)(a > b); }
 LANE_FN TALLY tally_zeros(TALLY tally, VF v) { return tally - split(v); }
 LANE_FN int64_t tallied(TALLY t) { return (int64_t)t[0] + t[1] + t[2] + t[3]; }
 LANE_FN HIT hit_above(HIT hit, VF a, VF b) { return hit | (VI)(a > b); }
@@ -112,9 +111,15 @@ LANE_FN int any_hit(HIT hit) {
   memcpy(halves, &hit, sizeof halves);
   return (halves[0] | halves[1]) != 0;
 }
+LANE_FN VI steps_past(SPLIT s, VF ae, VF allowed) { return plain_sub_epi32((VI)ae, (VI)allowed) | s; }
+LANE_FN TALLY tally_past(TALLY tally, VI past, VF ae, VF allowed) {
+  (void)ae, (void)allowed;
+  return tally - (VI)(past >= plain_set1_epi32(0));
+}
 /* No unsigned minimum in SSE2: all there is to know is whether the margin was ever too small. */
 LANE_FN VI nearer(VI margin, SPLIT s, VI past) {
-  return margin & ~(VI)((PlainWords)(past | s) <= (PlainWords)plain_set1_epi32(MARGIN_STEPS));
+  (void)s;
+  return margin & ~(VI)((PlainWords)past <= (PlainWords)plain_set1_epi32(MARGIN_STEPS));
 }
 LANE_FN MASK ordinary(VF r, VF c, VF r_mask, VF c_mask) {
   const VF top = plain_set1_ps(FLT_MAX);

@@ -159,12 +159,35 @@ LANE_FN int64_t tallied(TALLY tally) { return tally; }
 LANE_FN HIT hit_above(HIT hit, VF a, VF b) { return hit | above_word(a, b); }
 LANE_FN int any_hit(HIT hit) { return hit != 0; }
 
+/* Steps from one magnitude to another; where there is no error, all ones (AVX2) or masked later (AVX-512). */
+LANE_FN VI steps_past(SPLIT s, VF ae, VF allowed) {
+  VI past = OP(sub_epi32)(AS_BITS(ae), AS_BITS(allowed));
+#if WIDTH == 16
+  (void)s;
+  return past;
+#else
+  return _mm256_or_si256(past, AS_BITS(s));
+#endif
+}
+
+/* Steps of zero are counted or not: such a block is counted again. */
+LANE_FN TALLY tally_past(TALLY tally, VI past, VF ae, VF allowed) {
+#if WIDTH == 16
+  (void)past;
+  return tally_above(tally, ae, allowed);
+#else
+  (void)ae, (void)allowed;
+  return tally + 8 - __builtin_popcount((unsigned)_mm256_movemask_ps(AS_FLOAT(past)));
+#endif
+}
+
 /* The least of unsigned distances; where the two sides are equal there is none to speak of. */
 LANE_FN VI nearer(VI margin, SPLIT s, VI past) {
 #if WIDTH == 16
   return _mm512_mask_min_epu32(margin, s, margin, past);
 #else
-  return _mm256_min_epu32(margin, _mm256_or_si256(past, AS_BITS(s)));
+  (void)s;
+  return _mm256_min_epu32(margin, past);
 #endif
 }
 
