@@ -140,10 +140,17 @@ def test_capture_that_cannot_start_does_not_stop_the_program(dump, workshop):
     assert "capture could not start (ModuleNotFoundError" in dumped.err
 
 
-def test_a_program_that_leaves_without_goodbye_loses_little(dump):
-    dumped = dump(run=["-c", "from model import run\nrun()\n" + UNTIL_WRITTEN + "os._exit(0)\n"])
+def test_a_program_that_leaves_without_goodbye_loses_nothing(dump, workshop):
+    dumped = dump(run=["-c", "import os\nfrom model import run\nrun()\nos._exit(3)\n"])
+    assert dumped.code == 3, dumped.err
+    assert len(dumped.run) == 16 and dumped.run.sealed
+    (workshop / "again.py").write_text(
+        "import os, sys\nfrom model import run\nrun()\n"
+        "if not sys.argv[1:]:\n    os.execvp(sys.executable, [sys.executable, 'again.py', 'x'])\n"
+    )
+    dumped = dump("--force", run=["again.py"])
     assert dumped.code == 0, dumped.err
-    assert len(dumped.run) == 16 and not dumped.run.sealed
+    assert [len([r for r in dumped.run.records if r.key.process == p]) for p in (0, 1)] == [16, 16]
 
 
 def test_a_tree_cut_short_by_the_disk_says_so_in_the_systems_words(dump, workshop):

@@ -1,8 +1,9 @@
 """Start the capture of a launched process, and end it with the process.
 
 Called once torch is imported, by `wake`. Knows what a plan means: which sink, which rank, when to
-seal. A process may end in four ways: interpreter exit (atexit), multiprocessing's own exit (its
-finalizers), a fork's exit, or a kill, after which the run is readable and unsealed.
+seal. A process may end in five ways: interpreter exit (atexit), multiprocessing's own exit (its
+finalizers), a fork's exit, `os._exit` and `os.exec*`, which are waited for, or a kill, after which
+the run is readable and unsealed.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -11,10 +12,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any, cast
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from driftline import settings
 from driftline.adapters.reduction import Reduction
@@ -32,6 +36,7 @@ AIT_TREE = "driftline.dialects.ait_tree:AitTree"
 """A dialect stands above this room, so it is found by its address and only when asked for."""
 
 TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
+_LONGEST_GOODBYE = 5.0  # seconds
 _SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
 
 
@@ -85,6 +90,7 @@ class Launched:
         # A child of multiprocessing forgets its parent's finalizers and ends without atexit.
         util.register_after_fork(self, Launched._end_with_multiprocessing)
         self._end_with_multiprocessing()
+        self._be_told_of_leaving()
 
     def end(self) -> None:
         """Stop, seal, report. May be called twice, and by whichever way of ending comes first."""
@@ -121,6 +127,31 @@ class Launched:
         if process is not None and process.parent_process() is not None:
             util = sys.modules["multiprocessing.util"]
             util.Finalize(None, self.end, exitpriority=_SEAL_FIRST)
+
+    def _be_told_of_leaving(self) -> None:
+        """Servers and launchers often end by `os._exit` or `os.exec*`, right after the last call.
+
+        Neither runs what atexit knows.
+        """
+        leave, become = os._exit, {name: getattr(os, name) for name in ("execv", "execve")}
+
+        def _exit(status: int) -> NoReturn:
+            try:
+                if not self.ended:
+                    _at_most(_LONGEST_GOODBYE, self.end)
+            finally:
+                leave(status)
+
+        def after_writing(name: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:  # may fail, and then the program goes on
+                _at_most(_LONGEST_GOODBYE, self.sink.flush)
+                return become[name](*args, **kwargs)
+
+            return functools.wraps(become[name])(call)
+
+        os._exit = functools.wraps(leave)(_exit)
+        for name in become:
+            setattr(os, name, after_writing(name))
 
     def _forked(self) -> None:
         """This process is a copy: what its parent has seen and written is not its own."""
@@ -169,6 +200,16 @@ class Launched:
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return int(distributed.get_rank()), int(distributed.get_world_size())
         return self.place.rank, self.place.world_size
+
+
+def _at_most(seconds: float, act: Callable[[], None]) -> None:
+    """Do something in a thread and wait so long: what holds it up must not keep a process alive."""
+    try:
+        thread = threading.Thread(target=act, name="driftline-goodbye", daemon=True)
+        thread.start()
+        thread.join(seconds)
+    except RuntimeError:  # no threads any more: the interpreter is ending
+        return
 
 
 def _load(address: str) -> Any:
