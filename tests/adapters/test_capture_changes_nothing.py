@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -156,3 +158,21 @@ def test_the_programs_own_modes_see_nothing_of_the_capture() -> None:
         seen = run()
     assert sink.tensors_written > 10
     assert plain == seen
+
+
+def test_modules_nested_by_the_hundred_do_not_run_out_of_recursion() -> None:
+    model: torch.nn.Module = torch.nn.Identity()
+    for _ in range(230):
+        model = torch.nn.Sequential(model)
+    before = sys.getrecursionlimit()
+    depth = len(traceback.extract_stack())
+    try:
+        sys.setrecursionlimit(depth + 1000)
+        model(torch.ones(1))
+        sink = MemorySink()
+        with capture(model, sink):
+            model(torch.ones(1))
+        assert sink.tensors_written == 2 * 231
+        assert sys.getrecursionlimit() == depth + 1000
+    finally:
+        sys.setrecursionlimit(before)

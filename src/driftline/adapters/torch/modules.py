@@ -28,6 +28,9 @@ from driftline.adapters.torch.session import CaptureSession
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.taps import Frame
 
+_DEEP = 32
+_OWN_FRAMES = 6  # at most, for each module call: `_call`, `_watched`, and calls from C count too
+
 _lock = threading.Lock()
 _sessions: tuple[CaptureSession, ...] = ()
 _original: Callable[..., Any] = nn.Module.__call__
@@ -77,11 +80,14 @@ def _watched(
         _set_eval_frame(compiler)
     if frame is None:
         return call(self, *args, **kwargs)
+    room = _more_room() if depth % _DEEP == _DEEP - 1 else 0
     try:
         result = call(self, *args, **kwargs)
     except BaseException as error:
         compiler = _set_eval_frame(None)
         try:
+            if room:
+                _give_room_back(room)
             if len(stack) == depth + 1:
                 session.shielded(frame.site, _note_failure, session, frame, error)
         finally:
@@ -92,6 +98,8 @@ def _watched(
         raise
     compiler = _set_eval_frame(None)
     try:
+        if room:
+            _give_room_back(room)
         leave(session, frame, result)
     except Exception as error:
         _fault(session, self, error)
@@ -101,6 +109,24 @@ def _watched(
         del stack[depth:]
         _set_eval_frame(compiler)
     return result
+
+
+def _more_room() -> int:
+    """Raise Python's recursion limit by what our own frames take of it; returns what it is then.
+
+    Modules nested by the hundred would otherwise run into it only because they are watched.
+    """
+    with contextlib.suppress(ValueError, OverflowError):
+        limit = sys.getrecursionlimit() + _OWN_FRAMES * _DEEP
+        sys.setrecursionlimit(limit)
+        return limit
+    return 0
+
+
+def _give_room_back(limit: int) -> None:
+    if sys.getrecursionlimit() == limit:  # else the program has set its own meanwhile
+        with contextlib.suppress(RecursionError):
+            sys.setrecursionlimit(limit - _OWN_FRAMES * _DEEP)
 
 
 def enter(
