@@ -125,6 +125,21 @@ def run(count: int = COUNT) -> list[Row]:
             _row(f"{title}, 1 NaN in 4096 / clean", dirty / clean, 2.5, "lower", "x", ""),
         ]
     for path in (p for p in kernel.available() if p != "numpy"):
+        # What `driftline compare` meets most: a float32 reference against a 16-bit candidate.
+        for name in ("float32", "bfloat16", "float16"):
+            b = data[name][1]
+            seconds = _best(
+                lambda b=b, name=name, path=path: kernel.pair_moments(
+                    *(r, DTYPES["float32"], b, DTYPES[name]), count=count, path=path, **TOLERANCE
+                ),
+                3,
+            )
+            title = f"pair float32 with {name} {path}"
+            goal = 2.0 if path == "generic" else None
+            rate = (r.nbytes + b.nbytes) / seconds / 1e9
+            rows.append(
+                _row(title, rate, goal, "higher", "GB/s", f"{seconds / count * 1e9:.2f} ns")
+            )
         part = r[: count // 2]
         seconds = _best(
             lambda path=path, part=part: kernel.summarize(
@@ -132,7 +147,7 @@ def run(count: int = COUNT) -> list[Row]:
             ),
             3,
         )
-        goal = 6.0 if path != "generic" else None
+        goal = {"avx512": 10.0, "avx2": 6.0, "generic": 2.0}[path]
         note = "with the sketch"
         rows.append(
             _row(

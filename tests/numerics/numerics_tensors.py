@@ -120,9 +120,9 @@ def assert_same_moments(
         "c_sum": scale_c * root,
         "sum_rc": scale_r * scale_c,
     }
-    for field in dataclasses.fields(PairMoments):
-        a, b = getattr(got, field.name), getattr(want, field.name)
-        if field.name == "max_abs_e_at" and a != b:
+    for name in PairMoments._fields:
+        a, b = getattr(got, name), getattr(want, name)
+        if name == "max_abs_e_at" and a != b:
             is_complex = "complex" in (r.kind, c.kind)
             e = np.abs(
                 real_values(candidate, c, count, widen=is_complex)
@@ -130,18 +130,18 @@ def assert_same_moments(
             )
             assert a >= 0 and math.isclose(e[a], want.max_abs_e, rel_tol=2e-7), (a, b)
         elif isinstance(b, int):
-            assert a == b, (field.name, a, b)
-        elif field.name in ("r_std", "c_std"):
-            ends = (want.r_min, want.r_max) if field.name == "r_std" else (want.c_min, want.c_max)
-            assert _same_std(a, b, *ends), (field.name, a, b)
+            assert a == b, (name, a, b)
+        elif name in ("r_std", "c_std"):
+            ends = (want.r_min, want.r_max) if name == "r_std" else (want.c_min, want.c_max)
+            assert _same_std(a, b, *ends), (name, a, b)
         elif math.isnan(b) or math.isinf(b) or b == 0.0:
             same = (math.isnan(a) and math.isnan(b)) or a == b
-            allowed = 2e-6 * sizes.get(field.name, 0.0)
-            assert same or abs(a - b) <= allowed, (field.name, a, b)
-        elif field.name in sizes:
-            assert abs(a - b) <= 2e-6 * sizes[field.name] + 1e-12 * abs(b), (field.name, a, b)
+            allowed = 2e-6 * sizes.get(name, 0.0)
+            assert same or abs(a - b) <= allowed, (name, a, b)
+        elif name in sizes:
+            assert abs(a - b) <= 2e-6 * sizes[name] + 1e-12 * abs(b), (name, a, b)
         else:
-            assert math.isclose(a, b, rel_tol=2e-6), (field.name, a, b)
+            assert math.isclose(a, b, rel_tol=2e-6), (name, a, b)
 
 
 def _same_std(got: float, want: float, low: float, high: float) -> bool:

@@ -13,9 +13,8 @@ import dataclasses
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,6 @@ from driftline.numerics.moments import PairMoments, joined_std, merge_moments
 from driftline.numerics.summary import SKETCH_BUCKETS, Summary
 
 AnyArray = npt.NDArray[Any]
-T = TypeVar("T")
 
 ABI_VERSION = 1
 PATHS = ("generic", "avx2", "avx512")
@@ -60,15 +58,13 @@ _LAYOUT = {
 }
 
 _MOMENTS = struct.Struct("=2q8dq3d5q10d10q")
-_SUMMARY = struct.Struct("=q5d4q")
-_SKETCH = struct.Struct(f"={SKETCH_BUCKETS}d")
+_SUMMARY = struct.Struct(f"=q5d4q{SKETCH_BUCKETS}d")
+_SKETCH_AT = 10
 _MomentsBuffer = ctypes.c_char * _MOMENTS.size
-_SummaryBuffer = ctypes.c_char * (_SUMMARY.size + _SKETCH.size)
+_SummaryBuffer = ctypes.c_char * _SUMMARY.size
 _DigestBuffer = ctypes.c_char * 16
-_Byte = ctypes.c_char
-_MOMENTS_SLOTS = tuple(
-    getattr(PairMoments, f.name).__set__ for f in dataclasses.fields(PairMoments)
-)
+_start_of = ctypes.c_char.from_buffer
+_new_moments = PairMoments._make
 _SUMMARY_SLOTS = tuple(getattr(Summary, f.name).__set__ for f in dataclasses.fields(Summary))
 
 
@@ -141,31 +137,28 @@ def _numbered(wanted: str) -> int:
     return -1 if chosen == NUMPY else PATHS.index(chosen)
 
 
-def _filled(kind: type[T], slots: Sequence[Callable[[Any, Any], None]], values: Sequence[Any]) -> T:
-    """A frozen dataclass from its fields in order, in half the time of its own `__init__`.
-
-    That one goes through `object.__setattr__` for each of forty fields, as long as the kernel
-    needs for 100 KB.
-    """
-    new = object.__new__(kind)
-    for fill, value in zip(slots, values, strict=True):
-        fill(new, value)
-    return new
-
-
 def _address(array: AnyArray) -> int:
     """Where the bytes are. Asking the buffer is twice as fast, where it can be written to."""
-    if array.size and array.flags.writeable:
-        return ctypes.addressof(_Byte.from_buffer(cast("Any", array)))
+    if array.flags.writeable and array.size:
+        return ctypes.addressof(_start_of(cast("Any", array)))
     return array.ctypes.data
 
 
-def _flat(array: AnyArray, dtype: DType, count: int) -> AnyArray:
+def _fit(array: AnyArray, dtype: DType, count: int) -> None:
     if not array.flags.c_contiguous:
         raise BadInput("the kernel takes contiguous arrays only")
-    if array.nbytes < dtype.byte_count(count):
+    if array.nbytes * 8 < dtype.bits * count:
         raise BadInput(f"{count} elements of {dtype.name} do not fit in {array.nbytes} bytes")
-    return array
+
+
+@functools.lru_cache(maxsize=1024)
+def _pairing(reference: str, candidate: str) -> tuple[int, int, int, int, int, int]:
+    """How C is told of two types: codes, reals per element, which side to widen, masks."""
+    r_code, r_reals, r_mask = _LAYOUT[reference]
+    c_code, c_reals, c_mask = _LAYOUT[candidate]
+    reals = max(r_reals, c_reals)
+    widen = (1 if r_reals < reals else 0) | (2 if c_reals < reals else 0)
+    return r_code, c_code, reals, widen, r_mask, c_mask
 
 
 def pair_moments(
@@ -192,34 +185,51 @@ def pair_moments(
         path: One of `available()`, instead of the active one.
     """
     number = _numbered(path) if path else _default_number()
-    r, c = _flat(reference, reference_dtype, count), _flat(candidate, candidate_dtype, count)
+    _fit(reference, reference_dtype, count)
+    _fit(candidate, candidate_dtype, count)
     library = _library()
     if number < 0 or library is None:
-        return _pair_in_blocks(r, reference_dtype, c, candidate_dtype, count, atol, rtol)
-    r_code, r_reals, r_mask = _LAYOUT[reference_dtype.name]
-    c_code, c_reals, c_mask = _LAYOUT[candidate_dtype.name]
-    reals = max(r_reals, c_reals)
+        return _pair_in_blocks(
+            *(reference, reference_dtype, candidate, candidate_dtype, count, atol, rtol)
+        )
+    r_code, c_code, reals, widen, r_mask, c_mask = _pairing(
+        reference_dtype.name, candidate_dtype.name
+    )
     out = _MomentsBuffer()
     library.driftline_pair(
-        *(_address(r), r_code, _address(c), c_code, count * reals),
-        (1 if r_reals < reals else 0) | (2 if c_reals < reals else 0),
-        *(atol, rtol, r_mask, c_mask, number, out),
+        _address(reference),
+        r_code,
+        _address(candidate),
+        c_code,
+        count * reals,
+        widen,
+        atol,
+        rtol,
+        r_mask,
+        c_mask,
+        number,
+        out,
     )
-    return _filled(PairMoments, _MOMENTS_SLOTS, _MOMENTS.unpack(out))
+    return _new_moments(_MOMENTS.unpack(out))
 
 
 def summarize(data: AnyArray, dtype: DType, *, count: int, path: str | None = None) -> Summary:
     """Extremes, moments, counts and the sketch of one tensor, in one pass over its memory."""
     number = _numbered(path) if path else _default_number()
-    flat = _flat(data, dtype, count)
+    _fit(data, dtype, count)
     library = _library()
     if number < 0 or library is None:
-        return _summary_in_blocks(flat, dtype, count)
+        return _summary_in_blocks(data, dtype, count)
     code, reals, mask = _LAYOUT[dtype.name]
     out = _SummaryBuffer()
-    library.driftline_summary(_address(flat), code, count * reals, mask, number, out)
-    sketch = _SKETCH.unpack_from(out, _SUMMARY.size)
-    return _filled(Summary, _SUMMARY_SLOTS, (*_SUMMARY.unpack_from(out), sketch))
+    library.driftline_summary(_address(data), code, count * reals, mask, number, out)
+    values = _SUMMARY.unpack(out)
+    # The slots directly: the frozen class's own way costs as much as the kernel takes for 10 KB.
+    new = object.__new__(Summary)
+    for fill, value in zip(_SUMMARY_SLOTS, values, strict=False):
+        fill(new, value)
+    _SUMMARY_SLOTS[_SKETCH_AT](new, values[_SKETCH_AT:])  # not its first bucket
+    return new
 
 
 def digest(data: AnyArray, *, path: str | None = None) -> str:
