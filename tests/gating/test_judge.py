@@ -368,3 +368,12 @@ def test_a_value_just_outside_its_limit_does_not_read_as_the_limit():
 def test_a_port_nobody_has_heard_of_is_named_as_it_is():
     table = table_of({"a/cotangent": noise(3)}, {"a/cotangent": noise(3)})
     assert table.finding.startswith("the drift starts at 'a', in its cotangent: ")
+
+
+def test_a_module_of_another_class_in_the_candidate_is_said():
+    x = noise(8)
+    ours = run_of({"act": x}, classes={"act": "SiLU"})
+    table = driftline.compare(ours, run_of({"act": -x}, classes={"act": "GELU"}))
+    assert table.finding.startswith("the drift starts at 'act' (SiLU, in the candidate GELU), in")
+    assert table.rows[0].candidate_class == "GELU"
+    assert driftline.compare(ours, ours).rows[0].candidate_class == ""

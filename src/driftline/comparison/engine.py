@@ -257,6 +257,7 @@ def _paired(pair: Pair) -> Row:
         order=ours.order,
         candidate_slot=theirs.key.slot if pair.by == "alias" else "",
         class_name=ours.class_name or theirs.class_name,
+        candidate_class="" if ours.class_name in ("", theirs.class_name) else theirs.class_name,
         reference_dtype=ours.dtype,
         candidate_dtype=theirs.dtype,
         reference_shape=ours.shape,

@@ -69,6 +69,7 @@ class Row:
         order: Execution order in the reference; rows are sorted by rank, process and this.
         candidate_slot: The slot's name in the candidate when the pair was found by its alias.
         class_name: Class of the module, or name of the operator.
+        candidate_class: The candidate's when it is another one, else empty.
         reference_dtype: Element type there; empty when missing there (so for the others).
         reference_shape: Shape there; None when missing there (so for the candidate's).
         basis: What the measurements were made from.
@@ -86,6 +87,7 @@ class Row:
     order: int = 0
     candidate_slot: str = ""
     class_name: str = ""
+    candidate_class: str = ""
     reference_dtype: str = ""
     candidate_dtype: str = ""
     reference_shape: tuple[int, ...] | None = None
@@ -144,6 +146,7 @@ class Row:
             self.order,
             self.candidate_slot,
             self.class_name,
+            self.candidate_class,
             self.reference_dtype,
             self.candidate_dtype,
             self.reference_shape,
@@ -171,6 +174,7 @@ class Row:
             self.order,
             self.candidate_slot,
             self.class_name,
+            self.candidate_class,
             self.reference_dtype,
             self.candidate_dtype,
             self.reference_shape,
@@ -204,6 +208,7 @@ class Row:
             "reason": self.reason,
             "candidate_slot": self.candidate_slot,
             "class": self.class_name,
+            "candidate_class": self.candidate_class,
             "reference_dtype": self.reference_dtype,
             "candidate_dtype": self.candidate_dtype,
             "reference_shape": _listed(self.reference_shape),
@@ -240,6 +245,7 @@ class Row:
             order=int(shown.get("order", 0)),
             candidate_slot=str(shown.get("candidate_slot", "")),
             class_name=str(shown.get("class", "")),
+            candidate_class=str(shown.get("candidate_class", "")),
             reference_dtype=str(shown.get("reference_dtype", "")),
             candidate_dtype=str(shown.get("candidate_dtype", "")),
             reference_shape=_shape(shown.get("reference_shape")),

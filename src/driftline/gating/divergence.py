@@ -56,7 +56,7 @@ def _execution(row: Row) -> tuple[int, int, int, int]:
 def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     """The site to look at, and a sentence about it."""
     key = first.key
-    name = _named(key.site, first.class_name)
+    name = _named(key.site, first)
     when = f" in step {key.step}" if key.step else ""
     when += f" on rank {key.rank}" if key.rank else ""
     if key.port == "param":
@@ -70,9 +70,9 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     parent = _enclosing(first, rows)
     if parent is None:
         return key.site, f"the inputs differ already{when}: '{key.slot}' of {name}"
-    class_name = next((row.class_name for row in rows if row.key.site == parent), "")
+    of_parent = next((row for row in rows if row.key.site == parent and row.class_name), None)
     return parent, (
-        f"the drift starts inside {_named(parent, class_name)}{when}, in its own code before it "
+        f"the drift starts inside {_named(parent, of_parent)}{when}, in its own code before it "
         f"calls {name}: input '{key.slot}' is off and no captured output that could feed it is"
     )
 
@@ -96,9 +96,12 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
     return next((root for root in ROOT if root in entered), None)
 
 
-def _named(site: str, class_name: str) -> str:
+def _named(site: str, row: Row | None) -> str:
     shown = "the model itself" if site in ROOT else f"'{site}'"
-    return f"{shown} ({class_name})" if class_name else shown
+    if row is None or not row.class_name:
+        return shown
+    other = f", in the candidate {row.candidate_class}" if row.candidate_class else ""
+    return f"{shown} ({row.class_name}{other})"
 
 
 def _all_fine(rows: Sequence[Row], compared: int) -> str:

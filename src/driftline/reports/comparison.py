@@ -118,7 +118,7 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
                 *(row.metrics.get(name) for name in metrics),
                 dtypes(row.reference_dtype, row.candidate_dtype),
                 shape(row.reference_shape),
-                row.class_name,
+                _classes(row),
             ),
             _TONES[row.status],
         )
@@ -128,6 +128,11 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
     return Grid(
         title, tuple(headings), tuple(lines), len(worst) - len(shown), "--all shows every row"
     )
+
+
+def _classes(row: Row) -> str:
+    other = row.candidate_class
+    return f"{row.class_name} → {other}" if other else row.class_name
 
 
 def _rank(row: Row) -> str:
@@ -199,9 +204,7 @@ def _where(table: Table) -> Branch:
 
 def _leaf(site: str, row: Row | None, is_first: bool, parent: str) -> Branch:
     label = site[len(parent) + 1 :] if parent else site or "(model)"
-    said = (
-        " ".join(part for part in (row.class_name, row.status) if part) if row else "not compared"
-    )
+    said = " ".join(part for part in (_classes(row), row.status) if part) if row else "not compared"
     if is_first:
         return Branch(label, f"{said}  ◀ starts here", "bad")
     return Branch(label, said, "bad" if row and row.status == "fail" else "plain")
