@@ -178,6 +178,8 @@ INLINE void restore_floats(FloatMode old) {
 #define hit_above NAME(hit_above)
 #define any_hit NAME(any_hit)
 #define nearer NAME(nearer)
+#define too_near NAME(too_near)
+#define CHAIN (32 * WIDTH) /* elements whose sums stay in float32 */
 #define steps_past NAME(steps_past)
 #define tally_past NAME(tally_past)
 #define ordinary NAME(ordinary)

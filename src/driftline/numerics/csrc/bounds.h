@@ -5,8 +5,8 @@ typedef struct {
   double x, e, xx, xe, ee, ae, rel; /* sums */
   float max_ae, min_r, max_r;
   int64_t differ, outside;
-  uint32_t margin; /* how close an element came to the tolerance, in float32 steps */
-  int hits;
+  int nears, hits;
+  uint16_t near[BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
   uint16_t hit[BLOCK / 8]; /* where a ULP distance or a relative error could exceed what was seen */
 } Sums;
 

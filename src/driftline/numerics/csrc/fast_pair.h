@@ -36,7 +36,7 @@ TARGET static int visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, 
   return news;
 }
 
-/* Elements outside the tolerance, in float64: for blocks where one came too close to it for float32 to tell. */
+/* Elements outside the tolerance, in float64: for chains where one came too close to it for float32 to tell. */
 LANE_FN int64_t recount(const Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n) {
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   const vd atol = lanes(s->atol), rtol = lanes(s->rtol);
@@ -127,8 +127,12 @@ TARGET static int64_t patch_block(Pair *s, const uint8_t *r_at, const uint8_t *c
 LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t base, int64_t n, int r_kind, int c_kind,
                           int tolerant, const Sums *b, Knobs *k) {
   Moments *m = &s->m;
-  int unsure = b->margin <= MARGIN_STEPS;
-  m->outside += unsure ? recount_kinds(s, r, c, r_kind, c_kind, n) : tolerant ? b->outside : b->differ;
+  m->outside += tolerant ? b->outside : b->differ;
+  for (int i = 0; i < b->nears; i++) {
+    int64_t at = b->near[i], left = n - at;
+    m->outside += recount_kinds(s, r + at * (r_kind == LANES_F32 ? 4 : 2), c + at * (c_kind == LANES_F32 ? 4 : 2), r_kind,
+                                c_kind, left < CHAIN ? left : CHAIN);
+  }
   if (b->hits && !nothing_new(s, b, k)) {
     if (visit_hits(s, r, c, r_kind, c_kind, b)) set_limit(s, k);
   }

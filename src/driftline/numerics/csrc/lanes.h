@@ -7,14 +7,15 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   const VF atol = OP(set1_ps)(k->atol), rtol = OP(set1_ps)(k->rtol);
   VF sums[7] = {zero, zero, zero, zero, zero, zero, zero};
   VF max_ae = zero, min_r = OP(set1_ps)(INFINITY), max_r = OP(set1_ps)(-INFINITY);
-  VI margin = OP(set1_epi32)(-1);
   TALLY differ = NO_TALLY, outside = NO_TALLY;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
-  int hits = 0;
+  int hits = 0, nears = 0;
   for (int64_t from = 0, to; from < n; from = to) {
     /* A lane adds 32 numbers, then the lane joins its total: short chains keep float32's digits. */
     VF sx = zero, se = zero, sxx = zero, sxe = zero, see = zero, sae = zero, srel = zero;
-    to = from + 32 * WIDTH < n ? from + 32 * WIDTH : n;
+    VI margin = OP(set1_epi32)(-1);
+    TALLY outside_before = outside;
+    to = from + CHAIN < n ? from + CHAIN : n;
     for (int64_t i = from; i < to; i += 2 * WIDTH) {
       VF rs[2], cs[2];
       if (r_kind == LANES_BF16 && c_kind == LANES_BF16) {
@@ -65,6 +66,10 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
       out->hit[hits] = (uint16_t)i;
       hits += any_hit(hit);
     }
+    if (tolerant && too_near(margin)) {
+      outside = outside_before;
+      out->near[nears++] = (uint16_t)from;
+    }
     sums[0] = OP(add_ps)(sums[0], sx);
     sums[1] = OP(add_ps)(sums[1], se);
     sums[2] = OP(add_ps)(sums[2], sxx);
@@ -85,7 +90,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   out->max_r = max_lane(max_r);
   out->differ = tallied(differ);
   out->outside = tallied(outside);
-  out->margin = tolerant ? least_lane(margin) : UINT32_MAX;
+  out->nears = nears;
   out->hits = hits;
 }
 

@@ -121,6 +121,7 @@ LANE_FN VI nearer(VI margin, SPLIT s, VI past) {
   (void)s;
   return margin & ~(VI)((PlainWords)past <= (PlainWords)plain_set1_epi32(MARGIN_STEPS));
 }
+LANE_FN int too_near(VI margin) { return any_hit(~margin); }
 LANE_FN MASK ordinary(VF r, VF c, VF r_mask, VF c_mask) {
   const VF top = plain_set1_ps(FLT_MAX);
   return (VI)(ABS(r) <= top) & (VI)(ABS(c) <= top) & (VI)(r != r_mask) & (VI)(c != c_mask);

@@ -191,6 +191,15 @@ LANE_FN VI nearer(VI margin, SPLIT s, VI past) {
 #endif
 }
 
+LANE_FN int too_near(VI margin) {
+  const VI steps = OP(set1_epi32)(MARGIN_STEPS);
+#if WIDTH == 16
+  return _mm512_cmp_epu32_mask(margin, steps, _MM_CMPINT_LE) != 0;
+#else
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_min_epu32(margin, steps), margin)) != 0;
+#endif
+}
+
 /* Which lanes are finite on both sides and no sentinels. */
 LANE_FN MASK ordinary(VF r, VF c, VF r_mask, VF c_mask) {
   const VF top = OP(set1_ps)(FLT_MAX);
