@@ -336,3 +336,17 @@ def test_hostile_files_are_one_sentence_and_exit_code_2(driftline: Command, tmp_
             assert says in said.err
             assert "Traceback" not in said.err
     assert not (tmp_path / "it_ran").exists()
+
+
+def test_names_that_would_steer_the_terminal_are_escaped_in_messages_and_plans_too(
+    driftline: Command, tmp_path: Path
+) -> None:
+    steering = "\x1b]0;owned\x07\u202e\nname"
+    np.savez(tmp_path / "odd.npz", **{f"{steering}{n}": np.ones(2) for n in range(2)})
+    np.savez(tmp_path / "plain.npz", a=np.ones(2), b=np.ones(2))
+    odd, plain = tmp_path / "odd.npz", tmp_path / "plain.npz"
+    for words in ((odd, plain), (odd, odd, "--site", "none"), (odd, odd, "--dry-run")):
+        said = driftline("compare", *words)
+        everything = said.out + said.err
+        assert "\\x1b]0;owned\\x07\\u202e\\nname" in everything
+        assert all(line.isprintable() for line in everything.split("\n"))

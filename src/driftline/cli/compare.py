@@ -97,8 +97,10 @@ def compare(
     theirs = narrowed(open_run(cand), steps=steps, ranks=ranks)
     sites, ports = tuple(site or ()), tuple(port or ())
     if dry_run:
+        from driftline.reports.terminal import printable
+
         for line in align(ours, theirs, sites=sites, ports=ports).lines():
-            print(line)
+            print(printable(line))
         return EXIT_FINE
     from driftline.comparison.metrics.catalogue import requested
     from driftline.gating.judge import exit_code

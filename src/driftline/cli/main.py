@@ -85,9 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def complain(error: DriftlineError) -> None:
     """One sentence on stderr, and the way out on a line of its own."""
-    print(f"driftline: {error}", file=sys.stderr)
+    from driftline.reports.terminal import printable  # only a command that fails pays for it
+
+    print(f"driftline: {printable(str(error))}", file=sys.stderr)
     if error.hint:
-        print(f"  hint: {error.hint}", file=sys.stderr)
+        print(f"  hint: {printable(error.hint)}", file=sys.stderr)
 
 
 def _said_by_the_system(trouble: OSError) -> str:
@@ -136,7 +138,9 @@ def _confess(bug: Exception) -> int:
     if settings.debug():
         traceback.print_exception(bug)
         return EXIT_COULD_NOT
-    what = f"{type(bug).__name__}: {bug}".splitlines()[0]
+    from driftline.reports.terminal import printable
+
+    what = printable(f"{type(bug).__name__}: {bug}".splitlines()[0])
     with tempfile.NamedTemporaryFile(
         "w", prefix="driftline-bug-", suffix=".txt", delete=False, encoding="utf-8"
     ) as report:
