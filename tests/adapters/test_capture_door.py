@@ -58,6 +58,7 @@ def test_an_existing_run_is_replaced_only_when_asked(tmp_path: Path) -> None:
         ({"steps": "first"}, "'first' is no step"),
         ({"steps_by": "epoch"}, "no steps_by 'epoch'"),
         ({"levels": ()}, "no level was given"),
+        ({"ports": "param_grad"}, "port 'param_grad' is not seen at level modules"),
         ({"max_bytes": "2GB"}, "a number of bytes, not '2GB'"),
     ],
 )

@@ -131,6 +131,12 @@ def test_summaries_and_class_globs(dump):
     assert not any("hunter2" in text for text in kept)
 
 
+def test_a_pattern_may_name_operators(dump):
+    dumped = dump("--level", "ops", "--class", "aten.addmm*", run=["infer.py"])
+    assert dumped.code == 0 and {r.class_name for r in dumped.run.records} == {"aten.addmm.default"}
+    assert "matches no" not in dumped.err
+
+
 def test_gradients_are_a_level(dump, workshop):
     (workshop / "train.py").write_text(
         "import torch\nfrom model import Net\n"
@@ -163,6 +169,12 @@ BAD = [
     (["--exec", "cd x; python y.py"], "cannot do ';'", "script"),
     (["--exec", "python 'x.py"], "no closing quotation", "close every"),
     (["--exec", "no-such-program-here x"], "command not found: no-such-program-here", ""),
+    (["--exec", "./infer.py"], "./infer.py is not executable", "python ./infer.py"),
+    (
+        ["--port", "grad_*", "--exec", "python x.py"],
+        "port 'grad_*' is not seen at level modules",
+        "add the level gradients",
+    ),
     (["--exec", "LANG=C python x.py"], "command not found: LANG=C", "env LANG=C"),
     ([], "no program to run", "--exec"),
     (["--exec", "true", "--", "true"], "given twice", ""),

@@ -62,6 +62,11 @@ def report(**facts) -> ProcessReport:
             PLAN,
             "none of 7 tensors could be written",
         ),
+        (
+            Marks(1, 1, reports=(report(steps_taken=(0,)),)),
+            CapturePlan("/tmp/x", levels=("gradients",)),
+            "no backward pass came through them",
+        ),
     ],
 )
 def test_the_first_thing_that_stopped_it_is_the_reason(marks, plan, reason):

@@ -22,6 +22,14 @@ _NUMBER_GLOB = re.compile(r"\d+|(?=.*[*?\[])[\d*?\[\]!-]+")
 _INPUT_PORTS = ("input", "grad_input")
 _OUTPUT_PORTS = ("output", "grad_output")
 
+LEVEL_PORTS: Mapping[str, tuple[str, ...]] = {
+    "modules": ("input", "output"),
+    "ops": ("input", "output"),
+    "gradients": ("grad_input", "grad_output", "param_grad", "optimizer_grad"),
+    "params": ("param",),
+}
+"""What can be seen at each level."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -188,6 +196,23 @@ class Selection:
             for name, value in data.items()
         }
         return cls(**values)
+
+
+def require_visible(ports: Iterable[str], levels: Iterable[str]) -> None:
+    """Raise when a port was asked for that no chosen level shows."""
+    chosen = tuple(levels)
+    seen = {port for level in chosen for port in LEVEL_PORTS[level]}
+    for pattern in ports:
+        if not any(fnmatchcase(port, pattern) for port in seen):
+            shown = next(
+                level
+                for level, those in LEVEL_PORTS.items()
+                if any(fnmatchcase(port, pattern) for port in those)
+            )
+            raise BadInput(
+                f"port '{pattern}' is not seen at level {', '.join(chosen)}",
+                hint=f"add the level {shown}",
+            )
 
 
 def _require_numbers(kind: str, pattern: str) -> None:

@@ -107,7 +107,7 @@ class Launched:
     def report(self) -> ProcessReport:
         session = self.session
         seen = sorted(session.steps_seen)
-        places = [Place(p.site, p.class_name, p.ids) for p in session.names.places()]
+        places = [Place(*place) for place in session.places()]
         return ProcessReport(
             pid=os.getpid(),
             rank=self._rank()[0],

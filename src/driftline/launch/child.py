@@ -7,10 +7,12 @@ work. Refuses to know what is captured.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +31,11 @@ def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if not argv:
         raise BadInput("the command to run is empty", hint='give --exec "python infer.py"')
     if shutil.which(argv[0], path=env.get("PATH")) is None:
+        if os.sep in argv[0] and Path(argv[0]).is_file():
+            raise NoSuchCommand(
+                f"{argv[0]} is not executable",
+                hint=f"name what runs it, such as python {argv[0]}",
+            )
         if "=" in argv[0]:
             hint = f"variables are set by env: env {argv[0]} ..."
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
 from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection
+from driftline.adapters.selection import Selection, require_visible
 from driftline.errors import BadInput, did_you_mean
 
 SCHEMA = 1
@@ -65,6 +65,8 @@ class CapturePlan:
             for word in value:
                 if word not in known:
                     raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, known))
+        if self.wants_tensors:
+            require_visible(self.selection.ports, self.levels)
         if self.max_bytes < 0:
             raise BadInput("the limit of bytes cannot be negative")
         if self.layout == "ait" and self.wants_tensors and self.reduction.kept != "full":

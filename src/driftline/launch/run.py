@@ -183,6 +183,11 @@ def why_nothing(
             f"nothing was captured: --rank selects none of the ranks {', '.join(map(str, ranks))}",
             "leave --rank out to capture all of them",
         )
+    if plan.levels == ("gradients",):
+        return (
+            "nothing was captured: modules were called, and no backward pass came through them",
+            "--level gradients sees training only; leave it out to see what the modules compute",
+        )
     filters = _filters_in_words(plan)
     return (
         f"nothing was captured: modules were called, and the filters left no tensor of them"

@@ -13,10 +13,10 @@ from torch import nn
 
 from driftline import settings
 from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection, patterns
+from driftline.adapters.selection import Selection, patterns, require_visible
 from driftline.adapters.torch import modules
 from driftline.adapters.torch.provenance import facts
-from driftline.adapters.torch.session import CaptureSession, known_levels
+from driftline.adapters.torch.session import LEVELS, CaptureSession, known_levels
 from driftline.adapters.torch.steps import StepsBy
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.manifest import create_run
@@ -121,6 +121,9 @@ def capture(
             "both a selection and filters were given", hint="put the filters into the selection"
         )
     levels = known_levels(levels)
+    if not levels:
+        raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
+    require_visible(selection.ports, levels)
     if steps_by not in get_args(StepsBy):
         raise BadInput(
             f"there is no steps_by '{steps_by}'", hint=did_you_mean(steps_by, get_args(StepsBy))

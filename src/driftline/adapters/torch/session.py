@@ -42,8 +42,6 @@ _TAPS = {
 def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
     """Levels as given, one or several, each of which exists."""
     chosen = patterns(levels)
-    if not chosen:
-        raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
     for level in chosen:
         if level not in LEVELS:
             raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
@@ -167,10 +165,14 @@ class CaptureSession:
             self._write_topology()
             self.intake.sink.close()
 
+    def places(self) -> list[tuple[str, str, str | None]]:
+        """Site, class and ids of every module, then those of operators and parameters seen."""
+        named = [(p.site, p.class_name, p.ids) for p in self.names.places()]
+        seen = dict.fromkeys((site, class_name, None) for site, class_name, _ in self._wanted)
+        return [*named, *seen]
+
     def _unmatched(self) -> list[tuple[str, str, str]]:
-        places = [(p.site, p.class_name, p.ids) for p in self.names.places()]
-        places += [(site, class_name, None) for site, class_name, _ in self._wanted]
-        return self.selection.unmatched(places)
+        return self.selection.unmatched(self.places())
 
     def complaints(self) -> list[str]:
         """What a person who asked for this capture would want to hear at its end."""
