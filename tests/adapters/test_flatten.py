@@ -115,10 +115,20 @@ def test_decorated_forwards_are_bound_to_the_names_of_the_wrapped_one() -> None:
     one, two = flatten.binding_of(One().forward), flatten.binding_of(Two().forward)
     assert one.names == ("first", "second")
     assert two.names == ("other",)
-    found = flatten.inputs(two, (T, T), {"flag": T, "other": T})
-    assert [(s, a) for s, a, _ in found] == [
-        ("other", "0"),
-        ("1", ""),
-        ("flag", ""),
-        ("other", "0"),
+    found = flatten.inputs(two, (T, T), {"flag": T})
+    assert [(s, a) for s, a, _ in found] == [("other", "0"), ("1", ""), ("flag", "")]
+    by_name = flatten.inputs(two, (), {"other": T})
+    assert [(s, a) for s, a, _ in by_name] == [("other", "0")]
+
+
+def test_no_two_tensors_of_one_call_share_a_slot() -> None:
+    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
+    found = flatten.outputs({"a": {"b": a}, "a.b": b, 1: c, "1": d})
+    assert [(slot, tensor.item()) for slot, _, tensor in found] == [
+        ("a.b", 0.0),
+        ("a.b~1", 1.0),
+        ("1", 2.0),
+        ("1~1", 3.0),
     ]
+    binding = flatten.binding_of(lambda *args, **kwargs: None)
+    assert [slot for slot, _, _ in flatten.inputs(binding, (a,), {"0": b})] == ["0", "0~1"]

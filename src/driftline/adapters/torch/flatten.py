@@ -95,7 +95,7 @@ def inputs(
             found.append((name, alias or "", value))
         elif not isinstance(value, _PLAIN):
             _walk(value, name, alias, found, 0, cache)
-    return found
+    return _distinct(found) if len(found) > 1 else found
 
 
 def outputs(value: Any, cache: int = WHOLE_CACHE) -> Tensors:
@@ -105,7 +105,23 @@ def outputs(value: Any, cache: int = WHOLE_CACHE) -> Tensors:
     found: Tensors = []
     if not isinstance(value, _PLAIN):
         _walk(value, "", "", found, 0, cache)
-    return found
+    return _distinct(found) if len(found) > 1 else found
+
+
+def _distinct(found: Tensors) -> Tensors:
+    """The same with a name for each: `{"a": {"b": x}, "a.b": y}` gives `a.b` and `a.b~1`."""
+    if len({slot for slot, _, _ in found}) == len(found):
+        return found
+    taken: set[str] = set()
+    renamed: Tensors = []
+    for slot, alias, tensor in found:
+        name, count = slot, 0
+        while name in taken:
+            count += 1
+            name = f"{slot}~{count}"
+        taken.add(name)
+        renamed.append((name, alias if name == slot else "", tensor))
+    return renamed
 
 
 def _walk(value: Any, slot: str, alias: str | None, found: Tensors, depth: int, cache: int) -> None:
