@@ -377,3 +377,10 @@ def test_a_module_of_another_class_in_the_candidate_is_said():
     assert table.finding.startswith("the drift starts at 'act' (SiLU, in the candidate GELU), in")
     assert table.rows[0].candidate_class == "GELU"
     assert driftline.compare(ours, ours).rows[0].candidate_class == ""
+
+
+def test_a_pass_says_how_much_of_the_two_runs_it_rests_on():
+    x = noise(4)
+    assert table_of({"a": x}, {"a": x}).finding == "1 tensor compared, none differs"
+    most = table_of({"a": x, "b": x, "c": x}, {"a": x, "b": x[:2], "d": x})
+    assert most.finding == "1 of 4 tensors compared, none differs"

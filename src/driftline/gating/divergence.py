@@ -105,16 +105,19 @@ def _named(site: str, row: Row | None) -> str:
 
 
 def _all_fine(rows: Sequence[Row], compared: int) -> str:
+    # A pass that rests on part of the tensors must not read like one that rests on all of them.
+    share = f"{compared}" if compared == len(rows) else f"{compared} of {len(rows)}"
+    share += " tensor compared" if len(rows) == 1 else " tensors compared"
     passing = [row for row in rows if row.status == "pass" and row.limit]
     if not passing:
-        return f"{compared} tensors compared, none differs"
+        return f"{share}, none differs"
     worst = max(passing, key=lambda row: row.severity)
     if worst.severity == 0.0:
-        return f"{compared} tensors compared, none differs"
+        return f"{share}, none differs"
     whose = "asked for" if worst.limit_from == "user" else f"allowed for {worst.limit_from}"
     about = "estimated " if worst.decided_by in worst.estimated else ""
     return (
-        f"{compared} tensors compared, none outside its limit; the closest is '{worst.key.site}' "
+        f"{share}, none outside its limit; the closest is '{worst.key.site}' "
         f"{worst.key.port} with {about}{worst.decided_by} {worst.metrics[worst.decided_by]:.3g} "
         f"of {worst.limit:g} {whose}"
     )
