@@ -375,3 +375,22 @@ def test_an_estimate_is_given_after_the_first_step() -> None:
         assert running.session.bytes_in_first_step
     told = next(e for e in sink._events if e["kind"] == "estimate")["details"]
     assert told["total"] == 10 * told["bytes"]
+
+
+def test_a_layer_that_is_wrapped_while_captured_moves_below_its_wrapper() -> None:
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x)
+
+    model, sink = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), MemorySink()
+    with capture(model, sink, ports="output"):
+        model(torch.ones(1, 2))
+        model[0] = Adapter(model[0])
+        model(torch.ones(1, 2))
+    assert [(site, step) for site, step, _ in _sites(sink)] == [
+        ("0", 0), ("1", 0), ("(root)", 0), ("0.base", 1), ("0", 1), ("1", 1), ("(root)", 1),
+    ]  # fmt: skip

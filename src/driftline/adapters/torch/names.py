@@ -272,8 +272,11 @@ class ModuleNames:
         self._walk(module, root, site=prefix or ROOT, ids="" if not prefix else None)
 
     def _walk(self, top: nn.Module, root: Root, *, site: str, ids: str | None) -> None:
-        """Name everything below, depth first; what has a name keeps it."""
+        """Name everything below, depth first; what has a name keeps it, unless another module has
+        taken its place (an adapter wrapped around a layer).
+        """
         seen: set[int] = set()
+        sites: set[str] = set()
         waiting: list[tuple[nn.Module, str, str | None]] = [(top, site, ids)]
         while waiting:
             module, site, ids = waiting.pop()
@@ -281,11 +284,12 @@ class ModuleNames:
                 continue
             seen.add(id(module))
             place = self.known(module)
-            if place is None:
+            if place is None or (place.site != site and place.site in sites):
                 is_root = root.module() is unwrapped(module)
                 self._put(module, Place(module, site, ids, root, is_root=is_root))
             else:
                 site, ids = place.site, place.ids
+            sites.add(site)
             inner = wrapped(module)
             if inner is not None:
                 waiting.append((inner, site, ids))
