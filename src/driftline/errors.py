@@ -28,6 +28,8 @@ class DriftlineError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # a traceback, in a notebook say, shows it too
 
     def __str__(self) -> str:
         return self.args[0]

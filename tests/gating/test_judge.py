@@ -384,3 +384,22 @@ def test_a_pass_says_how_much_of_the_two_runs_it_rests_on():
     assert table_of({"a": x}, {"a": x}).finding == "1 tensor compared, none differs"
     most = table_of({"a": x, "b": x, "c": x}, {"a": x, "b": x[:2], "d": x})
     assert most.finding == "1 of 4 tensors compared, none differs"
+
+
+def test_when_nothing_could_be_compared_a_reason_is_in_the_finding():
+    table = table_of({"a": noise(4)}, {"a": noise(5)})
+    assert table.finding.endswith("; 'a' output, for one: the shapes differ: 4 against 5")
+
+
+def test_without_outputs_nobody_is_blamed_for_code_of_their_own():
+    x = noise(8)
+    ours = {"m/input/x": x, "m.a/input/x": x, "m.b/input/x": x}
+    table = table_of(ours, {**ours, "m.b/input/x": -x})
+    assert table.first_site == "m"
+    assert table.finding.startswith("the drift starts inside 'm', before it calls 'm.b'")
+
+
+def test_a_traceback_shows_the_hint_too():
+    with pytest.raises(BadInput) as caught:
+        table_of({"a": noise(4)}, {"a": noise(4)}, sites=["b"])
+    assert caught.value.__notes__ == [f"hint: {caught.value.hint}"]

@@ -70,9 +70,11 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     parent = _enclosing(first, rows)
     if parent is None:
         return key.site, f"the inputs differ already{when}: '{key.slot}' of {name}"
+    # Where no outputs were kept, another child of the parent may have made it.
+    whose = "in its own code " if any(row.key.port == "output" for row in rows) else ""
     of_parent = next((row for row in rows if row.key.site == parent and row.class_name), None)
     return parent, (
-        f"the drift starts inside {_named(parent, of_parent)}{when}, in its own code before it "
+        f"the drift starts inside {_named(parent, of_parent)}{when}, {whose}before it "
         f"calls {name}: input '{key.slot}' is off and no captured output that could feed it is"
     )
 

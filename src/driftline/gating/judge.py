@@ -32,6 +32,8 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     if not coverage.compared:
         verdict = "incomparable"
         finding = f"nothing could be compared: {coverage}"
+        if why := next((row for row in rows if row.status == "incomparable"), None):
+            finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
     elif first is not None:
         verdict = "fail"
     elif not coverage.share >= allowed.min_coverage:
