@@ -36,7 +36,7 @@ AIT_TREE = "driftline.dialects.ait_tree:AitTree"
 """A dialect stands above this room, so it is found by its address and only when asked for."""
 
 TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
-_LONGEST_GOODBYE = 5.0  # seconds
+_LONGEST_GOODBYE = 2.0  # seconds: a signal handler may leave while its own thread is writing
 _SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
 
 
