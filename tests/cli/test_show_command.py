@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -158,3 +159,27 @@ def test_a_terminal_that_cannot_write_a_name_shows_its_code(
         assert done.returncode in (0, 1)
         assert done.stderr == b""
         assert b"\\u" in done.stdout
+
+
+def test_verify_names_the_tensors_whose_bytes_changed_on_disk(
+    reference: Path, driftline: Say
+) -> None:
+    clean = driftline("show", reference, "--verify")
+    assert clean.code == 0 and "their bytes are what was captured" in clean.out
+    shard = next(reference.glob("rank0/tensors-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    damaged = driftline("show", reference, "--verify")
+    assert damaged.code == 1 and "its bytes have digest" in damaged.out
+
+
+def test_compare_sees_bytes_that_changed_on_disk_although_the_digests_agree(
+    reference: Path, tmp_path: Path, driftline: Say
+) -> None:
+    twin = shutil.copytree(reference, tmp_path / "twin")
+    shard = next(twin.glob("rank0/tensors-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 0x40
+    shard.write_bytes(data)
+    assert driftline("compare", reference, twin).code == 1

@@ -23,6 +23,7 @@ def show(
     site: Annotated[list[str] | None, Option(metavar="GLOB")] = None,
     format: Format = "table",
     all: bool = False,
+    verify: bool = False,
 ) -> int:
     """Look at a run, a comparison table or a tensor file.
 
@@ -35,6 +36,7 @@ def show(
         site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors.
         format: table for people; json and csv for programs, whole; markdown for a review.
         all: Leave nothing out for length.
+        verify: Read every byte of a run and say which are not those that were captured; exit 1.
     """
     from driftline.comparison.storage import TABLE_FILE, is_table, open_table
 
@@ -42,7 +44,25 @@ def show(
         return _show_table(open_table(path), format, all)
     from driftline.formats.opening import open_run
 
-    return _show_run(open_run(path), tuple(site or ()), tensors, format, all)
+    run = open_run(path)
+    if verify:
+        return _verify(run)
+    return _show_run(run, tuple(site or ()), tensors, format, all)
+
+
+def _verify(run: Run) -> int:
+    from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
+    from driftline.reports.wording import counted
+    from driftline.runs.verify import verify
+
+    damaged = 0
+    for loss in verify(run):
+        damaged += 1
+        print(loss)
+    tensors = counted(sum(1 for record in run.records if record.digest), "tensor")
+    kept = "their bytes are" if not damaged else f"{damaged} of them not"
+    print(f"{run.name}: {tensors} with a digest, {kept} what was captured")
+    return EXIT_DIFFERENT if damaged else EXIT_FINE
 
 
 def _show_table(table: Table, format: Format, everything: bool) -> int:

@@ -85,16 +85,8 @@ def open_values(reference: Run, ours: Record, candidate: Run, theirs: Record) ->
         DriftlineError: The values of a side cannot be read, or the samples share no elements.
     """
     our_dtype, their_dtype = DTYPES[ours.dtype], DTYPES[theirs.dtype]
-    same = (
-        ours.dtype == theirs.dtype
-        and ours.kept == theirs.kept
-        and ours.sample_stride == theirs.sample_stride
-        and bool(ours.digest)
-        and ours.digest == theirs.digest
-    )
-    here = reference.raw(ours)
-    # The same bytes twice: one read serves for both, and every measurement comes out as it would.
-    there = here if same else candidate.raw(theirs)
+    # Equal digests do not spare a read: they say what was captured, not what is on disk today.
+    here, there = reference.raw(ours), candidate.raw(theirs)
     elements = math.prod(ours.shape)
     if ours.kept == theirs.kept == "full":
         return ValuePair(here, our_dtype, there, their_dtype, elements, ours.shape)
