@@ -161,6 +161,21 @@ def test_the_optimizer_step_is_the_boundary_of_training() -> None:
     assert roots == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (3, 0)]
 
 
+def test_an_evaluation_between_training_steps_has_a_step_of_its_own() -> None:
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def program() -> None:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(1, 2))
+
+    roots = [(step, visit) for site, step, visit in _sites(_watch(program)) if site == "(root)"]
+    assert roots == [(0, 0), (1, 0), (2, 0), (3, 0)]
+
+
 def test_parts_of_a_model_that_is_never_called_itself_count_its_steps() -> None:
     harness = nn.ModuleDict({"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 2)})
 

@@ -95,7 +95,7 @@ def dump(
             after.
         opname: Only modules whose class or own name begins like this, in any case; comma list.
         part: 0 inputs, 1 outputs, 2 both.
-        device: Only tensors on the device with this index.
+        device: Only tensors on the device with this index, and those on the CPU.
         site: Only module paths that match, such as 'model.layers.*.mlp'.
         class_: Only classes that match, such as '*Norm'.
         port: Only these sides: input, output, grad_input, grad_output, param, param_grad.
@@ -172,6 +172,8 @@ def summary(outcome: Outcome) -> list[str]:
             lines.append(f"  capture failed in a process: {outcome.marks.failed[0]}")
     if harvest.tensors and plan.says("info") and plan.layout == "run":
         lines.append(f"  next: driftline compare {_shown(plan.output)} ANOTHER_RUN")
+    if lines and lines[0].startswith("  "):  # the line these belong to was not wanted
+        lines[0] = f"driftline: {lines[0].strip()}"
     return lines
 
 

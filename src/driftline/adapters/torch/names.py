@@ -44,6 +44,7 @@ class Root:
         opened: Parts called by themselves in this step, before the model (`generate`'s encoder).
         openers: Parts that were called by themselves in the first step, before the model.
         ever_called: Whether the model itself was called at all.
+        training: Whether its last call was one that an optimizer's step will conclude.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Root:
         "openers",
         "prefix",
         "step",
+        "training",
         "tree",
     )
 
@@ -65,6 +67,7 @@ class Root:
         self.step = 0
         self.called = False
         self.ever_called = False
+        self.training = False
         self.opened: set[str] = set()
         self.openers: set[str] = set()
         self.tree: Any = None  # as it was last seen: a model may be gone before the capture is

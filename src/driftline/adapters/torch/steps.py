@@ -61,9 +61,12 @@ class StepClock:
         if self._by in ("manual", "optimizer"):
             return
         if place.is_root:
-            if root.called and not self._is_training(module):
+            training = self._is_training(module)
+            # Micro-batches share a step; an evaluation between training steps shares it with none.
+            if root.called and not (training and root.training):
                 self._advance(root)
             root.called = root.ever_called = True
+            root.training = training
             return
         if not root.ever_called and root.step == self._base:
             root.openers.add(place.site)
