@@ -16,6 +16,7 @@ DEMO = ROOT / "examples" / "demo"
 
 
 def shell_blocks(page: Path) -> list[str]:
+    """The commands of a page, also of blocks that stand in a list."""
     return re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
@@ -89,3 +90,28 @@ def test_every_page_the_readme_links_to_exists() -> None:
     pages = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
     assert pages
     assert [page for page in pages if not (ROOT / page).exists()] == []
+
+
+def test_the_python_example_tells_the_ported_model_from_the_broken_one() -> None:
+    script = ROOT / "examples" / "python" / "two_models.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("ported: pass")
+    assert lines[1].startswith("broken: fail, the drift starts at '2' (LayerNorm)")
+    assert any("rank0/step0/3/output/0 float32 (4, 8)" in line for line in lines)
+
+
+def test_the_commands_of_the_examples_page_find_the_fault(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "demo")
+    commands = shell_blocks(ROOT / "examples" / "README.md")[0].strip().splitlines()
+    codes = [
+        run_words(
+            [word.replace("python ", f"{sys.executable} ") for word in shlex.split(command)],
+            tmp_path,
+        ).returncode
+        for command in commands
+    ]
+    assert codes == [0, 0, 1]
