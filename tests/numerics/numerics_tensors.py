@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -152,16 +151,16 @@ def _same_std(got: float, want: float, low: float, high: float) -> bool:
 
 
 def assert_same_summary(got: Summary, want: Summary) -> None:
-    for field in dataclasses.fields(Summary):
-        a, b = getattr(got, field.name), getattr(want, field.name)
-        if field.name == "sketch":
+    for name in Summary._fields:
+        a, b = getattr(got, name), getattr(want, name)
+        if name == "sketch":
             assert len(a) == len(b)
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(want.l2, 1e-300))
         elif isinstance(b, int) or math.isnan(b) or math.isinf(b):
-            assert a == b or (math.isnan(a) and math.isnan(b)), (field.name, a, b)
-        elif field.name == "std":
+            assert a == b or (math.isnan(a) and math.isnan(b)), (name, a, b)
+        elif name == "std":
             assert _same_std(a, b, want.min, want.max), (a, b)
-        elif field.name == "mean":
+        elif name == "mean":
             assert abs(a - b) <= 1e-12 * want.l2 / math.sqrt(max(want.count, 1)), (a, b)
         else:
-            assert math.isclose(a, b, rel_tol=1e-12, abs_tol=0.0), (field.name, a, b)
+            assert math.isclose(a, b, rel_tol=1e-12, abs_tol=0.0), (name, a, b)

@@ -94,6 +94,26 @@ def test_the_digest_is_the_one_of_the_xxhash_package(path: str) -> None:
         assert kernel.digest(part, path=path) == want, size
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_memory_given_by_address_is_read_like_the_array_over_it(
+    built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not built:
+        monkeypatch.setattr(kernel, "_default_number", lambda: -1)
+    f32 = DTYPES["float32"]
+    data = np.random.default_rng(4).standard_normal(1001).astype(np.float32)
+    for count in (0, 1, 63, 1001):
+        part = data[:count]
+        address = data.ctypes.data
+        window = kernel.bytes_at(address, part.nbytes)
+        assert window.tobytes() == part.tobytes()
+        assert kernel.digest_at(address, part.nbytes) == kernel.digest(part)
+        summary = kernel.summarize_at(address, part.nbytes, f32, count=count)
+        assert repr(summary) == repr(kernel.summarize(part, f32, count=count))
+    with pytest.raises(BadInput, match="do not fit"):
+        kernel.summarize_at(data.ctypes.data, 7, f32, count=2)
+
+
 def test_without_the_kernel_the_digest_says_which_kind_it_is() -> None:
     assert kernel.digest(np.arange(5), path="numpy").startswith("blake2b-128:")
     assert len(kernel.digest(np.arange(5), path="numpy").split(":")[1]) == 32

@@ -9,7 +9,6 @@ are told the same way on every path; only the last digits of sums differ.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import math
 import struct
@@ -65,7 +64,13 @@ _SummaryBuffer = ctypes.c_char * _SUMMARY.size
 _DigestBuffer = ctypes.c_char * 16
 _start_of = ctypes.c_char.from_buffer
 _new_moments = PairMoments._make
-_SUMMARY_SLOTS = tuple(getattr(Summary, f.name).__set__ for f in dataclasses.fields(Summary))
+_new_summary = Summary._make
+_PREFIX = "xxh3-128:"
+# A function object of our own: the program may have declared this one differently for itself.
+_memory_view: Any = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+_WRITABLE = 0x200  # PyBUF_WRITE
 
 
 @functools.cache
@@ -220,16 +225,26 @@ def summarize(data: AnyArray, dtype: DType, *, count: int, path: str | None = No
     library = _library()
     if number < 0 or library is None:
         return _summary_in_blocks(data, dtype, count)
-    code, reals, mask = _LAYOUT[dtype.name]
+    return _summarize(library, _address(data), dtype.name, count, number)
+
+
+def summarize_at(address: int, length: int, dtype: DType, *, count: int) -> Summary:
+    """The same for memory the caller vouches for: no array is made for it."""
+    number = _default_number()
+    library = _library()
+    if number < 0 or library is None:
+        return summarize(bytes_at(address, length), dtype, count=count)
+    if length * 8 < dtype.bits * count:
+        raise BadInput(f"{count} elements of {dtype.name} do not fit in {length} bytes")
+    return _summarize(library, address, dtype.name, count, number)
+
+
+def _summarize(library: ctypes.CDLL, address: int, dtype: str, count: int, number: int) -> Summary:
+    code, reals, mask = _LAYOUT[dtype]
     out = _SummaryBuffer()
-    library.driftline_summary(_address(data), code, count * reals, mask, number, out)
+    library.driftline_summary(address, code, count * reals, mask, number, out)
     values = _SUMMARY.unpack(out)
-    # The slots directly: the frozen class's own way costs as much as the kernel takes for 10 KB.
-    new = object.__new__(Summary)
-    for fill, value in zip(_SUMMARY_SLOTS, values, strict=False):
-        fill(new, value)
-    _SUMMARY_SLOTS[_SKETCH_AT](new, values[_SKETCH_AT:])  # not its first bucket
-    return new
+    return _new_summary((*values[:_SKETCH_AT], values[_SKETCH_AT:]))
 
 
 def digest(data: AnyArray, *, path: str | None = None) -> str:
@@ -247,7 +262,24 @@ def digest(data: AnyArray, *, path: str | None = None) -> str:
         return "blake2b-128:" + hashlib.blake2b(_bytes(data).data, digest_size=16).hexdigest()
     out = _DigestBuffer()
     library.driftline_digest(_address(data), data.nbytes, number, out)
-    return "xxh3-128:" + out.raw.hex()
+    return _PREFIX + out.raw.hex()
+
+
+def digest_at(address: int, length: int) -> str:
+    """The same for memory the caller vouches for: no array is made for it."""
+    number = _default_number()
+    library = _library()
+    if number < 0 or library is None:
+        return digest(bytes_at(address, length))
+    out = _DigestBuffer()
+    library.driftline_digest(address, length, number, out)
+    return _PREFIX + out.raw.hex()
+
+
+def bytes_at(address: int, length: int) -> npt.NDArray[np.uint8]:
+    """A window on memory that its owner must keep alive; nothing is copied."""
+    # Not through a ctypes array: each new length would make a new class, which dies with it.
+    return np.frombuffer(_memory_view(address, length, _WRITABLE) if length else b"", np.uint8)
 
 
 def _bytes(data: AnyArray) -> AnyArray:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SKETCH_BUCKETS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(NamedTuple):
     """One tensor's values in a few numbers. Moments are over finite elements, in float64.
 
     Attributes:
@@ -24,7 +23,7 @@ class Summary:
         sketch: Signed count-sketch of the finite elements; see `sketch.py`.
     """
 
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
     min: float
     max: float
     mean: float

@@ -5,7 +5,6 @@ Reads no values unless statistics of tensors are asked for, and then only of the
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import math
 import shlex
@@ -331,7 +330,7 @@ def _summary(run: Run, record: Record) -> Summary | None:
         found = kernel.summarize(values, DTYPES[record.dtype], count=math.prod(record.shape))
     except DriftlineError:
         return None
-    return dataclasses.replace(found, sketch=())
+    return found._replace(sketch=())
 
 
 def _warnings(run: Run) -> list[str]:

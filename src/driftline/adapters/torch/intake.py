@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from driftline.runs.key import Moment, Phase, Port, TensorKey
 from driftline.runs.record import Kept, Record
 
 if TYPE_CHECKING:
+    from driftline.adapters.torch.taps import Frame
     from driftline.runs.sink import Sink
 
 _REMEMBERED_SUMMARIES = 512
@@ -83,15 +84,31 @@ class Intake:
         try:
             act(*args)
         except Exception as error:
+            self._fault(where, error)
+
+    def _fault(self, where: str, error: Exception) -> None:
+        """Note an exception of the capture's own while it is being handled."""
+        try:
+            self.event_once(
+                "capture-fault",
+                f"capture failed: {type(error).__name__}: {error}",
+                site=where,
+                trace=traceback.format_exc(limit=-4),
+            )
+        except Exception:  # the sink itself is broken; there is nobody left to tell
+            self.broken = True
+
+    def take_all(
+        self, frame: Frame, port: str, tensors: Sequence[tuple[str, str, torch.Tensor]], moment: str
+    ) -> None:
+        """`take`, shielded, for the tensors of one port of a module call."""
+        site, class_name, visit = frame.site, frame.class_name, frame.visit
+        phase, step, take = frame.phase, frame.step, self.take
+        for slot, alias, tensor in tensors:
             try:
-                self.event_once(
-                    "capture-fault",
-                    f"capture failed: {type(error).__name__}: {error}",
-                    site=where,
-                    trace=traceback.format_exc(limit=-4),
-                )
-            except Exception:  # the sink itself is broken; there is nobody left to tell
-                self.broken = True
+                take(site, port, slot, tensor, alias, class_name, visit, phase, moment, step)
+            except Exception as error:
+                self._fault(site, error)
 
     def take(
         self,
@@ -135,20 +152,16 @@ class Intake:
     def _put(
         self, key: TensorKey, shot: snapshots.Snapshot, kept: Kept, alias: str, class_name: str
     ) -> None:
-        digest, summary, data, stride = "", None, shot.data, 1
-        if kept == "summary" and data is not None:
-            digest = kernel.digest(data)
-            summary = self._summary(digest, shot)
-            data = None
-        elif kept == "digest" and data is not None:
-            digest = kernel.digest(data)
-            data = None
-        elif kept == "sample" and data is not None:
-            digest = kernel.digest(data)
-            stride = self._reduction.stride(shot.elements)
-            data = snapshots.every_nth(shot, stride)
-        elif kept == "describe":
-            data = None
+        digest, summary, data, stride = "", None, None, 1
+        if kept == "full":
+            data = shot.data
+        elif kept != "describe":
+            digest = kernel.digest_at(shot.address, shot.length)
+            if kept == "summary":
+                summary = self._summary(digest, shot)  # at once: the bytes are still in the cache
+            elif kept == "sample":
+                stride = self._reduction.stride(shot.elements)
+                data = snapshots.every_nth(shot, stride)
         record = Record(
             key,
             0,
@@ -164,7 +177,8 @@ class Intake:
             summary,
             shot.placement,
         )
-        self._open_sink().put(record, data)
+        sink = self.sink or self._open_sink()
+        sink.put(record, data)
         self.tensors += 1
 
     def _summary(self, digest: str, shot: snapshots.Snapshot) -> Summary:
@@ -172,8 +186,9 @@ class Intake:
         key = (digest, shot.dtype, shot.elements)
         known = self._summaries.get(key)
         if known is None:
-            assert shot.data is not None
-            known = kernel.summarize(shot.data, DTYPES[shot.dtype], count=shot.elements)
+            known = kernel.summarize_at(
+                shot.address, shot.length, DTYPES[shot.dtype], count=shot.elements
+            )
             self._summaries[key] = known
             if len(self._summaries) > _REMEMBERED_SUMMARIES:
                 self._summaries.popitem(last=False)

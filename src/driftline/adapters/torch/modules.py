@@ -205,21 +205,7 @@ def _take_all(
     session: CaptureSession, frame: Frame, port: str, tensors: flatten.Tensors, moment: str
 ) -> None:
     with undisturbed():
-        for slot, alias, tensor in tensors:
-            session.shielded(
-                frame.site,
-                session.take,
-                frame.site,
-                port,
-                slot,
-                tensor,
-                alias,
-                frame.class_name,
-                frame.visit,
-                frame.phase,
-                moment,
-                frame.step,
-            )
+        session.intake.take_all(frame, port, tensors, moment)
 
 
 def _cache_part(module: nn.Module, stack: list[Frame]) -> int:

@@ -10,7 +10,6 @@ modes; callers hold `undisturbed()` around a group of snapshots. Knows nothing o
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.kernel import bytes_at
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -29,27 +29,40 @@ _NAMES: dict[torch.dtype, str] = {}
 
 _CPU = "cpu"
 _is_functional: Callable[[torch.Tensor], bool] = torch.__dict__["_is_functional_tensor"]
-_EMPTY: Bytes = np.empty(0, np.uint8)
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_NoFunction: Any = torch._C.DisableTorchFunction
+_NoDispatch: Any = torch._C._DisableTorchDispatch
+_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+_set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_NOTHING = -1
 
 
 class Snapshot(NamedTuple):
     """One tensor's description and, unless only described, its bytes in C order.
 
     Attributes:
-        data: Flat bytes, possibly of live memory; None when only the description was wanted.
+        address: Where its bytes are, possibly in live memory.
+        length: How many bytes; negative when only the description was wanted.
         elements: How many, logically.
         placement: For a shard: how the whole lies over its ranks.
-        owner: Keeps the memory behind `data` alive.
+        owner: Keeps the memory alive.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    data: Bytes | None
+    address: int
+    length: int
     device: str
     device_index: int | None
     elements: int
     placement: str
     owner: torch.Tensor
+
+    @property
+    def data(self) -> Bytes | None:
+        """The flat bytes, not copied; None when only the description was wanted."""
+        return bytes_at(self.address, self.length) if self.length >= 0 else None
 
 
 class Refusal(NamedTuple):
@@ -64,13 +77,13 @@ class undisturbed:
     __slots__ = ("_dispatch", "_function", "_grad")
 
     def __enter__(self) -> None:
-        self._function = torch._C.DisableTorchFunction()
+        self._function = _NoFunction()
         self._function.__enter__()
-        self._dispatch = torch._C._DisableTorchDispatch()
+        self._dispatch = _NoDispatch()
         self._dispatch.__enter__()
-        self._grad = torch.is_grad_enabled()
+        self._grad = _grad_enabled()
         if self._grad:
-            torch._C._set_grad_enabled(False)
+            _set_grad(False)
 
     def __exit__(
         self,
@@ -79,7 +92,7 @@ class undisturbed:
         trace: TracebackType | None,
     ) -> None:
         if self._grad:
-            torch._C._set_grad_enabled(True)
+            _set_grad(True)
         self._dispatch.__exit__(kind, error, trace)
         self._function.__exit__(kind, error, trace)
 
@@ -111,9 +124,8 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
         tensor: Any tensor.
         values: Whether its bytes are wanted, or only dtype, shape and device.
     """
-    kind = type(tensor)
     placement = ""
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+    if type(tensor) not in _ORDINARY:
         plain = _plain(tensor)
         if isinstance(plain, Refusal):
             return plain
@@ -126,22 +138,24 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
         return Refusal(f"{tensor.dtype} elements are not understood")
     shape = tuple(tensor.shape)
     count = tensor.numel()
-    packed = dtype == "float4_e2m1fn_x2"
     device = tensor.device
+    on_host = device.type == _CPU
+    address, length, owner = 0, _NOTHING, tensor
     if values:
-        data, owner = _bytes(tensor)
-        if data is None:
-            return Refusal("its storage has been freed or is not in memory")
-    else:
-        data, owner = None, tensor
-    if packed:  # torch counts bytes of two elements each
+        owner = _in_order(tensor, on_host=on_host)
+        length = count * owner.element_size()
+        if length:
+            address = owner.data_ptr()
+            if address == 0:
+                return Refusal("its storage has been freed or is not in memory")
+    if dtype == "float4_e2m1fn_x2":  # torch counts bytes of two elements each
         count *= 2
         shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
-    on_host = device.type == _CPU
     return Snapshot(
         dtype,
         shape,
-        data,
+        address,
+        length,
         _CPU if on_host else str(device),
         None if on_host else device.index,
         count,
@@ -152,16 +166,17 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
 
 def every_nth(shot: Snapshot, stride: int) -> Bytes:
     """The bytes of elements 0, stride, 2*stride, ... of a snapshot."""
-    assert shot.data is not None
+    data = shot.data
+    assert data is not None
     width = DTYPES[shot.dtype].bits
     if stride == 1:
-        return shot.data
+        return data
     if width < 8:  # two elements a byte: a sample of bytes is a sample of pairs, so unpack first
-        codes = np.stack((shot.data & 0x0F, shot.data >> 4), axis=1).reshape(-1)[::stride]
+        codes = np.stack((data & 0x0F, data >> 4), axis=1).reshape(-1)[::stride]
         padded = np.append(codes, np.uint8(0)) if codes.size % 2 else codes
         return (padded[0::2] | (padded[1::2] << 4)).astype(np.uint8)
     size = width // 8
-    return np.ascontiguousarray(shot.data.reshape(-1, size)[::stride]).reshape(-1)
+    return np.ascontiguousarray(data.reshape(-1, size)[::stride]).reshape(-1)
 
 
 def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
@@ -174,7 +189,7 @@ def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
     if values:
         if tensor.is_meta:
             return "a tensor on the meta device has no values"
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if _is_wrapped(tensor):
             return "inside torch.func (vmap, grad) a tensor has no memory of its own"
         if _is_functional(tensor):
             return "a functional tensor exists only while a graph is traced"
@@ -190,7 +205,7 @@ def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, str] | Refusal:
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         text = f"{_placements(tensor)} of {tuple(tensor.shape)} over mesh {_mesh(tensor)}"
         local = tensor._local_tensor
-        if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
+        if type(local) not in _ORDINARY:
             return Refusal(f"a DTensor whose local part is a {type(local).__name__}")
         return local, text
     if torch.nn.parameter.is_lazy(tensor):
@@ -209,21 +224,12 @@ def _mesh(tensor: Any) -> str:
     return str(tuple(tensor.device_mesh.shape))
 
 
-def _bytes(tensor: torch.Tensor) -> tuple[Bytes | None, torch.Tensor]:
-    """Flat C-order bytes, and the tensor that owns them."""
+def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
+    """The tensor itself, or a copy of it, with its values in host memory in C order."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.device.type != _CPU:
+    if not on_host:
         tensor = tensor.detach().cpu()
     if tensor.dtype is torch.complex32:  # copying it would print torch's warning in the program
         tensor = tensor.detach().view(torch.int32)
-    if not tensor.is_contiguous():
-        tensor = tensor.detach().contiguous()
-    length = tensor.numel() * tensor.element_size()
-    if length == 0:
-        return _EMPTY, tensor
-    address = tensor.data_ptr()
-    if address == 0:
-        return None, tensor
-    window = (ctypes.c_uint8 * length).from_address(address)
-    return np.frombuffer(memoryview(window), np.uint8), tensor
+    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
