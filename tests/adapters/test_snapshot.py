@@ -66,6 +66,7 @@ def test_small_integers_that_fill_a_byte_are_stored_as_bytes() -> None:
 
 def test_views_scalars_and_empty_tensors_have_their_logical_values() -> None:
     z = torch.tensor([1 + 2j, 3 - 4j])
+    _warm_up()
     cases = {
         "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3),
         "strided": torch.arange(12.0).reshape(3, 4)[::2, 1::2],
@@ -86,6 +87,12 @@ def test_views_scalars_and_empty_tensors_have_their_logical_values() -> None:
     assert cases["graph"].requires_grad
 
 
+def _warm_up() -> None:
+    """Ordinary tensors of a known dtype go a shorter way: what is not ordinary must not."""
+    for dtype in (torch.float32, torch.complex64):
+        _take(torch.ones(2, dtype=dtype))
+
+
 def _made_in_inference_mode() -> torch.Tensor:
     with torch.inference_mode():
         return torch.ones(3) * 2
@@ -103,6 +110,7 @@ def test_what_has_no_plain_values_is_refused_with_a_reason() -> None:
 
     with FakeTensorMode():
         fake = torch.ones(2)
+    _warm_up()
     freed = torch.ones(5)
     freed.untyped_storage().resize_(0)
     quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)

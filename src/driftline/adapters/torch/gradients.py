@@ -183,18 +183,17 @@ class GradientTap:
     def emit(
         self, call: _Call, port: str, slot: str, alias: str, gradient: torch.Tensor, task: int
     ) -> None:
-        with undisturbed():
-            self.session.emit(
-                call.site,
-                port,
-                slot,
-                gradient,
-                alias=alias,
-                class_name=call.class_name,
-                visit=call.visit_in(task),
-                phase="backward",
-                step=call.step,
-            )
+        self.session.emit(
+            call.site,
+            port,
+            slot,
+            gradient,
+            alias=alias,
+            class_name=call.class_name,
+            visit=call.visit_in(task),
+            phase="backward",
+            step=call.step,
+        )
 
     def lost(self, site: str, error: Exception) -> None:
         self.session.event_once(

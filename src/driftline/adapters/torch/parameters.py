@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from driftline.adapters.torch.dispatch import hide_from_compiler
 from driftline.adapters.torch.names import class_name_of
-from driftline.adapters.torch.snapshot import undisturbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,7 @@ class ParameterTap:
                     waiting = True
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
-                with undisturbed():
-                    session.emit(site, "param", name, tensor, class_name=class_name, step=step)
+                session.emit(site, "param", name, tensor, class_name=class_name, step=step)
         if not waiting:
             self._done[root] = step
 
@@ -212,16 +210,15 @@ class ParameterGradients:
             visit = self._counts.get(place, 0)
             self._counts[place] = visit + 1
             if session.wants(owner.site, owner.class_name, port):
-                with undisturbed():
-                    session.emit(
-                        owner.site,
-                        port,
-                        owner.name,
-                        gradient,
-                        class_name=owner.class_name,
-                        visit=visit,
-                        step=step,
-                    )
+                session.emit(
+                    owner.site,
+                    port,
+                    owner.name,
+                    gradient,
+                    class_name=owner.class_name,
+                    visit=visit,
+                    step=step,
+                )
         except Exception as error:
             session.event_once(
                 "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"

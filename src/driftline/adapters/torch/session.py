@@ -259,7 +259,7 @@ class CaptureSession:
         moment: str | None = None,
         step: int | None = None,
     ) -> None:
-        """Take one tensor, if it is wanted. Never raises."""
+        """Take one tensor, if it is wanted. Never raises; the program's modes see nothing of it."""
         if not self.wants(site, class_name, port):
             return
         now = self.step if step is None else step

@@ -27,7 +27,11 @@ Bytes = npt.NDArray[np.uint8]
 _NAMES: dict[torch.dtype, str] = {}
 """torch dtype to our name, filled as dtypes are met; an empty name is a refusal."""
 
+_SIMPLE: dict[torch.dtype, tuple[str, int]] = {}
+"""Name and bytes per element of the dtypes met; those whose elements torch counts as we do."""
+
 _CPU = "cpu"
+_STRIDED = torch.strided
 _is_functional: Callable[[torch.Tensor], bool] = torch.__dict__["_is_functional_tensor"]
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _NoFunction: Any = torch._C.DisableTorchFunction
@@ -124,6 +128,43 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
         tensor: Any tensor.
         values: Whether its bytes are wanted, or only dtype, shape and device.
     """
+    if values and type(tensor) in _ORDINARY and _is_simple(tensor):
+        simple = _SIMPLE.get(tensor.dtype)
+        if simple is not None:
+            name, size = simple
+            count = tensor.numel()
+            address = tensor.data_ptr()
+            if address and count:
+                return Snapshot(
+                    name,
+                    tuple(tensor.shape),
+                    address,
+                    count * size,
+                    _CPU,
+                    None,
+                    count,
+                    "",
+                    tensor,
+                )
+    return _any_snapshot(tensor, values=values)
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether the values just lie there, in host memory: nothing to refuse, nothing to undo."""
+    return not (
+        tensor.layout is not _STRIDED
+        or not tensor.is_cpu
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or _is_wrapped(tensor)
+        or _is_functional(tensor)
+        or not tensor.is_contiguous()
+    )
+
+
+def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal:
     placement = ""
     if type(tensor) not in _ORDINARY:
         plain = _plain(tensor)
@@ -151,6 +192,8 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
     if dtype == "float4_e2m1fn_x2":  # torch counts bytes of two elements each
         count *= 2
         shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
+    elif values and owner.dtype is tensor.dtype:
+        _SIMPLE[tensor.dtype] = dtype, owner.element_size()
     return Snapshot(
         dtype,
         shape,
