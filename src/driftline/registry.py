@@ -7,8 +7,7 @@ for those that other packages announce as entry points; nothing is imported unti
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from driftline.errors import BadInput, NotInstalled
 
@@ -16,8 +15,7 @@ METRICS = "driftline.metrics"
 """Entry-point group of metrics: `name = "package.module:function"`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where a part lives: `package.module:attribute`, and what to install when it is not there."""
 
     target: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 LAUNCH = "DRIFTLINE_LAUNCH"
 """Set by `driftline dump` for the program it starts: path of the capture plan (JSON)."""
@@ -42,8 +42,7 @@ def colours_refused() -> bool:
     return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"
 
 
-@dataclass(frozen=True, slots=True)
-class JobPlace:
+class JobPlace(NamedTuple):
     """Where this process stands in a distributed job, as its launcher says."""
 
     rank: int

@@ -66,7 +66,7 @@ def test_the_worst_rows_come_first() -> None:
 def test_it_fits_the_width(width: int) -> None:
     deep = planted(bad="model.layers.2.mlp.act")
     key = TensorKey.of("model." + "very_long_name." * 8 + "end", "output", "past_key_values.3.0")
-    long = dataclasses.replace(deep.failing[0], key=key)
+    long = deep.failing[0]._replace(key=key)
     text = painted(deep.with_rows([*deep.rows, long]), width)
     assert max(len(line) for line in text.splitlines()) <= max(width, 90)
     if width >= 90:
@@ -105,10 +105,7 @@ def test_what_a_run_lost_is_said() -> None:
 def test_steps_and_ranks_are_columns_only_when_there_are_several() -> None:
     one = painted(planted())
     assert " step " not in one and " rank " not in one
-    rows = [
-        dataclasses.replace(r, key=dataclasses.replace(r.key, rank=r.order % 2, step=r.order))
-        for r in planted().rows
-    ]
+    rows = [r._replace(key=r.key._replace(rank=r.order % 2, step=r.order)) for r in planted().rows]
     head = next(x for x in painted(planted().with_rows(rows)).splitlines() if "decided" in x)
     assert "step" in head and "rank" in head
 

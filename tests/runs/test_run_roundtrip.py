@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def record(site: str, dtype: str, shape: tuple[int, ...], **changes: Any) -> Record:
-    return replace(Record(TensorKey.of(site, "output"), 0, dtype, shape), **changes)
+    return Record(TensorKey.of(site, "output"), 0, dtype, shape)._replace(**changes)
 
 
 def put(sink: Sink, site: str, array: np.ndarray[Any, Any], **changes: Any) -> None:
@@ -132,11 +131,11 @@ def test_a_record_keeps_everything_it_knows(writer: RunWriter) -> None:
         "Shard(0)",
     )
     writer.put(full, None)
-    writer.put(replace(full, kept="describe", summary=None, digest=""), None)
+    writer.put(full._replace(kept="describe", summary=None, digest=""), None)
     writer.close()
     first, second = open_run(writer.path).records
     assert str(first.summary) == str(summary)  # nan is not equal to itself; as text it is
-    assert replace(first, summary=None) == replace(full, summary=None, order=0)
+    assert first._replace(summary=None) == full._replace(summary=None, order=0)
     assert (second.kept, second.order, second.digest) == ("describe", 1, "")
 
 
@@ -291,7 +290,7 @@ def test_get_finds_a_slot_by_its_position_and_says_what_is_near(writer: RunWrite
     key = TensorKey.of("model.layers.0", "input", "hidden_states")
     writer.put(Record(key, 0, "float32", (1,), alias="0"), bytes_of(data))
     writer.put(
-        Record(replace(key, moment="after"), 0, "float32", (1,), alias="0"), bytes_of(data * 2)
+        Record(key._replace(moment="after"), 0, "float32", (1,), alias="0"), bytes_of(data * 2)
     )
     writer.close()
     run = open_run(writer.path)

@@ -14,6 +14,8 @@ def described(owner: object, name: str) -> str:
     found = inspect.getattr_static(owner, name)
     if isinstance(found, property):
         return f"{name}  (property)"
+    if inspect.isdatadescriptor(found):
+        return f"{name}  (field)"  # in a slot or in a tuple, that is the class's own business
     found = getattr(owner, name)
     if inspect.isclass(found) or callable(found):
         return f"{name}{inspect.signature(found)}"

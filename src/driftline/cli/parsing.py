@@ -23,7 +23,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
@@ -34,8 +33,7 @@ CommandFunction = Callable[..., int | None]
 _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """How a parameter is spelt and shown; everything left out follows from the parameter.
 
     Attributes:

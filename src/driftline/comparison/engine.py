@@ -11,7 +11,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from driftline.alignment.plan import Pair, Plan
@@ -166,7 +165,7 @@ class _Work:
         pair = self.pairs[at]
         row = _paired(pair)
         if trouble := _clash(pair):
-            return replace(row, status="incomparable", reason=trouble)
+            return row._replace(status="incomparable", reason=trouble)
         try:
             if _has_values(self.reference, pair.reference) and _has_values(
                 self.candidate, pair.candidate
@@ -175,7 +174,7 @@ class _Work:
             return _from_the_rest(self.reference, self.candidate, pair, row)
         except (DriftlineError, OSError, ValueError) as trouble:
             reason = str(trouble) or type(trouble).__name__
-            return replace(row, status="incomparable", reason=reason)
+            return row._replace(status="incomparable", reason=reason)
 
     def _from_values(self, at: int, block: int, blocks: int, row: Row) -> Row | None:
         pair = self.pairs[at]
@@ -201,7 +200,7 @@ class _Work:
         else:
             found = measure_values(values, found, self.metrics, notes)
         measured = row.measured("values" if values.shape is not None else "sample", found)
-        return replace(measured, reason="; ".join(notes)) if notes else measured
+        return measured._replace(reason="; ".join(notes)) if notes else measured
 
 
 def _repeats(pairs: Sequence[Pair]) -> dict[int, list[int]]:
@@ -235,7 +234,7 @@ def _repeated(pair: Pair, measured: Row) -> Row:
     """The row of a pair whose bytes were measured under another name."""
     row = _paired(pair)
     if measured.status != "unjudged":
-        return replace(row, status=measured.status, reason=measured.reason, basis=measured.basis)
+        return row._replace(status=measured.status, reason=measured.reason, basis=measured.basis)
     return row.measured(
         measured.basis, measured.metrics, estimated=measured.estimated, reason=measured.reason
     )
@@ -297,11 +296,10 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
     here, there = _summary(reference, ours), _summary(candidate, theirs)
     lost = reference.lost(ours) or candidate.lost(theirs)
     if lost and (here is None or there is None):
-        return replace(row, status="incomparable", reason=f"the values are lost: {lost}")
+        return row._replace(status="incomparable", reason=f"the values are lost: {lost}")
     exact = not DTYPES[ours.dtype].is_floating
     if known_apart and (exact or here is None or there is None):
-        return replace(
-            row,
+        return row._replace(
             basis="digest",
             status="fail",
             reason="the bytes differ; the values were not kept, so how much is not known",
@@ -316,7 +314,7 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
         why += "; shapes agree" + (", dtypes too" if ours.dtype == theirs.dtype else "")
     elif ours.dtype != theirs.dtype:
         why += f"; digests of {ours.dtype} and {theirs.dtype} say nothing about each other"
-    return replace(row, status="incomparable", reason=why, basis="describe")
+    return row._replace(status="incomparable", reason=why, basis="describe")
 
 
 def _digests(ours: Record, theirs: Record) -> bool | None:
@@ -345,8 +343,8 @@ def _summary(run: Run, record: Record) -> Summary | None:
 def _lone(record: Record, status: Literal["missing", "extra"], reason: str) -> Row:
     row = Row(record.key, status, reason, order=record.order, class_name=record.class_name)
     if status == "missing":
-        return replace(row, reference_dtype=record.dtype, reference_shape=record.shape)
-    return replace(row, candidate_dtype=record.dtype, candidate_shape=record.shape)
+        return row._replace(reference_dtype=record.dtype, reference_shape=record.shape)
+    return row._replace(candidate_dtype=record.dtype, candidate_shape=record.shape)
 
 
 def _side(run: Run) -> Side:

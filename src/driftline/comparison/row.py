@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from driftline.runs.key import Moment, Phase, Port, TensorKey
 
@@ -26,9 +25,10 @@ JSON: TypeAlias = Any
 STATUSES: tuple[Status, ...] = ("fail", "incomparable", "missing", "extra", "pass", "unjudged")
 """Worst first, as reports list them."""
 
+_NO_METRICS: Mapping[str, Number] = {}
 
-@dataclass(frozen=True, slots=True)
-class Column:
+
+class Column(NamedTuple):
     """What one metric of a table means, so that the table can be read without the program.
 
     Attributes:
@@ -58,8 +58,7 @@ class Column:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One pair of tensors, or one tensor that has no partner, and what is known about it.
 
     Attributes:
@@ -94,7 +93,7 @@ class Row:
     candidate_shape: tuple[int, ...] | None = None
     basis: Basis = ""
     estimated: tuple[str, ...] = ()
-    metrics: Mapping[str, Number] = field(default_factory=dict[str, Number])
+    metrics: Mapping[str, Number] = _NO_METRICS
     decided_by: str = ""
     limit: float | None = None
     limit_from: str = ""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from driftline.comparison.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
 from driftline.errors import BadFile
@@ -22,9 +22,10 @@ __all__ = ["SCHEMA", "Column", "Coverage", "Row", "Side", "Table"]
 
 SCHEMA = "driftline.table/1"
 
+_NOTHING: Mapping[str, JSON] = {}
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
+
+class Coverage(NamedTuple):
     """How much of the two runs was set against each other, in tensors."""
 
     compared: int = 0
@@ -74,8 +75,7 @@ class Coverage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """Where one side of a table came from: enough to find the run again.
 
     Attributes:
@@ -86,7 +86,7 @@ class Side:
     """
 
     path: str = ""
-    about: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
+    about: Mapping[str, JSON] = _NOTHING
     losses: tuple[str, ...] = ()
     ordered: bool = True
 
@@ -106,6 +106,9 @@ class Side:
             tuple(shown.get("losses", ())),
             bool(shown.get("ordered", True)),
         )
+
+
+_NOWHERE = Side()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +135,8 @@ class Table:
     first_site: str = ""
     finding: str = ""
     limits: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
-    reference: Side = Side()
-    candidate: Side = Side()
+    reference: Side = _NOWHERE
+    candidate: Side = _NOWHERE
 
     @property
     def coverage(self) -> Coverage:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +32,7 @@ BLOCK = 4 << 20
 _SCALED = ("relative_l2", "cosine", "projection", "rmse")
 
 
-@dataclass(frozen=True, slots=True)
-class ValuePair:
+class ValuePair(NamedTuple):
     """The stored values of both sides, and how many elements they hold.
 
     Attributes:
@@ -48,7 +46,7 @@ class ValuePair:
     reference_dtype: DType
     candidate: Storage
     candidate_dtype: DType
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
     shape: tuple[int, ...] | None
 
     def moments(self, start: int, stop: int, *, atol: float, rtol: float) -> PairMoments:

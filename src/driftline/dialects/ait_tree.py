@@ -20,7 +20,6 @@ import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -184,7 +183,7 @@ class AitTree:
                 path = folder / f"{file_stem(key, alone=True)}.pth"
                 self._bare = (key, path)
                 return path
-            if bare is not None and replace(key, slot="0") == bare[0]:
+            if bare is not None and key._replace(slot="0") == bare[0]:
                 with contextlib.suppress(OSError):
                     bare[1].replace(folder / f"{file_stem(bare[0])}.pth")
         return folder / f"{file_stem(key, record.alias)}.pth"

@@ -73,8 +73,8 @@ def _judged(
             judged = _judge(row, allowed, columns, own, working, inherited)
             inherited.remember(judged)
             if row.status == "unjudged" and row.reason:  # what the engine has to say besides
-                judged = replace(
-                    judged, reason="; ".join(filter(None, (judged.reason, row.reason)))
+                judged = judged._replace(
+                    reason="; ".join(filter(None, (judged.reason, row.reason)))
                 )
             yield judged
 
@@ -117,7 +117,7 @@ def _judge(
                     break
     if exact[0] != exact[1]:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
-        return replace(judged, reason=f"{judged.reason}; {note}" if judged.reason else note)
+        return judged._replace(reason=f"{judged.reason}; {note}" if judged.reason else note)
     return judged
 
 

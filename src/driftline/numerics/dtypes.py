@@ -9,8 +9,7 @@ capture side.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,7 @@ Kind = Literal["float", "complex", "int", "uint", "bool", "bits"]
 F64 = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(NamedTuple):
     """One element type.
 
     Attributes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 Port = Literal[
     "input", "output", "grad_input", "grad_output", "param", "param_grad", "optimizer_grad"
@@ -38,8 +37,7 @@ def usual_moment(port: str) -> Moment:
     return "before" if port in ("input", "param") else "after"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TensorKey:
+class TensorKey(NamedTuple):
     """The address of one tensor inside one run. Execution order is the record's, not the key's.
 
     Attributes:
@@ -90,4 +88,4 @@ class TensorKey:
         return text
 
     def with_slot(self, slot: str) -> Self:
-        return replace(self, slot=slot)
+        return self._replace(slot=slot)

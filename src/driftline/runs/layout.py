@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as json_string
+from typing import NamedTuple
 
 FORMAT = "driftline-run"
 SCHEMA = 1
@@ -75,8 +75,7 @@ def header_bytes(number: int, first: int = FIRST_HEADER) -> int:
     return align(min(first * 4**number, max(LARGEST_HEADER, first)))
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a shard, for its safetensors header.
 
     `start` counts from the file's first byte.

@@ -13,7 +13,6 @@ import functools
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as json_string
 from typing import Any, cast
 
@@ -138,7 +137,6 @@ def _whole(value: object, name: str) -> int:
     return value
 
 
-@dataclass(slots=True)
 class Line:
     """One decoded line, as it was written; `check_line` comes before `record_of`.
 
@@ -169,14 +167,18 @@ class Line:
     lost: Any = ""
 
 
-_FIELDS = {("class" if name == "class_" else name): name for name in Line.__slots__}
+_FIELDS = {("class" if name == "class_" else name): name for name in Line.__annotations__}
 
 
 def _decode_with_json(text: bytes) -> Line:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise BadLine("not an object")
-    return Line(**{_FIELDS[k]: v for k, v in cast("dict[str, Any]", value).items() if k in _FIELDS})
+    line = Line()
+    for name, said in cast("dict[str, Any]", value).items():
+        if name in _FIELDS:
+            setattr(line, _FIELDS[name], said)
+    return line
 
 
 @functools.cache
@@ -186,7 +188,7 @@ def decoder() -> Callable[[bytes], Line]:
         import msgspec
     except ImportError:
         return _decode_with_json
-    fields: list[Any] = [(name, Any, getattr(Line(), name)) for name in Line.__slots__]
+    fields: list[Any] = [(name, Any, getattr(Line, name)) for name in Line.__annotations__]
     structure = msgspec.defstruct("FastLine", fields, rename={"class_": "class"}, gc=False)
     return cast("Callable[[bytes], Line]", msgspec.json.Decoder(structure).decode)
 
@@ -260,19 +262,19 @@ def record_of(line: Line, rank: int, process: int) -> Record:
         cast("Phase", line.phase) or usual_phase(port),
         cast("Moment", line.moment) or usual_moment(port),
     )
-    return Record(
-        key=key,
-        order=line.order,
-        dtype=line.dtype,
-        shape=tuple(line.shape),
-        alias=line.alias,
-        class_name=line.class_,
-        device=line.device,
-        kept=cast("Kept", line.kept),
-        digest=line.digest,
-        blob=Blob(line.shard, line.offset, line.length) if line.shard else None,
-        sample_stride=line.sample_stride,
-        summary=None if line.summary is None else decode_summary(line.summary),
-        placement=line.placement,
-        lost=line.lost,
+    return Record(  # by place: a name each would cost as much as all the rest
+        key,
+        line.order,
+        line.dtype,
+        tuple(line.shape),
+        line.alias,
+        line.class_,
+        line.device,
+        cast("Kept", line.kept),
+        line.digest,
+        Blob(line.shard, line.offset, line.length) if line.shard else None,
+        line.sample_stride,
+        None if line.summary is None else decode_summary(line.summary),
+        line.placement,
+        line.lost,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,10 +56,10 @@ class MemorySink:
                     blob = Blob("memory", 0, data.nbytes)
                 else:
                     lost = OVER_LIMIT
-            key = replace(record.key, rank=self.rank, process=0)
+            key = record.key._replace(rank=self.rank, process=0)
             order = len(self._records)
             self._records.append(
-                replace(record, key=key, order=order, digest=digest, blob=blob, lost=lost)
+                record._replace(key=key, order=order, digest=digest, blob=blob, lost=lost)
             )
 
     def event(self, kind: str, message: str, **details: JSON) -> None:

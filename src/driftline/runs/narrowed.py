@@ -62,6 +62,9 @@ class _NarrowedRun(Run):
     def lost(self, record: Record) -> str:
         return self._whole.lost(record)
 
+    def release(self) -> None:
+        self._whole.release()
+
     def events(self) -> Iterator[Mapping[str, Any]]:
         return self._whole.events()
 

@@ -7,6 +7,7 @@ allocated. What is missing is listed in `losses`, and everything else stays read
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import mmap
@@ -249,6 +250,13 @@ class _Part:
             self._maps[shard] = found
         return found
 
+    def release(self) -> None:
+        while self._maps:
+            _, content = self._maps.popitem()
+            if isinstance(content, mmap.mmap):
+                with contextlib.suppress(BufferError):  # an array of it lives, and keeps it
+                    content.close()
+
 
 class _Records(Sequence[Record]):
     """The records of a run, built from its lines when asked for.
@@ -359,6 +367,10 @@ class DiskRun(Run):
         if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > len(content):
             raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
         return np.frombuffer(content, storage, blob.length // storage.itemsize, blob.offset)
+
+    def release(self) -> None:
+        for part in self._parts.values():
+            part.release()
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         places = [(part.folder / EVENTS, part.rank, part.process) for part in self._parts.values()]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,7 @@ _ML_DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(NamedTuple):
     """Something that should be in a run and is not.
 
     Attributes:
@@ -52,8 +50,7 @@ class Loss:
         return f"{self.where}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHandle:
+class TensorHandle(NamedTuple):
     """One captured tensor; its values are read when asked for."""
 
     run: Run
@@ -211,6 +208,9 @@ class Run(ABC):
     def lost(self, record: Record) -> str:
         """Why a record's values cannot be read; empty if they can, or were never to be kept."""
         return record.lost
+
+    def release(self) -> None:  # noqa: B027 - most runs map nothing
+        """Let go of what was mapped to read values; a later read maps it again."""
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """Warnings, findings and labels, each with its rank and process."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from driftline.comparison.row import Column
 from driftline.errors import BadInput, did_you_mean
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """The worst value of a metric that still passes; its direction says on which side that is."""
 
     metric: str

@@ -8,7 +8,7 @@ pass (`kl`, a user's own) is computed from the values, on request.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from driftline.comparison.metrics import derivation as by
 from driftline.comparison.row import Column, Direction, Number
@@ -22,8 +22,7 @@ Definition = Callable[..., float]
 """(reference, candidate) as finite float64 arrays of one shape; returns the measurement."""
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(NamedTuple):
     """One way to put a number on a pair.
 
     Attributes:

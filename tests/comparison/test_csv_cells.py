@@ -1,0 +1,40 @@
+"""rows.csv says in every column what table.json says under the same name."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+from driftline.comparison.row import ROW_FIELDS, Column, Row
+from driftline.comparison.storage import write_csv
+from driftline.comparison.table import Table
+from driftline.runs.key import TensorKey
+
+KEY = TensorKey("a,b", "input", "x", 1, 2, 3, 4, "recompute", "before")
+PAIR = Row(
+    *(KEY, "fail", 'said "so"', 5, "y", "Linear", "Conv", "float32", "bfloat16", (2, 3), ()),
+    *("values", ("cosine", "rmse"), {"rmse": 0.1, "different": 7, "cosine": math.nan}),
+    *("rmse", math.inf, "user", 2.5),
+)
+LONE = Row(TensorKey("b", "output", "0"), "missing", reference_dtype="int64", reference_shape=(1,))
+
+
+def shown(value: object, name: str) -> str:
+    if isinstance(value, list):
+        joined = ("x" if name.endswith("_shape") else " ").join(map(str, value))
+        return joined or ("scalar" if name.endswith("_shape") else "")
+    return "" if value is None else str(value)
+
+
+def test_every_cell_is_what_the_json_of_the_row_says() -> None:
+    columns = tuple(Column(name, "lower") for name in ("cosine", "rmse", "different"))
+    # The second shares the metrics of the first, as a tensor met under two names does.
+    rows = (PAIR, PAIR._replace(order=6), LONE)
+    stream = io.StringIO()
+    write_csv(Table(rows, columns), stream)
+    header, *lines = csv.reader(io.StringIO(stream.getvalue()))
+    assert header == [*ROW_FIELDS, "cosine", "rmse", "different"]
+    for row, line in zip(rows, lines, strict=True):
+        said = row.as_json()
+        assert line == [shown(said.get(name), name) for name in header]
