@@ -38,3 +38,11 @@ def test_every_cell_is_what_the_json_of_the_row_says() -> None:
     for row, line in zip(rows, lines, strict=True):
         said = row.as_json()
         assert line == [shown(said.get(name), name) for name in header]
+
+
+def test_a_table_without_measurements_has_the_fixed_columns_only() -> None:
+    stream = io.StringIO()
+    write_csv(Table((LONE,)), stream)
+    header, line = csv.reader(io.StringIO(stream.getvalue()))
+    assert tuple(header) == ROW_FIELDS
+    assert len(line) == len(header)
