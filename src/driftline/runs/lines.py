@@ -8,6 +8,7 @@ installed.
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
 import functools
 import json
@@ -81,11 +82,14 @@ def number(value: float) -> str:
 
 
 def encode_summary(summary: Summary) -> str:
-    counts = ",".join(f'"{name}":{getattr(summary, name)}' for name in _COUNTS)
-    numbers = ",".join(f'"{name}":{number(getattr(summary, name))}' for name in _NUMBERS)
-    text = f"{{{counts},{numbers}"
-    if summary.sketch:
-        packed = base64.b64encode(_SKETCH.pack(*summary.sketch)).decode("ascii")
+    count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch = summary
+    text = (
+        f'{{"count":{count},"zeros":{zeros},"nan":{nan},"pos_inf":{pos_inf},"neg_inf":{neg_inf},'
+        f'"min":{number(low)},"max":{number(high)},"mean":{number(mean)},'
+        f'"std":{number(std)},"l2":{number(l2)}'
+    )
+    if sketch:
+        packed = binascii.b2a_base64(_SKETCH.pack(*sketch), newline=False).decode("ascii")
         text += f',"sketch":"{packed}"'
     return text + "}"
 

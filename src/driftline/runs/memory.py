@@ -56,10 +56,26 @@ class MemorySink:
                     blob = Blob("memory", 0, data.nbytes)
                 else:
                     lost = OVER_LIMIT
-            key = record.key._replace(rank=self.rank, process=0)
-            order = len(self._records)
+            key = record.key
+            if key.rank != self.rank or key.process != 0:
+                key = key._replace(rank=self.rank, process=0)
             self._records.append(
-                record._replace(key=key, order=order, digest=digest, blob=blob, lost=lost)
+                Record(  # by place: `_replace` takes three times as long
+                    key,
+                    len(self._records),
+                    record.dtype,
+                    record.shape,
+                    record.alias,
+                    record.class_name,
+                    record.device,
+                    record.kept,
+                    digest,
+                    blob,
+                    record.sample_stride,
+                    record.summary,
+                    record.placement,
+                    lost,
+                )
             )
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
