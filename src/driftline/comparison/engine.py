@@ -111,12 +111,14 @@ class _Work:
         self.repeats = _repeats(pairs)
         measured_once = {later for repeats in self.repeats.values() for later in repeats}
         self.units = [
-            (at, block, len(blocks))
+            (stop - start, at, block, len(blocks))
             for at, pair in enumerate(pairs)
             if at not in measured_once
             for blocks in [_blocks(pair)]
-            for block in range(len(blocks))
+            for block, (start, stop) in enumerate(blocks)
         ]
+        # Largest first: in a run's order the logits come last, and one thread reads them alone.
+        self.units.sort(key=lambda unit: unit[0], reverse=True)
         self.parts: dict[int, dict[int, PairMoments]] = {}
         self.failure: BaseException | None = None
         self.done = 0
@@ -142,7 +144,7 @@ class _Work:
     def _worker(self) -> None:
         try:
             while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
-                at, block, blocks = self.units[ticket]
+                _, at, block, blocks = self.units[ticket]
                 row = self._row(at, block, blocks)
                 if row is not None:
                     self._finish(at, row)
