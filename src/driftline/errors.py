@@ -55,10 +55,6 @@ class NotInstalled(DriftlineError):
     """An optional part that is needed and missing."""
 
 
-class NothingCaptured(DriftlineError):
-    """A dump that ended without a single tensor."""
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint that names the closest known words, or lists a few when none is close.
 

@@ -47,20 +47,16 @@ class JobPlace(NamedTuple):
 
     rank: int
     world_size: int
-    local_rank: int
 
 
 def job_place() -> JobPlace:
     """Rank and size as torchrun, Open MPI or Slurm say, asked in this order; alone: rank 0 of 1."""
     env = environment()
-    for rank, size, local in (
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
     ):
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
-            local_text = env.get(local, "")
-            return JobPlace(
-                int(env[rank]), int(env[size]), int(local_text) if local_text.isdigit() else 0
-            )
-    return JobPlace(0, 1, 0)
+            return JobPlace(int(env[rank]), int(env[size]))
+    return JobPlace(0, 1)

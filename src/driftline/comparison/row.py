@@ -137,23 +137,9 @@ class Row(NamedTuple):
         status: Status = "unjudged",
         reason: str = "",
     ) -> Row:
-        """This row with its measurements; spelt out, `replace` costs more than the kernel."""
-        return Row(
-            self.key,
-            status,
-            reason,
-            self.order,
-            self.candidate_slot,
-            self.class_name,
-            self.candidate_class,
-            self.reference_dtype,
-            self.candidate_dtype,
-            self.reference_shape,
-            self.candidate_shape,
-            basis,
-            estimated,
-            metrics,
-        )
+        """This row with its measurements, and no judgement."""
+        row = self._replace(basis=basis, estimated=estimated, metrics=metrics)
+        return row.judged(status, reason)
 
     def judged(
         self,
@@ -166,25 +152,13 @@ class Row(NamedTuple):
         severity: float = 0.0,
     ) -> Row:
         """This row with another judgement in place of whatever it had."""
-        return Row(
-            self.key,
-            status,
-            reason,
-            self.order,
-            self.candidate_slot,
-            self.class_name,
-            self.candidate_class,
-            self.reference_dtype,
-            self.candidate_dtype,
-            self.reference_shape,
-            self.candidate_shape,
-            self.basis,
-            self.estimated,
-            self.metrics,
-            decided_by,
-            limit,
-            limit_from,
-            severity,
+        return self._replace(
+            status=status,
+            reason=reason,
+            decided_by=decided_by,
+            limit=limit,
+            limit_from=limit_from,
+            severity=severity,
         )
 
     def __str__(self) -> str:

@@ -96,11 +96,6 @@ def metric_names(table: Table) -> list[str]:
     return declared + sorted(present.difference(declared))
 
 
-def flat_columns(table: Table) -> list[str]:
-    """Names of the columns of `rows.csv` and `rows.parquet`."""
-    return [*ROW_FIELDS, *metric_names(table)]
-
-
 def write_csv(table: Table, stream: TextIO) -> None:
     """One line per row, header first; an absent number is an empty cell, nan and inf are words."""
     names = metric_names(table)

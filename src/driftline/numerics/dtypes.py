@@ -92,8 +92,6 @@ DTYPES: dict[str, DType] = {
     )
 }
 
-NIBBLES_LOW_FIRST = ("int4", "uint4", "float4_e2m1fn_x2")
-
 
 def _minifloat_table(
     exponent_bits: int, mantissa_bits: int, bias: int, *, fnuz: bool, infinities: bool

@@ -354,7 +354,3 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or (
         getattr(module, "_compiled_call_impl", None) is not None
     )
-
-
-def parameter_count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if isinstance(cast(Any, p), torch.Tensor))
