@@ -6,7 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from driftline.alignment.recipe import Recipe
 from driftline.runs.record import Record
+
+Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure"]
+"""Why two tensors are a pair, strongest first after what the user said."""
 
 
 class Pair(NamedTuple):
@@ -15,13 +19,19 @@ class Pair(NamedTuple):
     Attributes:
         reference: The record in the reference.
         candidate: The record in the candidate.
-        by: Equal names, or the alias of a slot (a position on one side, an argument's name on the
-            other).
+        by: The rule that found it. An alias is a slot's: a position on one side, an argument's
+            name on the other.
+        confidence: 1 for what was said or is called the same; less where it was concluded.
+        reference_recipe: What to do to the reference first; None to take it as it is.
+        candidate_recipe: The same for the candidate.
     """
 
     reference: Record
     candidate: Record
-    by: Literal["name", "alias"] = "name"
+    by: Rule = "name"
+    confidence: float = 1.0
+    reference_recipe: Recipe | None = None
+    candidate_recipe: Recipe | None = None
 
     def __str__(self) -> str:
         text = str(self.reference.key)

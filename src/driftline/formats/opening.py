@@ -1,8 +1,8 @@
 """Any path → a run: our own layout first, then whichever format recognises the file.
 
 `driftline.open_run` is `open_run` here. A format is a module (or any object) with `NAME`,
-`sniff(path)` and `members(path)`; other packages announce theirs as entry points of the group
-`driftline.formats`.
+`sniff(path)` and either `members(path)`, for files of named tensors, or `open(path)`, which gives a
+run of its own; other packages announce theirs as entry points of the group `driftline.formats`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from driftline.errors import BadFile, BadInput, BadRun
 from driftline.formats.member import Member
@@ -36,8 +36,12 @@ BUILTIN: dict[str, Address] = {
 }
 
 
+TREES: dict[str, Address] = {}
+"""Formats that are folders of many files, in the order in which they are asked."""
+
+
 class Format(Protocol):
-    """What a format must offer; `driftline.testing.formats` holds it to more."""
+    """What a format of named tensors must offer; `driftline.testing.formats` holds it to more."""
 
     NAME: str
 
@@ -50,8 +54,22 @@ class Format(Protocol):
         ...
 
 
+class TreeFormat(Protocol):
+    """What a format with keys of its own must offer."""
+
+    NAME: str
+
+    def sniff(self, path: Path, /) -> bool:
+        """Whether this looks like one of ours; looks at few names and bytes, never raises."""
+        ...
+
+    def open(self, path: Path, /) -> Run:
+        """The dump as a run, no value read; a file that cannot be believed is a lost tensor."""
+        ...
+
+
 def open_run(path: StrPath) -> Run:
-    """Open a run, or a tensor file of another program as a run.
+    """Open a run, or a dump or tensor file of another program as a run.
 
     Raises:
         BadRun: Nothing is there, or it is no run.
@@ -71,13 +89,13 @@ def open_run(path: StrPath) -> Run:
                     f"{place} is a comparison table, not a run",
                     hint=f"look at it with: driftline show {place}",
                 ) from None
-            for format_ in _announced():
+            for format_ in (*_trees(), *_announced()):
                 if format_.sniff(place):
-                    return FileRun(place, format_.NAME, format_.members(place))
+                    return _opened(format_, place)
         raise not_ours
 
 
-def open_file(path: Path) -> FileRun:
+def open_file(path: Path) -> Run:
     """Open a single tensor file.
 
     Raises:
@@ -85,7 +103,7 @@ def open_file(path: Path) -> FileRun:
     """
     for format_ in (*_builtin(), *_announced()):
         if format_.sniff(path):
-            return FileRun(path, format_.NAME, format_.members(path))
+            return _opened(format_, path)
     if path.name in (MANIFEST, INDEX):
         folder = path.parent if path.name == MANIFEST else path.parent.parent
         raise BadFile(f"{path} is a part of a run", hint=f"give the run's folder: {folder}")
@@ -101,7 +119,20 @@ def _builtin() -> Iterator[Format]:
         yield address.load()
 
 
-def _announced() -> Iterator[Format]:
+def _trees() -> Iterator[TreeFormat]:
+    for address in TREES.values():
+        yield address.load()
+
+
+def _opened(format_: Format | TreeFormat, path: Path) -> Run:
+    open_ = getattr(format_, "open", None)
+    if open_ is not None:
+        return open_(path)
+    members = cast("Format", format_).members(path)
+    return FileRun(path, format_.NAME, members)
+
+
+def _announced() -> Iterator[Format | TreeFormat]:
     for name, address in plugins(GROUP).items():
         if name not in BUILTIN:
             yield address.load()

@@ -1,0 +1,124 @@
+"""A folder of somebody else's dump as a run: keys read from its names, values read when asked for.
+
+A format that recognises a folder builds one `Leaf` per tensor and hands them over in execution
+order (or as near to it as the folder knows). Knows no layout: that is each format's own file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftline.errors import BadFile
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Blob, Record
+from driftline.runs.run import Loss, Run, Storage, no_values
+from driftline.runs.sink import JSON
+
+
+class Leaf(NamedTuple):
+    """One tensor of a dump.
+
+    Attributes:
+        record: What is known of it; `order` is given by the run, `lost` says why its values cannot
+            be had (an unreadable file is a leaf with a reason, never a leaf left out).
+        source: The file it lies in, relative to the dump.
+        fetch: Its values as `Run.raw` gives them, a view of the mapped file where possible; None
+            when only a summary or a description was kept.
+    """
+
+    record: Record
+    source: str = ""
+    fetch: Callable[[], Storage] | None = None
+
+
+class TreeRun(Run):
+    """A dump of many files."""
+
+    def __init__(
+        self,
+        path: Path,
+        format_name: str,
+        leaves: Sequence[Leaf],
+        *,
+        ordered: bool = True,
+        topologies: Mapping[tuple[int, int], Mapping[str, JSON]] | None = None,
+        events: Sequence[Mapping[str, Any]] = (),
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take over the leaves.
+
+        Args:
+            path: Folder (or file) that was opened.
+            format_name: The format's NAME.
+            leaves: In execution order within each rank and process.
+            ordered: Whether that order means something.
+            topologies: Module tree by (rank, process), in the form of `topology.json`.
+            events: Warnings about the dump itself: files that were not understood, say.
+            facts: Joins the manifest.
+
+        Raises:
+            BadFile: Two leaves have one key.
+        """
+        self.name = str(path)
+        self.ordered = ordered
+        self._format = format_name
+        self._topologies = dict(topologies or {})
+        self._events = list(events)
+        self._facts = dict(facts or {})
+        self._leaves: dict[TensorKey, Leaf] = {}
+        records: list[Record] = []
+        ranked = sorted(leaves, key=lambda leaf: (leaf.record.key.rank, leaf.record.key.process))
+        for order, leaf in enumerate(ranked):
+            record = leaf.record._replace(order=order, blob=_place(leaf))
+            earlier = self._leaves.setdefault(record.key, leaf)
+            if earlier is not leaf:
+                raise BadFile(
+                    f"{path} holds {record.key} twice: {earlier.source} and {leaf.source}"
+                )
+            records.append(record)
+        self._records = records
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._records
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return {"format": self._format, "path": self.name, **self._facts}
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        return [
+            Loss(self.source(record), record.lost, record.key)
+            for record in self._records
+            if record.lost
+        ]
+
+    def source(self, record: Record) -> str:
+        """The file a record was read from, relative to the dump."""
+        return self._leaves[record.key].source
+
+    def raw(self, record: Record) -> Storage:
+        fetch = self._leaves[record.key].fetch
+        if record.lost or fetch is None:
+            return no_values(record)
+        values = fetch()
+        values.flags.writeable = False
+        return values
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self._events)
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        return self._topologies.get((rank, process))
+
+
+def _place(leaf: Leaf) -> Blob | None:
+    record = leaf.record
+    if record.lost or leaf.fetch is None:
+        return None
+    return Blob(leaf.source, 0, DTYPES[record.dtype].byte_count(math.prod(record.shape)))
