@@ -88,19 +88,19 @@ def compare(
         raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
     ref, cand = _two_paths(reference, candidate, golden_path, my_path)
     _refuse_overwriting(output, csv, force)
+    from driftline.alignment.door import AlignOptions, align_runs
     from driftline.formats.opening import open_run
-    from driftline.gating.door import align
     from driftline.gating.door import compare as compare_runs
     from driftline.runs.narrowed import narrowed
 
     steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
     ours = narrowed(open_run(ref), steps=steps, ranks=ranks)
     theirs = narrowed(open_run(cand), steps=steps, ranks=ranks)
-    sites, ports = tuple(site or ()), tuple(port or ())
+    plan = align_runs(ours, theirs, AlignOptions(tuple(site or ()), tuple(port or ())))
     if dry_run:
         from driftline.reports.terminal import printable
 
-        for line in align(ours, theirs, sites=sites, ports=ports).lines():
+        for line in plan.lines():
             print(printable(line))
         return EXIT_FINE
     from driftline.comparison.metrics.catalogue import requested
@@ -121,8 +121,7 @@ def compare(
             rtol=rtol,
             atol=atol,
             min_coverage=min_coverage,
-            sites=sites,
-            ports=ports,
+            plan=plan,
             threads=threads,
             progress=progress,
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from driftline.alignment.names import align_by_name, select
+from driftline.alignment.door import AlignOptions, align_runs
 from driftline.alignment.plan import Plan
 from driftline.comparison.engine import Elementwise, Progress, measure
 from driftline.comparison.metrics.catalogue import requested
 from driftline.comparison.table import Table
-from driftline.errors import BadInput
 from driftline.gating.judge import judge
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import elementwise
@@ -35,6 +35,8 @@ def compare(
     min_coverage: float = 0.0,
     sites: Sequence[str] = (),
     ports: Sequence[str] = (),
+    maps: Sequence[str] = (),
+    plan: Plan | StrPath | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Table:
@@ -50,6 +52,8 @@ def compare(
         min_coverage: The share of all tensors that must have been compared for a pass.
         sites: Globs; only sites that match one of them. All, when none is given.
         ports: Only these ports. All, when none is given.
+        maps: `REFERENCE=CANDIDATE` for sites that are called differently; see `align`.
+        plan: What `align` gave, or the path of a saved plan; nothing else is paired then.
         threads: Worker threads; one per usable core when not given.
         progress: Called with (pairs done, pairs in all).
 
@@ -65,7 +69,8 @@ def compare(
         allowed = tuple(limits)
     tolerance = Tolerance(allowed, rtol, atol, min_coverage)
     ours, theirs = open_source(reference), open_source(candidate)
-    plan = align(ours, theirs, sites=sites, ports=ports)
+    if not isinstance(plan, Plan):
+        plan = align(ours, theirs, sites=sites, ports=ports, maps=maps, plan=plan)
     table = measure(
         plan,
         ours,
@@ -88,24 +93,37 @@ def align(
     *,
     sites: Sequence[str] = (),
     ports: Sequence[str] = (),
+    maps: Sequence[str] = (),
+    mapping: StrPath | None = None,
+    plan: StrPath | None = None,
+    structural: bool = True,
 ) -> Plan:
     """What `compare` would set against what; nothing is read but the two indexes.
 
+    Args:
+        reference: What is right: a run, or the path of one (or of a file of tensors).
+        candidate: What is in question.
+        sites: Globs; only sites that match one of them. All, when none is given.
+        ports: Only these ports. All, when none is given.
+        maps: `REFERENCE=CANDIDATE`, such as `model.*=*`; a star stands for the same text on both
+            sides.
+        mapping: A file of such pairs, or the folder of an `op_mapping_file.json`.
+        plan: A saved plan; it wins over every rule.
+        structural: Whether tensors that are called differently may be paired by class, shape and
+            dataflow.
+
     Raises:
-        DriftlineError: A path that is no run, a glob that matches nothing, no name in common.
+        DriftlineError: A path that is no run, a glob that matches nothing, nothing in common.
     """
-    ours, theirs = open_source(reference), open_source(candidate)
-    for run in (ours, theirs):
-        if not len(run):
-            raise BadInput(f"run '{run.name}' holds no tensor", hint="was anything captured?")
-    here, there = ours.records, theirs.records
-    if sites or ports:
-        globs = [sites] if isinstance(sites, str) else sites
-        named = [ports] if isinstance(ports, str) else ports
-        here = select(here, globs, named)
-        # A glob that matches in the reference only is a finding, not a mistake.
-        there = select(there, globs, named, strict=False)
-    return align_by_name(here, there)
+    options = AlignOptions(
+        sites=(sites,) if isinstance(sites, str) else tuple(sites),
+        ports=(ports,) if isinstance(ports, str) else tuple(ports),
+        maps=(maps,) if isinstance(maps, str) else tuple(maps),
+        mapping_file=None if mapping is None else Path(mapping),
+        plan_file=None if plan is None else Path(plan),
+        structural=structural,
+    )
+    return align_runs(open_source(reference), open_source(candidate), options)
 
 
 def open_source(source: Source) -> Run:
