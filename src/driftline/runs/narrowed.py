@@ -62,6 +62,9 @@ class _NarrowedRun(Run):
     def lost(self, record: Record) -> str:
         return self._whole.lost(record)
 
+    def source(self, record: Record) -> str:
+        return self._whole.source(record)
+
     def release(self) -> None:
         self._whole.release()
 

@@ -209,6 +209,11 @@ class Run(ABC):
         """Why a record's values cannot be read; empty if they can, or were never to be kept."""
         return record.lost
 
+    def source(self, record: Record) -> str:
+        """The file a record was read from, relative to the run; empty where many share one."""
+        del record
+        return ""
+
     def release(self) -> None:  # noqa: B027 - most runs map nothing
         """Let go of what was mapped to read values; a later read maps it again."""
 
