@@ -1,13 +1,16 @@
 """What must be done to stored tensors before two of them can be set against each other.
 
 A recipe is data: sources and steps, so that a plan can be printed, saved and edited. Carrying one
-out is `comparison.cooking`'s part.
+out is `comparison.cooking`'s part; which one a pair needs is for the rules to say.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
+from driftline.errors import BadInput
 from driftline.runs.record import Record
 
 StepKind = Literal[
@@ -15,15 +18,31 @@ StepKind = Literal[
     "split",  # elements `start` to `stop` along `axis`: one part of a fused tensor
     "transpose",  # axes in the order `numbers`
     "reshape",  # to the shape `numbers`
-    "trim",  # the first `stop` elements along `axis` (from `start`): pads, surplus rows of a batch
+    "trim",  # like split, of what is surplus: pads, rows the other side's batch has not
     "select",  # positions `numbers` along `axis`: rows, or interleaved parts of a fused tensor
     "sum",  # sources added up: partial results of ranks
     "dequantise",  # (values - zero point) * scale; sources are values, scale[, zero point]
 ]
+KINDS: tuple[str, ...] = get_args(StepKind)
+JOINING: tuple[StepKind, ...] = ("concat", "sum", "dequantise")
+"""Steps that make one tensor of all sources; such a step is the first of its recipe."""
+
+_MOST_POSITIONS = 1 << 22
+"""A saved plan is text of somebody else: so many selected positions are believed, no more."""
+_WORDS = re.compile(r"\s*([a-z]+)\s*(?:\(([^()]*)\))?\s*")
 
 
 class Step(NamedTuple):
-    """One thing to do; which fields mean something depends on `kind`."""
+    """One thing to do; which fields mean something depends on `kind`.
+
+    Attributes:
+        kind: What.
+        axis: Along which axis (concat, split, trim, select); for dequantise the axis whose
+            elements have a scale each, where the scales are a plain list.
+        start: First element of a split or trim.
+        stop: Last element plus one.
+        numbers: Axes of a transpose, shape of a reshape, positions of a select.
+    """
 
     kind: StepKind
     axis: int = 0
@@ -32,27 +51,201 @@ class Step(NamedTuple):
     numbers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        """For people: long lists of positions are counted."""
+        if self.kind == "select":
+            shown = ",".join(_ranges(self.numbers[:_MOST_POSITIONS]))
+            shown = shown if len(shown) <= 24 else f"{len(self.numbers)} positions"
+            return f"select(axis {self.axis}, {shown})"
+        return self.text()
+
+    def text(self) -> str:
+        """For a file: everything, as `step_from_text` reads it.
+
+        >>> Step("select", 1, numbers=(0, 1, 2, 6)).text()
+        'select(axis 1, 0:3,6)'
+        """
         if self.kind in ("split", "trim"):
             return f"{self.kind}(axis {self.axis}, {self.start}:{self.stop})"
         if self.kind in ("transpose", "reshape"):
             return f"{self.kind}({','.join(map(str, self.numbers))})"
         if self.kind == "select":
-            return f"select(axis {self.axis}, {len(self.numbers)} positions)"
-        return f"concat(axis {self.axis})" if self.kind == "concat" else self.kind
+            return f"select(axis {self.axis}, {','.join(_ranges(self.numbers))})"
+        return self.kind if self.kind == "sum" else f"{self.kind}(axis {self.axis})"
 
 
 class Recipe(NamedTuple):
     """One side of a pair that is not a stored tensor as it is.
 
     Attributes:
-        sources: Records of that side's run, the pair's own record first.
+        sources: Records of that side's run, the pair's own record first; or recipes, whose result
+            is taken (q, k and v, each gathered from its ranks).
         steps: Done in this order; a step that joins sources comes first.
         shape: What comes out.
     """
 
-    sources: tuple[Record, ...]
+    sources: tuple[Source, ...]
     steps: tuple[Step, ...]
     shape: tuple[int, ...]
 
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Every stored tensor it is made of, in order, those of inner recipes included."""
+        return tuple(_records(self.sources))
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether only the shape changes: flat, the elements are those of the one source."""
+        return len(self.sources) == 1 and all(step.kind == "reshape" for step in self.steps)
+
+    def then(self, *steps: Step, shape: tuple[int, ...]) -> Recipe:
+        """This recipe with more done at its end."""
+        return Recipe(self.sources, (*self.steps, *steps), shape)
+
     def __str__(self) -> str:
-        return " then ".join(map(str, self.steps))
+        steps = " then ".join(map(str, self.steps)) or "as it is"
+        if len(self.sources) == 1 and not isinstance(self.sources[0], Recipe):
+            return f"{steps} of {_dims(self.sources[0].shape)}"
+        return f"{steps} of {_counted(self.sources)}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The recipe for a saved plan; a source is its key, or a recipe of its own."""
+        return {
+            "sources": [
+                source.as_json() if isinstance(source, Recipe) else str(source.key)
+                for source in self.sources
+            ],
+            "steps": [step.text() for step in self.steps],
+            "shape": list(self.shape),
+        }
+
+
+Source: TypeAlias = Record | Recipe
+
+
+def start(record: Record) -> Recipe:
+    """The recipe that does nothing yet."""
+    return Recipe((record,), (), record.shape)
+
+
+def joined(
+    sources: Sequence[Source], kind: Literal["concat", "sum"], axis: int, shape: tuple[int, ...]
+) -> Recipe:
+    """Several tensors as one."""
+    return Recipe(tuple(sources), (Step(kind, axis),), shape)
+
+
+def recipe_from_json(shown: Any, find: Callable[[str], Record], *, depth: int = 0) -> Recipe:
+    """The inverse of `Recipe.as_json`.
+
+    Args:
+        shown: What a plan file holds.
+        find: The record of a key as text; raises BadInput where there is none.
+        depth: How deep inside other recipes this one is.
+
+    Raises:
+        BadInput: It is no recipe.
+    """
+    if not isinstance(shown, Mapping) or depth > 8:
+        raise BadInput("a recipe has sources, steps and a shape")
+    about = cast("Mapping[str, Any]", shown)
+    sources, steps, shape = about.get("sources"), about.get("steps"), about.get("shape")
+    if not isinstance(sources, list) or not sources or not isinstance(steps, list):
+        raise BadInput("a recipe needs the lists 'sources' and 'steps'")
+    found: list[Source] = [
+        find(source) if isinstance(source, str) else recipe_from_json(source, find, depth=depth + 1)
+        for source in cast("list[Any]", sources)
+    ]
+    if not isinstance(shape, list) or not all(
+        isinstance(size, int) and size >= 0 for size in cast("list[Any]", shape)
+    ):
+        raise BadInput("a recipe needs a 'shape', such as [4, 16]")
+    return Recipe(
+        tuple(found),
+        tuple(step_from_text(str(step)) for step in cast("list[Any]", steps)),
+        tuple(cast("list[int]", shape)),
+    )
+
+
+def step_from_text(text: str) -> Step:
+    """The inverse of `Step.text`.
+
+    >>> step_from_text("split(axis 0, 4:8)")
+    Step(kind='split', axis=0, start=4, stop=8, numbers=())
+
+    Raises:
+        BadInput: It is no step.
+    """
+    words = _WORDS.fullmatch(text)
+    kind = words.group(1) if words else ""
+    if words is None or kind not in KINDS:
+        raise BadInput(f"'{text}' is no step of a recipe", hint=f"steps are {', '.join(KINDS)}")
+    inside = (words.group(2) or "").strip()
+    try:
+        if kind in ("transpose", "reshape"):
+            numbers = tuple(int(word) for word in inside.split(",") if word.strip())
+            return Step(cast(StepKind, kind), numbers=numbers)
+        first, _, rest = inside.partition(",")
+        axis = int(first.strip().removeprefix("axis")) if first.strip() else 0
+        if kind in ("split", "trim"):
+            begin, _, end = rest.partition(":")
+            return Step(cast(StepKind, kind), axis, int(begin), int(end))
+        if kind == "select":
+            return Step("select", axis, numbers=tuple(_positions(rest)))
+        return Step(cast(StepKind, kind), axis)
+    except ValueError:
+        raise BadInput(f"'{text}' is a {kind} whose numbers cannot be read") from None
+
+
+def _positions(text: str) -> list[int]:
+    found: list[int] = []
+    for word in text.split(","):
+        begin, colon, end = word.partition(":")
+        last = int(end) if colon else int(begin) + 1
+        if last - int(begin) + len(found) > _MOST_POSITIONS:
+            raise ValueError(word)
+        found.extend(range(int(begin), last))
+    return found
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[str]:
+    at = 0
+    while at < len(numbers):
+        end = at + 1
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
+            end += 1
+        first = numbers[at]
+        yield str(first) if end == at + 1 else f"{first}:{first + end - at}"
+        at = end
+
+
+def _records(sources: Iterable[Source]) -> Iterator[Record]:
+    for source in sources:
+        if isinstance(source, Recipe):
+            yield from _records(source.sources)
+        else:
+            yield source
+
+
+def _counted(sources: Sequence[Source]) -> str:
+    """`q, k, v` while that is short; what several ranks hold goes by their number."""
+    if any(isinstance(source, Recipe) for source in sources):
+        return "(" + "), (".join(map(_source_text, sources)) + ")"
+    records = cast("Sequence[Record]", sources)
+    places = {record.key._replace(rank=0, process=0) for record in records}
+    if len(places) == 1:
+        return f"{len(records)} ranks"
+    names = [
+        f"{record.key.site}/{record.key.slot}"
+        if len({r.key.site for r in records}) > 1
+        else record.key.slot
+        for record in records
+    ]
+    return ", ".join(names)
+
+
+def _source_text(source: Source) -> str:
+    return str(source) if isinstance(source, Recipe) else f"{source.key.site}/{source.key.slot}"
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
