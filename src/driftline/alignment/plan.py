@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from driftline.alignment.recipe import Recipe
+from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure"]
 """Why two tensors are a pair, strongest first after what the user said."""
+
+_NO_REASONS: Mapping[tuple[str, TensorKey], str] = {}
 
 
 class Pair(NamedTuple):
@@ -24,6 +27,8 @@ class Pair(NamedTuple):
         confidence: 1 for what was said or is called the same; less where it was concluded.
         reference_recipe: What to do to the reference first; None to take it as it is.
         candidate_recipe: The same for the candidate.
+        trouble: Why the two belong together but cannot be set against each other; empty if they
+            can, as far as the plan knows.
     """
 
     reference: Record
@@ -32,6 +37,7 @@ class Pair(NamedTuple):
     confidence: float = 1.0
     reference_recipe: Recipe | None = None
     candidate_recipe: Recipe | None = None
+    trouble: str = ""
 
     def __str__(self) -> str:
         text = str(self.reference.key)
@@ -47,11 +53,17 @@ class Plan(NamedTuple):
         pairs: What will be compared, in the reference's execution order.
         missing: Tensors that only the reference has, in its order.
         extra: Tensors that only the candidate has, in its order.
+        notes: What was concluded about the runs as wholes: which step is which, which ranks were
+            gathered, what a mask leaves out. One sentence each.
+        reasons: Why a tensor is alone, by its side (`reference` or `candidate`) and key, where there
+            is more to say than that it is.
     """
 
     pairs: tuple[Pair, ...]
     missing: tuple[Record, ...] = ()
     extra: tuple[Record, ...] = ()
+    notes: tuple[str, ...] = ()
+    reasons: Mapping[tuple[str, TensorKey], str] = _NO_REASONS
 
     def lines(self) -> Iterator[str]:
         """The plan as `--dry-run` prints it."""
