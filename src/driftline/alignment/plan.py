@@ -55,8 +55,8 @@ class Plan(NamedTuple):
         extra: Tensors that only the candidate has, in its order.
         notes: What was concluded about the runs as wholes: which step is which, which ranks were
             gathered, what a mask leaves out. One sentence each.
-        reasons: Why a tensor is alone, by its side (`reference` or `candidate`) and key, where there
-            is more to say than that it is.
+        reasons: Why a tensor is alone, by its side (`reference` or `candidate`) and key, where
+            there is more to say than that it is.
     """
 
     pairs: tuple[Pair, ...]
@@ -68,6 +68,8 @@ class Plan(NamedTuple):
     def lines(self) -> Iterator[str]:
         """The plan as `--dry-run` prints it."""
         yield str(self)
+        for note in self.notes:
+            yield f"  note     {note}"
         for pair in self.pairs:
             ours, theirs = pair.reference, pair.candidate
             dtypes = ours.dtype if ours.dtype == theirs.dtype else f"{ours.dtype} | {theirs.dtype}"
@@ -76,10 +78,24 @@ class Plan(NamedTuple):
             )
             kept = ours.kept if ours.kept == theirs.kept else f"{ours.kept} | {theirs.kept}"
             yield f"  pair     {pair}  {dtypes} {shapes} {kept}"
+            if pair.reference_recipe is not None:
+                yield f"           reference first: {pair.reference_recipe}"
+            if pair.candidate_recipe is not None:
+                yield f"           candidate first: {pair.candidate_recipe}"
+            if pair.trouble:
+                yield f"           cannot be compared: {pair.trouble}"
         for record in self.missing:
-            yield f"  missing  {record.key}  {record.dtype} {_dims(record)}"
+            yield f"  missing  {record.key}  {record.dtype} {_dims(record)}" + self._why(
+                "reference", record
+            )
         for record in self.extra:
-            yield f"  extra    {record.key}  {record.dtype} {_dims(record)}"
+            yield f"  extra    {record.key}  {record.dtype} {_dims(record)}" + self._why(
+                "candidate", record
+            )
+
+    def _why(self, side: str, record: Record) -> str:
+        reason = self.reasons.get((side, record.key))
+        return f"  ({reason})" if reason else ""
 
     def __str__(self) -> str:
         ways = Counter(pair.by for pair in self.pairs)
