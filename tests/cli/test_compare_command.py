@@ -40,8 +40,13 @@ def test_two_agreeing_runs_pass_with_exit_code_0(
 
 
 def test_the_seeds_spellings_of_the_two_paths_are_taken(
-    driftline: Command, reference: Path, faulty: Path
+    driftline: Command,
+    reference: Path,
+    faulty: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # with both of them a report is written there
     assert driftline("compare", "-gp", reference, "-mp", faulty).code == 1
     assert driftline("compare", "--golden-path", reference, "--my-path", faulty).code == 1
     assert driftline("compare", f"-gp={reference}", f"-mp={reference}").code == 0

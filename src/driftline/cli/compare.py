@@ -50,6 +50,10 @@ def compare(
     quiet: Annotated[bool, Option(names=("--quiet", "-q"), group=_WHERE)] = False,
     force: Annotated[bool, Option(group=_WHERE)] = False,
     dry_run: Annotated[bool, Option(group=_WHERE)] = False,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "warn", "error"] | None,
+        Option(names=("--log-level", "-l"), group=_WHERE),
+    ] = None,
     threads: Annotated[int | None, Option(group=_SPEED)] = None,
 ) -> int:
     """Compare two runs, or two tensor files, tensor by tensor.
@@ -58,7 +62,8 @@ def compare(
         driftline compare a.npy b.pt --max relative_l2=0.01
 
     Prints which tensors differ by more than the coarser number format of the two sides explains,
-    and which one is first. Exit code 1 if any does, 2 if nothing could be compared.
+    and which one is first. Exit code 1 if any does, 2 if nothing could be compared. With -gp and
+    -mp it also writes ait_cmp_report_{timestamp}.csv into the folder -o, or into this one.
 
     Args:
         reference: What is right: a run, or a .npy, .npz, .pt, .pth or .safetensors file.
@@ -75,19 +80,25 @@ def compare(
         port: Only this side: input, output, grad_input, grad_output, param, ...; may be repeated.
         step: Only these steps, such as 0 or 3-5; may be repeated.
         rank: Only these ranks; may be repeated.
-        output: Also write the comparison there: table.json, rows.parquet and rows.csv.
+        output: Also write the comparison there: table.json, rows.parquet and rows.csv. With -gp
+            and -mp: folder of the ait_cmp_report.
         csv: Also write the rows to this file.
         format: table for people; json, csv and markdown for programs and reviews.
         all: Show every row rather than the worst.
         quiet: Print nothing; the exit code says it.
         force: Replace output that is there already.
         dry_run: Print what would be compared with what, and read no tensor.
+        log_level: debug also prints the plan, warning only what does not agree, error nothing.
         threads: Worker threads. Default: one per usable core.
     """
     if threads is not None and threads < 1:
         raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
     ref, cand = _two_paths(reference, candidate, golden_path, my_path)
-    _refuse_overwriting(output, csv, force)
+    seed = golden_path is not None and my_path is not None
+    report = (output or Path()) if seed else None
+    output = None if seed else output
+    quiet = quiet or log_level == "error"
+    _refuse_overwriting(output, csv, force, report)
     from driftline.alignment.door import AlignOptions, align_runs
     from driftline.formats.opening import open_run
     from driftline.gating.door import compare as compare_runs
@@ -111,6 +122,15 @@ def compare(
     if max or min:
         columns = [each.column for each in requested(metric or ())]
         limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
+    if seed:
+        from driftline.dialects.ait_report import METRICS
+
+        metric = [*(metric or ()), *METRICS]
+    if log_level == "debug":
+        from driftline.reports.terminal import printable
+
+        for line in plan.lines():
+            print(printable(line), file=sys.stderr)
     progress = None if quiet else on_terminal("pairs")
     try:
         table = compare_runs(
@@ -128,9 +148,15 @@ def compare(
     finally:
         if progress is not None:
             progress.close()
+    if report is not None:
+        from driftline.dialects.ait_report import write_report
+
+        written = write_report(table, plan, ours, theirs, report)
+        if not quiet:
+            print(f"driftline: the report is in {written}", file=sys.stderr)
     _release(ours, theirs)
     _write(table, output, csv, force, quiet)
-    if not quiet:
+    if not quiet and not (log_level in ("warning", "warn") and table.verdict == "pass"):
         from driftline.reports import emit
 
         emit.table(table, format, sys.stdout, everything=all)
@@ -172,10 +198,13 @@ def _two_paths(
     return found[0], found[1]
 
 
-def _refuse_overwriting(output: Path | None, csv: Path | None, force: bool) -> None:
+def _refuse_overwriting(
+    output: Path | None, csv: Path | None, force: bool, report: Path | None
+) -> None:
     """Before anything is read: a comparison of an hour must not end in a refusal."""
-    if output is not None and output.exists() and not output.is_dir():
-        raise BadInput(f"{output} is a file; -o takes a folder")
+    for folder in (output, report):
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise BadInput(f"{folder} is a file; -o takes a folder")
     if force:
         return
     if output is not None and output.is_dir() and any(output.iterdir()):

@@ -11,14 +11,17 @@ import csv
 import math
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.recipe import Recipe
 from driftline.comparison.row import Number, Row
 from driftline.comparison.table import Table
 from driftline.errors import BadInput, DriftlineError
@@ -76,11 +79,12 @@ class Figures(NamedTuple):
     mean: float
 
 
-def write_report(table: Table, reference: Run, candidate: Run, folder: Path) -> Path:
+def write_report(table: Table, plan: Plan, reference: Run, candidate: Run, folder: Path) -> Path:
     """Write the report into a folder, which is made if it is not there.
 
     Args:
         table: The comparison, measured with `METRICS`.
+        plan: What was set against what in it.
         reference: The golden run, for the paths and figures of tensors that were not compared.
         candidate: The run in question.
         folder: Where to; the file appears complete or not at all.
@@ -95,7 +99,7 @@ def write_report(table: Table, reference: Run, candidate: Run, folder: Path) -> 
         folder.mkdir(parents=True, exist_ok=True)
         goal = _free_name(folder)
         try:
-            write_whole(goal, COLUMNS, report_rows(table, reference, candidate))
+            write_whole(goal, COLUMNS, report_rows(table, plan, reference, candidate))
         except BaseException:
             with suppress(OSError):
                 goal.unlink()
@@ -141,55 +145,64 @@ def _free_name(folder: Path) -> Path:
         moment += timedelta(seconds=1)
 
 
-def report_rows(table: Table, reference: Run, candidate: Run) -> Iterator[list[Cell]]:
+def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Iterator[list[Cell]]:
     """The report's lines under `COLUMNS`, in the order of the table."""
     ours, theirs = _Side(reference, "reference"), _Side(candidate, "candidate")
+    # One tensor may be in several pairs (parts of a fused one); the table keeps their order.
+    pairs: dict[TensorKey, deque[Pair]] = {}
+    for pair in plan.pairs:
+        pairs.setdefault(pair.reference.key, deque()).append(pair)
+    alone = {record.key: record for record in plan.missing}
+    extra = {record.key: record for record in plan.extra}
     for at, row in enumerate(table.rows):
-        here = ours.cells(row, None if row.status == "extra" else row.key)
-        there = theirs.cells(row, None if row.status == "missing" else _candidate_key(row))
+        if row.status == "missing":
+            here, there = ours.cells(row, (alone[row.key],)), [""] * 6
+        elif row.status == "extra":
+            here, there = [""] * 6, theirs.cells(row, (extra[row.key],))
+        else:
+            pair = pairs[row.key].popleft()
+            here = ours.cells(row, _sources(pair.reference, pair.reference_recipe))
+            there = theirs.cells(row, _sources(pair.candidate, pair.candidate_recipe))
         measured = [_cell(row.metrics.get(name)) for name in _MEASURED]
         yield [row.step, at, *here, *there, *measured, _reason(row)]
 
 
-def _candidate_key(row: Row) -> TensorKey:
-    if row.status == "extra":
-        return row.key
-    return row.key._replace(slot=row.candidate_slot) if row.candidate_slot else row.key
+def _sources(record: Record, recipe: Recipe | None) -> tuple[Record, ...]:
+    return (record,) if recipe is None else recipe.sources
 
 
 class _Side:
     """One of the two runs, and what the report says of its tensors."""
 
-    def __init__(self, run: Run, name: str) -> None:
+    def __init__(self, run: Run, name: Literal["reference", "candidate"]) -> None:
         self.run = run
         self.name = name
-        self.records = {record.key: record for record in run.records}
         self.lone = len(run) == 1
 
-    def cells(self, row: Row, key: TensorKey | None) -> list[Cell]:
-        """Path, dtype, shape, max, min and mean; empty cells for what the run does not have."""
-        record = None if key is None else self.records.get(key)
-        dtype: str = getattr(row, f"{self.name}_dtype")
-        shape: tuple[int, ...] | None = getattr(row, f"{self.name}_shape")
-        if key is None or record is None or shape is None:
-            return [""] * 6
-        figures = self._figures(row, record, shape)
+    def cells(self, row: Row, sources: Sequence[Record]) -> list[Cell]:
+        """Path, dtype, shape, max, min and mean; a tensor put together has several paths."""
+        record = sources[0]
+        ours = self.name == "reference"
+        dtype = (row.reference_dtype if ours else row.candidate_dtype) or record.dtype
+        shape = row.reference_shape if ours else row.candidate_shape
+        shape = record.shape if shape is None else shape
+        figures = self._figures(row, record, as_stored=len(sources) == 1 and shape == record.shape)
         return [
-            data_path(self.run, record, lone=self.lone),
+            ";".join(data_path(self.run, source, lone=self.lone) for source in sources),
             f"torch.{dtype}",
             listed(shape),
             *(["", "", ""] if figures is None else map(_cell, figures)),
         ]
 
-    def _figures(self, row: Row, record: Record, shape: tuple[int, ...]) -> Figures | None:
+    def _figures(self, row: Row, record: Record, *, as_stored: bool) -> Figures | None:
         metrics = row.metrics
         measured = _measured_figures(metrics, self.name)
         strange = metrics.get(f"{self.name}_nan", 0) or metrics.get(f"{self.name}_inf", 0)
-        if measured is not None and (not strange or shape != record.shape):
+        if measured is not None and not (strange and as_stored):
             return measured
-        summary = record.summary
         if record.kept not in ("full", "sample") or self.run.lost(record):
-            return None if summary is None else Figures(summary.max, summary.min, summary.mean)
+            known = record.summary
+            return None if known is None else Figures(known.max, known.min, known.mean)
         try:
             return figures_of(self.run, record)
         except (DriftlineError, OSError, ValueError, KeyError):
