@@ -13,7 +13,17 @@ from driftline.runs.key import TensorKey
 
 KEY = TensorKey("a,b", "input", "x", 1, 2, 3, 4, "recompute", "before")
 PAIR = Row(
-    *(KEY, "fail", 'said "so"', 5, "y", "Linear", "Conv", "float32", "bfloat16", (2, 3), ()),
+    *(KEY, "fail", 'said "so"', 5, "z.c", "output", "y", 7, 8, 9, "structure", 0.75),
+    *(
+        "trim(axis 0, 0:2) of 3x3",
+        "transpose(1,0) of 3x2",
+        "Linear",
+        "Conv",
+        "float32",
+        "bfloat16",
+        (2, 3),
+        (),
+    ),
     *("values", ("cosine", "rmse"), {"rmse": 0.1, "different": 7, "cosine": math.nan}),
     *("rmse", math.inf, "user", 2.5),
 )

@@ -66,11 +66,20 @@ class Row(NamedTuple):
         status: The row's verdict.
         reason: Why, in words; empty for a plain pass.
         order: Execution order in the reference; rows are sorted by rank, process and this.
-        candidate_slot: The slot's name in the candidate when the pair was found by its alias.
+        candidate_site: The candidate's own site where it is another one, else empty (so for port
+            and slot).
+        candidate_step: The candidate's own step where it is another one, else None (so for visit
+            and rank).
+        by: The rule that made the two a pair; empty for a lone tensor.
+        confidence: How sure that rule is: 1 for what was said or is called the same.
+        reference_recipe: What was done to the reference's stored tensors first, in words; empty
+            when nothing was.
+        candidate_recipe: The same for the candidate.
         class_name: Class of the module, or name of the operator.
         candidate_class: The candidate's when it is another one, else empty.
         reference_dtype: Element type there; empty when missing there (so for the others).
-        reference_shape: Shape there; None when missing there (so for the candidate's).
+        reference_shape: Shape there, after the recipe; None when missing there (so for the
+            candidate's).
         basis: What the measurements were made from.
         estimated: Names of measurements that are estimates (from sketches) rather than exact.
         metrics: Measurements by name; non-finite numbers are ordinary values here.
@@ -84,7 +93,16 @@ class Row(NamedTuple):
     status: Status
     reason: str = ""
     order: int = 0
+    candidate_site: str = ""
+    candidate_port: str = ""
     candidate_slot: str = ""
+    candidate_step: int | None = None
+    candidate_visit: int | None = None
+    candidate_rank: int | None = None
+    by: str = ""
+    confidence: float = 1.0
+    reference_recipe: str = ""
+    candidate_recipe: str = ""
     class_name: str = ""
     candidate_class: str = ""
     reference_dtype: str = ""
@@ -122,6 +140,19 @@ class Row(NamedTuple):
     @property
     def visit(self) -> int:
         return self.key.visit
+
+    @property
+    def candidate_name(self) -> str:
+        """Where the candidate's tensor is, as far as that is another place; empty where not.
+
+        >>> Row(TensorKey("a", "output", "0"), "pass", candidate_site="b").candidate_name
+        'b'
+        """
+        words = [self.candidate_site, self.candidate_port, self.candidate_slot]
+        for name in ("step", "visit", "rank"):
+            number = getattr(self, f"candidate_{name}")
+            words.append("" if number is None else f"{name} {number}")
+        return " ".join(filter(None, words))
 
     @property
     def compared(self) -> bool:
@@ -179,7 +210,16 @@ class Row(NamedTuple):
             "order": self.order,
             "status": self.status,
             "reason": self.reason,
+            "candidate_site": self.candidate_site,
+            "candidate_port": self.candidate_port,
             "candidate_slot": self.candidate_slot,
+            "candidate_step": self.candidate_step,
+            "candidate_visit": self.candidate_visit,
+            "candidate_rank": self.candidate_rank,
+            "by": self.by,
+            "confidence": self.confidence,
+            "reference_recipe": self.reference_recipe,
+            "candidate_recipe": self.candidate_recipe,
             "class": self.class_name,
             "candidate_class": self.candidate_class,
             "reference_dtype": self.reference_dtype,
@@ -216,7 +256,16 @@ class Row(NamedTuple):
             status=cast(Status, _one_of(shown["status"], STATUSES, "status")),
             reason=str(shown.get("reason", "")),
             order=int(shown.get("order", 0)),
+            candidate_site=str(shown.get("candidate_site", "")),
+            candidate_port=str(shown.get("candidate_port", "")),
             candidate_slot=str(shown.get("candidate_slot", "")),
+            candidate_step=_whole(shown.get("candidate_step")),
+            candidate_visit=_whole(shown.get("candidate_visit")),
+            candidate_rank=_whole(shown.get("candidate_rank")),
+            by=str(shown.get("by", "")),
+            confidence=float(shown.get("confidence", 1.0)),
+            reference_recipe=str(shown.get("reference_recipe", "")),
+            candidate_recipe=str(shown.get("candidate_recipe", "")),
             class_name=str(shown.get("class", "")),
             candidate_class=str(shown.get("candidate_class", "")),
             reference_dtype=str(shown.get("reference_dtype", "")),
@@ -267,6 +316,10 @@ def _one_of(value: JSON, known: tuple[str, ...], what: str) -> str:
 
 def _listed(shape: tuple[int, ...] | None) -> list[int] | None:
     return None if shape is None else list(shape)
+
+
+def _whole(shown: JSON) -> int | None:
+    return None if shown is None else int(shown)
 
 
 def _shape(shown: JSON) -> tuple[int, ...] | None:

@@ -22,9 +22,12 @@ TABLE_FILE = "table.json"
 PARQUET_FILE = "rows.parquet"
 CSV_FILE = "rows.csv"
 _FILES = (TABLE_FILE, PARQUET_FILE, CSV_FILE)
-_INTEGER_FIELDS = ("step", "rank", "visit", "process", "order")
+_INTEGER_FIELDS = (
+    *("step", "rank", "visit", "process", "order"),
+    *("candidate_step", "candidate_visit", "candidate_rank"),
+)
 _SHAPE_FIELDS = ("reference_shape", "candidate_shape")
-_NUMBER_FIELDS = ("limit", "severity")
+_NUMBER_FIELDS = ("limit", "severity", "confidence")
 
 
 def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
@@ -125,7 +128,7 @@ def write_parquet(table: Table, path: StrPath) -> None:
         if name in _INTEGER_FIELDS:
             arrays[name] = pa.array(values, pa.int64())
         elif name in _NUMBER_FIELDS:
-            numbers = [row.limit if name == "limit" else row.severity for row in table.rows]
+            numbers: list[float | None] = [getattr(row, name) for row in table.rows]
             arrays[name] = pa.array(numbers, pa.float64(), from_pandas=False)
         else:
             arrays[name] = pa.array([_text(name, value) for value in values], pa.string())
@@ -151,7 +154,16 @@ def _cells(row: Row) -> list[JSON]:
         row.order,
         row.status,
         row.reason,
+        row.candidate_site,
+        row.candidate_port,
         row.candidate_slot,
+        row.candidate_step,
+        row.candidate_visit,
+        row.candidate_rank,
+        row.by,
+        row.confidence,
+        row.reference_recipe,
+        row.candidate_recipe,
         row.class_name,
         row.candidate_class,
         row.reference_dtype,
