@@ -168,7 +168,13 @@ def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Ite
 
 
 def _sources(record: Record, recipe: Recipe | None) -> tuple[Record, ...]:
-    return (record,) if recipe is None else recipe.sources
+    """Every stored tensor that a side of a pair is made of, its own record first."""
+    if recipe is None:
+        return (record,)
+    stored: list[Record] = []
+    for source in recipe.sources:
+        stored += (source,) if isinstance(source, Record) else _sources(record, source)
+    return tuple(dict.fromkeys(stored)) or (record,)
 
 
 class _Side:
