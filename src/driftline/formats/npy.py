@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,6 +56,7 @@ class Header:
         shape: Sizes.
         fortran: The first index varies fastest.
         offset: Where the data begin.
+        byte_count: How long they are.
     """
 
     def __init__(
@@ -65,14 +67,13 @@ class Header:
         self.shape = shape
         self.fortran = fortran
         self.offset = offset
-
-    @property
-    def byte_count(self) -> int:
-        return math.prod(self.shape) * self.stored.itemsize
+        self.byte_count = math.prod(shape) * stored.itemsize
 
     def flat(self, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[Any]]:
         """The data bytes as a flat array in C order and little endian; a view where they are so."""
         array = raw[: self.byte_count].view(self.stored)
+        if self.stored.str == DTYPES[self.name].storage and not self.fortran:
+            return array
         if self.fortran and len(self.shape) > 1:
             array = array.reshape(self.shape, order="F").ravel(order="C")
         return array.astype(DTYPES[self.name].storage, copy=False).reshape(-1)
@@ -109,6 +110,45 @@ def read_header(stream: BinaryIO, source: str) -> Header:
     if any(size < 0 for size in header.shape):
         raise BadFile(f"{source} claims a negative size: {header.shape}")
     return header
+
+
+_PLAIN = re.compile(
+    rb"\{'descr': '([<|>=]?[a-z]\d+)', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d+, ?)*\d*)\), ?\} *\n?"
+)
+"""A header as numpy writes it."""
+
+
+@functools.lru_cache(4096)
+def plain_header(text: bytes) -> Header | None:
+    """What the header of a file says, from its first byte on; None if `read_header` has to look.
+
+    Files of one dump have the same few headers: this remembers them, and takes a microsecond where
+    numpy's own reader takes sixty.
+    """
+    found = _PLAIN.fullmatch(text, 10)
+    if found is None:
+        return None
+    try:
+        stored = np.dtype(found[1].decode())
+        shape = tuple(int(size) for size in found[3].split(b",") if size.strip())
+    except (TypeError, ValueError):
+        return None
+    header = Header(stored, shape, found[2] == b"True", len(text))
+    return header if header.name in DTYPES else None
+
+
+def header_of(start: bytes, source: str) -> Header:
+    """The header at the start of a file, given at least its first bytes.
+
+    Raises:
+        BadFile: It is malformed, or the type is not a number.
+    """
+    if start[:8] == MAGIC + b"\x01\x00":
+        end = 10 + int.from_bytes(start[8:10], "little")
+        if end <= len(start) and (known := plain_header(start[:end])) is not None:
+            return known
+    return read_header(io.BytesIO(start), source)
 
 
 def _fetch(path: Path, header: Header) -> np.ndarray[Any, np.dtype[Any]]:

@@ -36,7 +36,9 @@ BUILTIN: dict[str, Address] = {
 }
 
 
-TREES: dict[str, Address] = {}
+TREES: dict[str, Address] = {
+    "files": Address("driftline.formats.plain_tree"),
+}
 """Formats that are folders of many files, in the order in which they are asked."""
 
 

@@ -1,0 +1,179 @@
+"""The tensors of one file that is a part of a dump: described now, read when asked for.
+
+A dump has tens of thousands of files: nothing is kept open or mapped between two reads, and the
+usual layouts of `.npy` and `.pt` are described from their first and last bytes, without numpy or
+torch. Knows files and how they are read; what a file's name means is each dump format's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from driftline.errors import BadFile, DriftlineError
+from driftline.formats import npy, torchzip
+from driftline.formats.folder import Folder, pread
+from driftline.formats.member import Member
+from driftline.formats.tree import Leaf
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.inside import reason_of
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+
+TORCH = (".pt", ".pth", ".ckpt", ".out")
+_START = 1 << 12
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def describe(folder: Folder, name: str) -> list[Member]:
+    """The tensors of one file of a dump, unread.
+
+    A file that cannot be read, or is refused, is one member without a name whose `trouble` says so.
+    """
+    try:
+        suffix = os.path.splitext(name)[1].lower()
+        if suffix == ".npy":
+            return [_npy(folder, name)]
+        if suffix in TORCH:
+            return _torch(folder, name)
+        return _by_its_format(folder, name)
+    except DriftlineError as refused:
+        return [unreadable(_without_path(str(refused), folder, name))]
+    except OSError as trouble:
+        return [unreadable(reason_of(trouble))]
+
+
+def unreadable(reason: str) -> Member:
+    """A tensor of which nothing is known but why it cannot be read."""
+    return Member("", "", (), _nothing, reason)
+
+
+def leaf(key: TensorKey, source: str, member: Member, *, class_name: str = "") -> Leaf:
+    """A tensor of a file as a leaf of a dump."""
+    record = Record(key, 0, member.dtype, member.shape, class_name=class_name, lost=member.trouble)
+    return Leaf(record, source, None if member.trouble else member.fetch)
+
+
+def _nothing() -> Array:
+    return np.empty(0, np.uint8)
+
+
+def _without_path(sentence: str, folder: Folder, name: str) -> str:
+    """The reason without the file's name, which stands beside it wherever it is shown."""
+    whole = str(folder.path / name)
+    return sentence.removeprefix(whole).lstrip(": ") if sentence.startswith(whole) else sentence
+
+
+def _npy(folder: Folder, name: str) -> Member:
+    start, size = folder.start(name, _START)
+    try:
+        header = npy.header_of(start, str(folder.path / name))
+    except BadFile:
+        if size <= len(start):
+            raise
+        header = npy.header_of(folder.start(name, npy.HEADER_BYTES)[0], str(folder.path / name))
+    if header.byte_count > size - header.offset:
+        claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
+        return Member("", header.name, header.shape, _nothing, claim)
+    return Member(
+        "", header.name, header.shape, functools.partial(_npy_values, folder, name, header)
+    )
+
+
+def _npy_values(folder: Folder, name: str, header: npy.Header) -> Array:
+    if header.byte_count == 0:
+        return np.empty(0, DTYPES[header.name].storage)
+    return header.flat(_values(folder, name, header.offset, header.byte_count))
+
+
+def _values(folder: Folder, name: str, start: int, length: int) -> Array:
+    try:
+        return folder.values(name, start, length)
+    except OSError as trouble:
+        raise BadFile(f"{folder.path / name} cannot be read: {reason_of(trouble)}") from trouble
+
+
+def _torch(folder: Folder, name: str) -> list[Member]:
+    file, size = folder.open(name)
+    try:
+        if size <= 1 << 15:
+            whole = pread(file, size, 0)
+            source = torchzip.Source(size, lambda length, at: whole[at : at + length])
+        else:
+            source = torchzip.Source(size, lambda length, at: pread(file, length, at))
+        found = torchzip.read_tensors(source)
+    finally:
+        os.close(file)
+    if found is None or any(_odd(stored) for stored in found):
+        from driftline.formats import torchfile
+
+        return _through(torchfile.members, _checked(folder, name))
+    return [
+        Member(
+            stored.name,
+            stored.dtype,
+            stored.shape,
+            functools.partial(_torch_values, folder, name, stored),
+        )
+        for stored in found
+    ]
+
+
+def _odd(stored: torchzip.Stored) -> bool:
+    """Whether torch has to be asked: a view with gaps, an unknown type, bytes that do not add up."""
+    known = DTYPES.get(stored.dtype)
+    if known is None or not stored.dense or known.bits < 8:
+        return True
+    item = known.bits // 8
+    return (stored.offset + math.prod(stored.shape)) * item > stored.length
+
+
+def _torch_values(folder: Folder, name: str, stored: torchzip.Stored) -> Array:
+    known = DTYPES[stored.dtype]
+    length = known.byte_count(math.prod(stored.shape))
+    if length == 0:
+        return np.empty(0, known.storage)
+    start = stored.start + stored.offset * known.bits // 8
+    return _values(folder, name, start, length).view(known.storage)
+
+
+def _by_its_format(folder: Folder, name: str) -> list[Member]:
+    from driftline.formats.opening import BUILTIN
+
+    path = _checked(folder, name)
+    for address in BUILTIN.values():
+        format_ = address.load()
+        if hasattr(format_, "members") and format_.sniff(path):
+            return _through(format_.members, path)
+    raise BadFile(f"{path} is no tensor file that driftline can read")
+
+
+def _checked(folder: Folder, name: str) -> Path:
+    """The path of a file that may be opened by its name."""
+    file, _ = folder.open(name)
+    os.close(file)
+    return folder.path / name
+
+
+def _through(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
+    """The members of a format's reader, without what they keep open."""
+    return [
+        member._replace(fetch=functools.partial(_once_more, members, path, at))
+        for at, member in enumerate(members(path))
+    ]
+
+
+@functools.lru_cache(8)
+def _lately(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
+    return members(path)
+
+
+def _once_more(members: Callable[[Path], list[Member]], path: Path, at: int) -> Array:
+    return _lately(members, path)[at].fetch()

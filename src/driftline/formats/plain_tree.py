@@ -1,0 +1,82 @@
+"""A folder of tensor files that no tool's layout explains: a site is a file's path.
+
+`layers/0/mlp.npy` is the output `0` of the site `layers/0/mlp`; a file of several tensors is a
+site per tensor, `weights/layers.0`. Where `driftline convert --to` left its list of keys beside the
+files, that list says what each one is instead. The order of the files means nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from driftline.errors import BadFile
+from driftline.formats import exported
+from driftline.formats.folder import Folder
+from driftline.formats.parts import describe, leaf
+from driftline.formats.tree import Leaf, TreeRun
+from driftline.runs.key import TensorKey
+
+NAME = "files"
+SUFFIXES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".bin")
+_LOOKED_AT = 10_000
+_OF_A_RUN = ("manifest.json", "index.jsonl", "table.json")
+
+
+def sniff(path: Path) -> bool:
+    """A tensor file somewhere below; folders are asked breadth first, so this is quick."""
+    waiting = [str(path)]
+    looked = 0
+    while waiting and looked < _LOOKED_AT:
+        folder = waiting.pop(0)
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    looked += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif entry.name in _OF_A_RUN:
+                        return False
+                    elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                        return True
+        except OSError:
+            continue
+    return False
+
+
+def open(path: Path) -> TreeRun:  # noqa: A001 - what a format is asked for
+    """The folder as a run.
+
+    Raises:
+        BadFile: Two tensors have one name, or there is no tensor.
+    """
+    folder = Folder(path)
+    if exported.is_there(path):
+        return exported.open_exported(folder, NAME)
+    names = [name for name in folder.files() if name.lower().endswith(SUFFIXES)]
+    stems = _stems(names)
+    leaves: list[Leaf] = []
+    for name in names:
+        members = describe(folder, name)
+        for member in members:
+            site = stems[name]
+            if len(members) > 1:
+                site = f"{site}/{member.name}" if member.name else site
+            leaves.append(leaf(TensorKey.of(site, "output"), name, member))
+    if not leaves:
+        raise BadFile(f"{path} holds no tensor file")
+    events = [{"kind": "skipped", "message": text} for text in folder.not_entered]
+    return TreeRun(path, NAME, leaves, ordered=False, events=events)
+
+
+def _stems(names: list[str]) -> dict[str, str]:
+    """File → site: its name without the suffix, unless another file has the same one."""
+    by_stem: dict[str, list[str]] = {}
+    for name in names:
+        by_stem.setdefault(os.path.splitext(name)[0], []).append(name)
+    return {
+        name: stem if len(alike) == 1 else name
+        for stem, alike in by_stem.items()
+        for name in alike
+    }
+

@@ -1,0 +1,367 @@
+"""What a `torch.save` file says of its tensors, read without torch and without running anything.
+
+Knows the few pickle operations with which tensors in dicts, lists and tuples are saved, and builds
+names and numbers from them, never an object of a class the file names. Whatever is beyond that
+(another class, a compressed or foreign zip, the layout before zips) gives None: `torchfile` then
+asks torch, with `weights_only=True`. Loading 10 000 one-tensor files with torch takes 4 s, reading
+them here a tenth of that.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple, cast
+
+LARGEST_PICKLE = 1 << 20
+MOST_OPERATIONS = 200_000
+MOST_TENSORS = 50_000
+DEEPEST = 32
+_TAIL = 1 << 16
+_END = struct.Struct("<4s4H2IH")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_LOCAL_NAMES = struct.Struct("<2H")
+
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+}
+
+
+class Stored(NamedTuple):
+    """One tensor as a file describes it.
+
+    Attributes:
+        name: Its path through the containers, joined by dots; empty for a lone tensor.
+        dtype: torch's name.
+        shape: Sizes, as torch counts them.
+        start: Where its storage begins in the file.
+        length: Bytes of its storage.
+        offset: First element within the storage.
+        dense: Whether the elements lie in C order without gaps.
+        device: Where it lived when it was saved.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+    offset: int
+    dense: bool
+    device: str
+
+
+class _Global(NamedTuple):
+    module: str
+    name: str
+
+
+class _Storage(NamedTuple):
+    kind: str
+    key: str
+    device: str
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Beyond(Exception):
+    """The file does something that is not known here."""
+
+
+class Source(NamedTuple):
+    """Where the bytes of a file come from: its size, and a function (length, start) → bytes."""
+
+    size: int
+    read: Any
+
+
+def read_tensors(source: Source) -> list[Stored] | None:
+    """The tensors of a file in the order it holds them, or None if torch has to be asked."""
+    try:
+        entries = _entries(source)
+        pickled = next((name for name in entries if name.endswith("/data.pkl")), None)
+        if pickled is None:
+            return None
+        prefix = pickled.removesuffix("data.pkl")
+        if f"{prefix}byteorder" in entries:
+            start, length = entries[f"{prefix}byteorder"]
+            if length > 16 or source.read(length, _data(source, start, length)) != b"little":
+                return None
+        start, length = entries[pickled]
+        if length > LARGEST_PICKLE:
+            return None
+        tree = _unpickled(source.read(length, _data(source, start, length)))
+        found: list[tuple[str, _Tensor]] = []
+        _collect(tree, "", 0, found)
+        return [_stored(source, name, tensor, prefix, entries) for name, tensor in found]
+    except (_Beyond, OSError, struct.error, ValueError, IndexError, TypeError, KeyError):
+        return None
+
+
+def _entries(source: Source) -> dict[str, tuple[int, int]]:
+    """Name → (offset of the local header, length) of every stored member of the zip."""
+    tail_start = max(0, source.size - 4096)
+    tail = source.read(source.size - tail_start, tail_start)
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0:
+        raise _Beyond
+    _, disk, _, _, count, length, start, _ = _END.unpack_from(tail, at)
+    if disk or count == 0xFFFF or start == 0xFFFFFFFF or length > _TAIL:
+        raise _Beyond
+    end = tail_start + at
+    # torch writes a zip64 record between the directory and the end, which says the same again.
+    if start + length > end:
+        raise _Beyond
+    if start >= tail_start:
+        directory = tail[start - tail_start : start - tail_start + length]
+    else:
+        directory = source.read(length, start)
+    found: dict[str, tuple[int, int]] = {}
+    at = 0
+    for _ in range(count):
+        (magic, _, _, _, method, _, _, _, packed, plain, names, extra, comment, *_, header) = (
+            _ENTRY.unpack_from(directory, at)
+        )
+        if magic != b"PK\x01\x02" or method != 0 or packed != plain or 0xFFFFFFFF in (plain, header):
+            raise _Beyond
+        at += _ENTRY.size
+        name = directory[at : at + names].decode()
+        if name in found:
+            raise _Beyond
+        found[name] = (header, plain)
+        at += names + extra + comment
+    return found
+
+
+def _data(source: Source, header: int, length: int) -> int:
+    """Where a member's bytes begin: behind its local header, which has a length of its own."""
+    local = source.read(30, header)
+    if local[:4] != b"PK\x03\x04":
+        raise _Beyond
+    names, extra = _LOCAL_NAMES.unpack_from(local, 26)
+    start = header + 30 + names + extra
+    if start + length > source.size:
+        raise _Beyond
+    return start
+
+
+def _unpickled(data: bytes) -> Any:
+    """Runs the pickle machine for containers, texts, numbers and tensors; nothing else."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    at = 0
+    end = len(data)
+    for _ in range(MOST_OPERATIONS):
+        if at >= end:
+            raise _Beyond
+        code = data[at]
+        at += 1
+        if code == 0x71:  # BINPUT
+            memo[data[at]] = stack[-1]
+            at += 1
+        elif code == 0x4B:  # BININT1
+            stack.append(data[at])
+            at += 1
+        elif code == 0x58:  # BINUNICODE
+            size = int.from_bytes(data[at : at + 4], "little")
+            stack.append(_cut(data, at + 4, size).decode())
+            at += 4 + size
+        elif code == 0x28:  # MARK
+            marks.append(len(stack))
+        elif code == 0x74:  # TUPLE
+            base = marks.pop()
+            stack[base:] = [tuple(stack[base:])]
+        elif code in (0x85, 0x86, 0x87):  # TUPLE1 to TUPLE3
+            base = len(stack) - (code - 0x84)
+            if base < 0:
+                raise _Beyond
+            stack[base:] = [tuple(stack[base:])]
+        elif code == 0x63:  # GLOBAL
+            first = data.index(b"\n", at)
+            second = data.index(b"\n", first + 1)
+            stack.append(_Global(data[at:first].decode(), data[first + 1 : second].decode()))
+            at = second + 1
+        elif code == 0x52:  # REDUCE
+            arguments = stack.pop()
+            stack[-1] = _reduced(stack[-1], arguments)
+        elif code == 0x51:  # BINPERSID
+            stack[-1] = _storage(stack[-1])
+        elif code == 0x68:  # BINGET
+            stack.append(memo[data[at]])
+            at += 1
+        elif code == 0x6A:  # LONG_BINGET
+            stack.append(memo[int.from_bytes(_cut(data, at, 4), "little")])
+            at += 4
+        elif code == 0x72:  # LONG_BINPUT
+            memo[int.from_bytes(_cut(data, at, 4), "little")] = stack[-1]
+            at += 4
+        elif code == 0x4A:  # BININT
+            stack.append(int.from_bytes(_cut(data, at, 4), "little", signed=True))
+            at += 4
+        elif code == 0x4D:  # BININT2
+            stack.append(int.from_bytes(_cut(data, at, 2), "little"))
+            at += 2
+        elif code == 0x8A:  # LONG1
+            size = data[at]
+            stack.append(int.from_bytes(_cut(data, at + 1, size), "little", signed=True))
+            at += 1 + size
+        elif code == 0x47:  # BINFLOAT
+            stack.append(struct.unpack(">d", _cut(data, at, 8))[0])
+            at += 8
+        elif code == 0x29:  # EMPTY_TUPLE
+            stack.append(())
+        elif code == 0x7D:  # EMPTY_DICT
+            stack.append({})
+        elif code == 0x5D:  # EMPTY_LIST
+            stack.append([])
+        elif code in (0x88, 0x89):  # NEWTRUE, NEWFALSE
+            stack.append(code == 0x88)
+        elif code == 0x4E:  # NONE
+            stack.append(None)
+        elif code == 0x73:  # SETITEM
+            value = stack.pop()
+            key = stack.pop()
+            _fill(stack[-1], [key, value])
+        elif code == 0x75:  # SETITEMS
+            base = marks.pop()
+            items = stack[base:]
+            del stack[base:]
+            _fill(stack[-1], items)
+        elif code == 0x61:  # APPEND
+            value = stack.pop()
+            cast("list[Any]", _list(stack[-1])).append(value)
+        elif code == 0x65:  # APPENDS
+            base = marks.pop()
+            items = stack[base:]
+            del stack[base:]
+            cast("list[Any]", _list(stack[-1])).extend(items)
+        elif code == 0x80:  # PROTO
+            at += 1
+        elif code == 0x2E:  # STOP
+            return stack[-1]
+        else:
+            raise _Beyond
+    raise _Beyond
+
+
+def _cut(data: bytes, at: int, size: int) -> bytes:
+    if at + size > len(data):
+        raise _Beyond
+    return data[at : at + size]
+
+
+def _list(value: Any) -> Any:
+    if type(value) is not list:
+        raise _Beyond
+    return cast("Any", value)
+
+
+def _fill(target: Any, items: list[Any]) -> None:
+    if type(target) is not dict or len(items) % 2:
+        raise _Beyond
+    for key, value in zip(items[0::2], items[1::2], strict=True):
+        if type(key) not in (str, int):
+            raise _Beyond
+        target[key] = value
+
+
+def _storage(claim: Any) -> _Storage:
+    if type(claim) is not tuple or len(cast("tuple[Any, ...]", claim)) != 5:
+        raise _Beyond
+    tag, kind, key, device, _ = cast("tuple[Any, ...]", claim)
+    if tag != "storage" or type(kind) is not _Global or type(key) is not str:
+        raise _Beyond
+    if kind.module == "torch" and kind.name in _STORAGES:
+        return _Storage(_STORAGES[kind.name], key, str(device))
+    if kind == ("torch.storage", "UntypedStorage"):
+        return _Storage("", key, str(device))
+    raise _Beyond
+
+
+def _reduced(function: Any, arguments: Any) -> Any:
+    if type(function) is not _Global or type(arguments) is not tuple:
+        raise _Beyond
+    given = cast("tuple[Any, ...]", arguments)
+    if function == ("collections", "OrderedDict"):
+        if given:
+            raise _Beyond
+        return {}
+    if function == ("torch._utils", "_rebuild_parameter"):
+        if type(given[0]) is not _Tensor:
+            raise _Beyond
+        return given[0]
+    if function == ("torch._utils", "_rebuild_tensor_v2"):
+        # A seventh argument says that the tensor is a conjugate or a negative.
+        if len(given) != 6 or type(given[0]) is not _Storage or not given[0].kind:
+            raise _Beyond
+        return _tensor(given[0], given[0].kind, given[1:4])
+    if function == ("torch._utils", "_rebuild_tensor_v3"):
+        if len(given) != 7 or type(given[0]) is not _Storage or type(given[6]) is not _Global:
+            raise _Beyond
+        if given[6].module != "torch":
+            raise _Beyond
+        return _tensor(given[0], given[6].name, given[1:4])
+    raise _Beyond
+
+
+def _tensor(storage: _Storage, dtype: str, claim: tuple[Any, ...]) -> _Tensor:
+    offset, shape, strides = claim
+    if type(offset) is not int or offset < 0 or len(shape) != len(strides):
+        raise _Beyond
+    for size in (*shape, *strides):
+        if type(size) is not int or size < 0:
+            raise _Beyond
+    return _Tensor(storage, dtype, offset, shape, strides)
+
+
+def _collect(value: Any, name: str, depth: int, found: list[tuple[str, _Tensor]]) -> None:
+    if depth > DEEPEST or len(found) > MOST_TENSORS:
+        raise _Beyond  # a list may contain itself
+    if type(value) is _Tensor:
+        found.append((name, value))
+    elif type(value) is dict:
+        for key, child in cast("dict[Any, Any]", value).items():
+            _collect(child, f"{name}.{key}" if name else str(key), depth + 1, found)
+    elif type(value) in (list, tuple):
+        for at, child in enumerate(cast("list[Any]", value)):
+            _collect(child, f"{name}.{at}" if name else str(at), depth + 1, found)
+
+
+def _stored(
+    source: Source, name: str, tensor: _Tensor, prefix: str, entries: dict[str, tuple[int, int]]
+) -> Stored:
+    header, length = entries[f"{prefix}data/{tensor.storage.key}"]
+    start = _data(source, header, length)
+    expected = 1
+    dense = True
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if size != 1 and stride != expected:
+            dense = False
+        expected *= size
+    return Stored(
+        name,
+        tensor.dtype,
+        tensor.shape,
+        start,
+        length,
+        tensor.offset,
+        dense or expected == 0,
+        tensor.storage.device,
+    )
