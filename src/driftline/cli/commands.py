@@ -42,6 +42,11 @@ COMMANDS: dict[str, Command] = {
         "Compare",
         "two runs or tensor files: which layers differ, which one first",
     ),
+    "check-hooks": Command(
+        "driftline.cli.check_hooks:check_hooks",
+        "Compare",
+        "two trees of the saving hook: one csv of figures per rank",
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),
@@ -64,10 +69,11 @@ def overview(version: str) -> str:
         "",
         "usage: driftline COMMAND ...",
     ]
+    width = max(map(len, COMMANDS)) + 2
     for group in dict.fromkeys(command.group for command in COMMANDS.values()):
         lines += ["", f"{group}:"]
         lines += [
-            f"  {name:<10}{command.summary}"
+            f"  {name:<{width}}{command.summary}"
             for name, command in COMMANDS.items()
             if command.group == group
         ]
