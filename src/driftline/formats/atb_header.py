@@ -1,0 +1,217 @@
+"""The header of an ATB `.bin` file: text lines, each checked before it is believed.
+
+    $Version=1.0
+    $Object.Count=1
+    $Object.Length=24
+    format=2
+    dtype=0
+    dims=2,3
+    $Object.data=0,24
+    $End=1
+    <24 bytes, little endian, C order>
+
+A file may hold no data: only the description, only statistics, or the name of the file of the same
+dump in which the same tensor was saved. What cannot be believed is `Refused` with its own reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from driftline.formats.atb_types import (
+    ACL_TYPES,
+    NZ_FORMATS,
+    PLAIN_FORMATS,
+    ElementType,
+    format_name,
+)
+from driftline.formats.fractal import nz_shape
+
+START = b"$Version="
+END = b"$End=1\n"
+USUAL_HEADER = 512
+LARGEST_HEADER = 65_536
+STATISTICS = ("max", "min", "mean", "l2norm")
+_NUMBER = re.compile(r"-?\d{1,18}")
+_DIMS = re.compile(r"(?:\d{1,18}(?:,\d{1,18})*)?")
+_PLACE = re.compile(r"\d{1,18},\d{1,18}")
+_SYSTEM = ("$Version", "$Object.Count", "$Object.Length", "$Object.data")
+
+
+class Refused(ValueError):
+    """Why a file cannot be believed: the part of the sentence after its name."""
+
+
+class Header(NamedTuple):
+    """What a header says, checked against the length of its file.
+
+    Attributes:
+        kind: Element type.
+        layout: aclFormat code.
+        dims: Sizes as stored.
+        start: Where the data begin in the file.
+        length: How many bytes of data there are; 0 with `kept` other than full.
+        statistics: max, min, mean and l2norm as written, where they were.
+        points_to: The file that holds the data instead: `{operation id}_{file name}`.
+        has_data: The file holds the values.
+    """
+
+    kind: ElementType
+    layout: int
+    dims: tuple[int, ...]
+    start: int = 0
+    length: int = 0
+    statistics: tuple[tuple[str, str], ...] = ()
+    points_to: str = ""
+    has_data: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In ordinary order; of tiles whose true size nobody wrote down, with their padding."""
+        if self.layout in NZ_FORMATS:
+            return nz_shape(self.dims) or self.dims
+        return self.dims
+
+    @property
+    def remark(self) -> str:
+        """What a reader of the values should know: a type or an order that is not the file's."""
+        kind = self.kind
+        if kind.recoded:
+            return f"{kind.name} is given as {kind.dtype}, which holds its values exactly"
+        tiles = self.layout in NZ_FORMATS and nz_shape(self.dims) is not None
+        if not tiles and self.layout not in PLAIN_FORMATS:
+            return f"{format_name(self.layout)} is given in the order of its storage"
+        return ""
+
+    @property
+    def trouble(self) -> str:
+        """Why values that are there cannot be given; empty if they can."""
+        if self.kind.dtype:
+            return ""
+        return f"elements of the type {self.kind.name} are no numbers that can be compared"
+
+
+def open_regular(path: Path | str) -> int:
+    """Opens a file for reading, unless it is something that blocks or never ends."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise Refused("is not a regular file")
+    return file
+
+
+def header_of(file: int) -> Header:
+    """The header of an open file, checked against its length.
+
+    Raises:
+        Refused: It cannot be believed.
+    """
+    total = os.fstat(file).st_size
+    head = os.pread(file, USUAL_HEADER, 0)
+    end = head.find(END)
+    if end < 0 and len(head) < total:
+        head = os.pread(file, LARGEST_HEADER, 0)
+        end = head.find(END)
+    if end < 0 or head[end - 1 : end] != b"\n":
+        _refuse_without_end(head, total)
+    header = _parsed(head[:end])
+    start = end + len(END)
+    there = total - start
+    if there < header.start + header.length:
+        raise Refused(
+            f"is cut short: {header.length} bytes of data are promised, and {there} are there"
+        )
+    if there > header.start + header.length:
+        rest = os.pread(file, len(START), start + header.start + header.length)
+        raise Refused(
+            "was written twice: a second record follows the first, as a dump appends to a file "
+            "that is already there"
+            if rest == START
+            else f"has {there - header.length} bytes more than its header promises"
+        )
+    return header._replace(start=start + header.start)
+
+
+def _refuse_without_end(head: bytes, total: int) -> None:
+    if not total:
+        raise Refused("is empty")
+    if not head.startswith(START):
+        raise Refused("does not begin as an ATB tensor file does, with $Version")
+    raise Refused("has no $End line: its header is cut short or damaged")
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: bytes) -> Header:
+    """Lines → header; `start` is the offset inside the data. Dumps repeat headers thousandfold."""
+    if not text.startswith(START):
+        raise Refused("does not begin as an ATB tensor file does, with $Version")
+    found: dict[str, str] = {}
+    for line in text.decode("latin-1").split("\n")[:-1]:
+        name, sign, value = line.partition("=")
+        if not sign or "=" in value or not name:
+            raise Refused(f"has a header line that is no name=value: {line[:60]!r}")
+        if name in found:
+            raise Refused(f"says {name[:40]} twice in its header")
+        if name.startswith("$") and name not in _SYSTEM:
+            raise Refused(f"has a header line that is not known: {line[:60]!r}")
+        found[name] = value
+    if found["$Version"] != "1.0":
+        raise Refused(f"is of version {found['$Version'][:20]!r}; only 1.0 is known")
+    count = _whole(found, "$Object.Count")
+    length = _whole(found, "$Object.Length")
+    if count not in (0, 1):
+        raise Refused(f"claims {count} objects; a tensor file has one or none")
+    code, layout = _whole(found, "dtype"), _whole(found, "format")
+    if code not in ACL_TYPES:
+        raise Refused(f"has the unknown element type {code}")
+    dims = _dims(found)
+    offset = 0
+    if count:
+        place = found.get("$Object.data", "")
+        if not _PLACE.fullmatch(place):
+            raise Refused(f"does not say where its data are: $Object.data is {place[:40]!r}")
+        offset, size = (int(part) for part in place.split(","))
+        if offset + size != length or offset:
+            raise Refused(f"contradicts itself: {length} bytes of data in all, object at {place}")
+        needed = ACL_TYPES[code].byte_count(math.prod(dims))
+        if ACL_TYPES[code].bits and length != needed:
+            raise Refused(
+                f"contradicts itself: {needed} bytes by type and sizes, {length} by its length"
+            )
+    elif length or "$Object.data" in found:
+        raise Refused("contradicts itself: no object, but data of an object")
+    statistics = tuple((name, found[name][:60]) for name in STATISTICS if name in found)
+    return Header(
+        ACL_TYPES[code],
+        layout,
+        dims,
+        offset,
+        length,
+        statistics,
+        found.get("data", ""),
+        bool(count),
+    )
+
+
+def _whole(found: dict[str, str], name: str) -> int:
+    value = found.get(name)
+    if value is None:
+        raise Refused(f"does not say its {name}")
+    if not _NUMBER.fullmatch(value) or (name[0] == "$" and value[0] == "-"):
+        raise Refused(f"has no number for its {name}: {value[:40]!r}")
+    return int(value)
+
+
+def _dims(found: dict[str, str]) -> tuple[int, ...]:
+    text = found.get("dims")
+    if text is None:
+        raise Refused("does not say its dims")
+    if not _DIMS.fullmatch(text):
+        raise Refused(f"has sizes that are no numbers: dims={text[:40]!r}")
+    return tuple(int(size) for size in text.split(",")) if text else ()
