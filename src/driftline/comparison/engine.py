@@ -11,13 +11,14 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.row import Row
 from driftline.comparison.summaries import ESTIMATED, measure_summaries
 from driftline.comparison.table import Side, Table
+from driftline.comparison.unmeasured import clash, has_recipe, lone, paired
 from driftline.comparison.values import blocks_of, measure_moments, measure_values, open_values
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
@@ -71,8 +72,15 @@ def measure(
     """
     work = _Work(plan.pairs, reference, candidate, tuple(metrics), elementwise, progress)
     rows = work.run(threads or _cores())
-    alone = [_lone(record, "missing", "only in the reference") for record in plan.missing]
-    extra = [_lone(record, "extra", "only in the candidate") for record in plan.extra]
+    why = plan.reasons
+    alone = [
+        lone(record, "missing", why.get(("reference", record.key), "only in the reference"))
+        for record in plan.missing
+    ]
+    extra = [
+        lone(record, "extra", why.get(("candidate", record.key), "only in the candidate"))
+        for record in plan.extra
+    ]
     if alone:
         rows = sorted([*rows, *alone], key=lambda row: (row.key.rank, row.key.process, row.order))
     return Table(
@@ -165,10 +173,12 @@ class _Work:
     def _row(self, at: int, block: int, blocks: int) -> Row | None:
         """The row of a pair; None while other blocks of it are still under way."""
         pair = self.pairs[at]
-        row = _paired(pair)
-        if trouble := _clash(pair):
+        row = paired(pair)
+        if trouble := pair.trouble or clash(pair):
             return row._replace(status="incomparable", reason=trouble)
         try:
+            if has_recipe(pair):
+                return self._from_recipes(pair, row)
             if _has_values(self.reference, pair.reference) and _has_values(
                 self.candidate, pair.candidate
             ):
@@ -177,6 +187,27 @@ class _Work:
         except (DriftlineError, OSError, ValueError) as trouble:
             reason = str(trouble) or type(trouble).__name__
             return row._replace(status="incomparable", reason=reason)
+
+    def _from_recipes(self, pair: Pair, row: Row) -> Row:
+        """A pair of which a side must be made first; large ones are made one at a time."""
+        from contextlib import nullcontext
+
+        from driftline.comparison.cooking import open_cooked
+
+        size = math.prod(row.reference_shape or ())
+        with self.large if size * 8 > _LARGE else nullcontext():
+            values = open_cooked(self.reference, self.candidate, pair)
+            rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
+            parts = [
+                values.moments(start, stop, rtol=rtol, atol=atol)
+                for start, stop in blocks_of(values.count)
+            ]
+            notes: list[str] = []
+            found = measure_values(
+                values, measure_moments(parts, self.metrics), self.metrics, notes
+            )
+        measured = row.measured("values", found)
+        return measured._replace(reason="; ".join(notes)) if notes else measured
 
     def _from_values(self, at: int, block: int, blocks: int, row: Row) -> Row | None:
         pair = self.pairs[at]
@@ -214,6 +245,8 @@ def _repeats(pairs: Sequence[Pair]) -> dict[int, list[int]]:
     first: dict[tuple[object, ...], int] = {}
     repeats: dict[int, list[int]] = {}
     for at, pair in enumerate(pairs):
+        if pair.reference_recipe is not None or pair.candidate_recipe is not None:
+            continue
         ours, theirs = _bytes_of(pair.reference), _bytes_of(pair.candidate)
         if ours is None or theirs is None:
             continue
@@ -234,7 +267,7 @@ def _bytes_of(record: Record) -> tuple[object, ...] | None:
 
 def _repeated(pair: Pair, measured: Row) -> Row:
     """The row of a pair whose bytes were measured under another name."""
-    row = _paired(pair)
+    row = paired(pair)
     if measured.status != "unjudged":
         return row._replace(status=measured.status, reason=measured.reason, basis=measured.basis)
     return row.measured(
@@ -245,44 +278,13 @@ def _repeated(pair: Pair, measured: Row) -> Row:
 def _blocks(pair: Pair) -> list[tuple[int, int]]:
     """How a pair will be cut, known before it is opened; one piece for all but large tensors."""
     ours, theirs = pair.reference, pair.candidate
-    if ours.kept == theirs.kept == "full" and not _clash(pair):
+    if pair.reference_recipe is not None or pair.candidate_recipe is not None:
+        if not has_recipe(pair) and not clash(pair):
+            return blocks_of(math.prod(ours.shape))
+        return [(0, math.prod(ours.shape))]  # made once, so measured by one thread
+    if ours.kept == theirs.kept == "full" and not clash(pair):
         return blocks_of(math.prod(ours.shape))
     return [(0, 0)]
-
-
-def _paired(pair: Pair) -> Row:
-    ours, theirs = pair.reference, pair.candidate
-    return Row(
-        key=ours.key,
-        status="unjudged",
-        order=ours.order,
-        candidate_slot=theirs.key.slot if pair.by == "alias" else "",
-        class_name=ours.class_name or theirs.class_name,
-        candidate_class="" if ours.class_name in ("", theirs.class_name) else theirs.class_name,
-        reference_dtype=ours.dtype,
-        candidate_dtype=theirs.dtype,
-        reference_shape=ours.shape,
-        candidate_shape=theirs.shape,
-    )
-
-
-def _clash(pair: Pair) -> str:
-    """Why two tensors cannot be set against each other whatever their values; empty if they can."""
-    ours, theirs = pair.reference, pair.candidate
-    if ours.shape != theirs.shape:
-        return f"the shapes differ: {_dims(ours)} against {_dims(theirs)}"
-    unknown = [name for name in (ours.dtype, theirs.dtype) if name not in DTYPES]
-    if unknown:
-        return f"the element type {unknown[0]} is not known"
-    if (DTYPES[ours.dtype].kind == "complex") != (DTYPES[theirs.dtype].kind == "complex"):
-        return f"a complex tensor against a real one: {ours.dtype} against {theirs.dtype}"
-    if "bits" in (DTYPES[ours.dtype].kind, DTYPES[theirs.dtype].kind):
-        return f"{ours.dtype} and {theirs.dtype} hold bits, not numbers"
-    if ours.placement != theirs.placement:
-        return (
-            f"placed differently: {ours.placement or 'whole'} against {theirs.placement or 'whole'}"
-        )
-    return ""
 
 
 def _has_values(run: Run, record: Record) -> bool:
@@ -342,18 +344,7 @@ def _summary(run: Run, record: Record) -> Summary | None:
     return None
 
 
-def _lone(record: Record, status: Literal["missing", "extra"], reason: str) -> Row:
-    row = Row(record.key, status, reason, order=record.order, class_name=record.class_name)
-    if status == "missing":
-        return row._replace(reference_dtype=record.dtype, reference_shape=record.shape)
-    return row._replace(candidate_dtype=record.dtype, candidate_shape=record.shape)
-
-
 def _side(run: Run) -> Side:
     manifest: Mapping[str, Any] = run.manifest
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
     return Side(run.name, about, tuple(str(loss) for loss in run.losses), run.ordered)
-
-
-def _dims(record: Record) -> str:
-    return "x".join(str(size) for size in record.shape) or "scalar"

@@ -1,0 +1,91 @@
+"""Rows before anything is measured: who is set against whom, and whether that is possible at all.
+
+Looks at records and recipes only; reads no tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from driftline.alignment.plan import Pair
+from driftline.comparison.row import Row
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.record import Record
+
+
+def paired(pair: Pair) -> Row:
+    ours, theirs = pair.reference, pair.candidate
+    row = Row(
+        key=ours.key,
+        status="unjudged",
+        order=ours.order,
+        by=pair.by,
+        confidence=pair.confidence,
+        class_name=ours.class_name or theirs.class_name,
+        candidate_class="" if ours.class_name in ("", theirs.class_name) else theirs.class_name,
+        reference_dtype=ours.dtype,
+        candidate_dtype=theirs.dtype,
+        reference_shape=ours.shape,
+        candidate_shape=theirs.shape,
+    )
+    if ours.key == theirs.key and pair.reference_recipe is pair.candidate_recipe is None:
+        return row
+    return _elsewhere(row, pair)
+
+
+def _elsewhere(row: Row, pair: Pair) -> Row:
+    """The row with what the candidate's own address and the recipes add to it."""
+    here, there = pair.reference.key, pair.candidate.key
+    ours, theirs = pair.reference_recipe, pair.candidate_recipe
+    return row._replace(
+        candidate_site=there.site if there.site != here.site else "",
+        candidate_port=there.port if there.port != here.port else "",
+        candidate_slot=there.slot if there.slot != here.slot else "",
+        candidate_step=there.step if there.step != here.step else None,
+        candidate_visit=there.visit if there.visit != here.visit else None,
+        candidate_rank=there.rank if there.rank != here.rank else None,
+        reference_recipe="" if ours is None else str(ours),
+        candidate_recipe="" if theirs is None else str(theirs),
+        reference_shape=row.reference_shape if ours is None else ours.shape,
+        candidate_shape=row.candidate_shape if theirs is None else theirs.shape,
+    )
+
+
+def clash(pair: Pair) -> str:
+    """Why two tensors cannot be set against each other whatever their values; empty if they can."""
+    ours, theirs = pair.reference, pair.candidate
+    here = ours.shape if pair.reference_recipe is None else pair.reference_recipe.shape
+    there = theirs.shape if pair.candidate_recipe is None else pair.candidate_recipe.shape
+    if here != there:
+        return f"the shapes differ: {_dims(here)} against {_dims(there)}"
+    unknown = [name for name in (ours.dtype, theirs.dtype) if name not in DTYPES]
+    if unknown:
+        return f"the element type {unknown[0]} is not known"
+    if (DTYPES[ours.dtype].kind == "complex") != (DTYPES[theirs.dtype].kind == "complex"):
+        return f"a complex tensor against a real one: {ours.dtype} against {theirs.dtype}"
+    if "bits" in (DTYPES[ours.dtype].kind, DTYPES[theirs.dtype].kind):
+        return f"{ours.dtype} and {theirs.dtype} hold bits, not numbers"
+    if ours.placement != theirs.placement and not has_recipe(pair):
+        return (
+            f"placed differently: {ours.placement or 'whole'} against {theirs.placement or 'whole'}"
+        )
+    return ""
+
+
+def has_recipe(pair: Pair) -> bool:
+    """Whether elements must be moved or computed; another shape alone needs neither."""
+    ours, theirs = pair.reference_recipe, pair.candidate_recipe
+    return (ours is not None and not ours.keeps_order) or (
+        theirs is not None and not theirs.keeps_order
+    )
+
+
+def lone(record: Record, status: Literal["missing", "extra"], reason: str) -> Row:
+    row = Row(record.key, status, reason, order=record.order, class_name=record.class_name)
+    if status == "missing":
+        return row._replace(reference_dtype=record.dtype, reference_shape=record.shape)
+    return row._replace(candidate_dtype=record.dtype, candidate_shape=record.shape)
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
