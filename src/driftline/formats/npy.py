@@ -20,6 +20,7 @@ from driftline.numerics.dtypes import DTYPES
 NAME = "npy"
 SUFFIXES = (".npy",)
 MAGIC = b"\x93NUMPY"
+_VERSION_1 = MAGIC + b"\x01\x00"
 HEADER_BYTES = 12 + 65_535
 """The longest header that is looked at; numpy itself stops at 10 000 characters of it."""
 
@@ -120,7 +121,7 @@ _PLAIN = re.compile(
 
 
 @functools.lru_cache(4096)
-def plain_header(text: bytes) -> Header | None:
+def _plain_header(text: bytes) -> Header | None:
     """What the header of a file says, from its first byte on; None if `read_header` has to look.
 
     Files of one dump have the same few headers: this remembers them, and takes a microsecond where
@@ -138,17 +139,12 @@ def plain_header(text: bytes) -> Header | None:
     return header if header.name in DTYPES else None
 
 
-def header_of(start: bytes, source: str) -> Header:
-    """The header at the start of a file, given at least its first bytes.
-
-    Raises:
-        BadFile: It is malformed, or the type is not a number.
-    """
-    if start[:8] == MAGIC + b"\x01\x00":
-        end = 10 + int.from_bytes(start[8:10], "little")
-        if end <= len(start) and (known := plain_header(start[:end])) is not None:
-            return known
-    return read_header(io.BytesIO(start), source)
+def usual_header(start: bytes) -> Header | None:
+    """The header at the start of a file if it is as numpy writes it; None to let numpy look."""
+    if start[:8] != _VERSION_1:
+        return None
+    end = 10 + int.from_bytes(start[8:10], "little")
+    return _plain_header(start[:end]) if end <= len(start) else None
 
 
 def _fetch(path: Path, header: Header) -> np.ndarray[Any, np.dtype[Any]]:

@@ -8,6 +8,7 @@ torch. Knows files and how they are read; what a file's name means is each dump 
 from __future__ import annotations
 
 import functools
+import io
 import math
 import os
 from collections.abc import Callable
@@ -27,7 +28,8 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 TORCH = (".pt", ".pth", ".ckpt", ".out")
-_START = 1 << 12
+_START = 256
+"""Bytes that hold an npy header as numpy writes it."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -38,9 +40,9 @@ def describe(folder: Folder, name: str) -> list[Member]:
     A file that cannot be read, or is refused, is one member without a name whose `trouble` says so.
     """
     try:
-        suffix = os.path.splitext(name)[1].lower()
-        if suffix == ".npy":
+        if name.endswith(".npy"):
             return [_npy(folder, name)]
+        suffix = os.path.splitext(name)[1].lower()
         if suffix in TORCH:
             return _torch(folder, name)
         return _by_its_format(folder, name)
@@ -73,12 +75,10 @@ def _without_path(sentence: str, folder: Folder, name: str) -> str:
 
 def _npy(folder: Folder, name: str) -> Member:
     start, size = folder.start(name, _START)
-    try:
-        header = npy.header_of(start, str(folder.path / name))
-    except BadFile:
-        if size <= len(start):
-            raise
-        header = npy.header_of(folder.start(name, npy.HEADER_BYTES)[0], str(folder.path / name))
+    header = npy.usual_header(start)
+    if header is None:
+        start, size = folder.start(name, npy.HEADER_BYTES)
+        header = npy.read_header(io.BytesIO(start), str(folder.path / name))
     if header.byte_count > size - header.offset:
         claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
         return Member("", header.name, header.shape, _nothing, claim)

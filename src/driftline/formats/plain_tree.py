@@ -57,12 +57,15 @@ def open(path: Path) -> TreeRun:  # noqa: A001 - what a format is asked for
     stems = _stems(names)
     leaves: list[Leaf] = []
     for name in names:
+        site = stems[name]
         members = describe(folder, name)
-        for member in members:
-            site = stems[name]
-            if len(members) > 1:
-                site = f"{site}/{member.name}" if member.name else site
-            leaves.append(leaf(TensorKey.of(site, "output"), name, member))
+        if len(members) == 1:
+            leaves.append(leaf(TensorKey(site, "output", "0"), name, members[0]))
+            continue
+        leaves += [
+            leaf(TensorKey(f"{site}/{member.name}", "output", "0"), name, member)
+            for member in members
+        ]
     if not leaves:
         raise BadFile(f"{path} holds no tensor file")
     events = [{"kind": "skipped", "message": text} for text in folder.not_entered]

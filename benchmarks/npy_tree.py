@@ -1,0 +1,104 @@
+"""Two folders of 20 000 `.npy` files: `driftline.compare` against `np.load` and numpy per pair.
+
+The numpy side is what a careful script does: load both files, widen to float64, and measure what
+our table holds (ULPs and positions of non-finite elements left out, in its favour). Files are small
+(16 kB), so that what is measured is the work per file; larger ones favour one pass over many.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+COUNT = 20_000
+SCRIPTED = 4_000
+"""Pairs that the numpy side measures; the rest is multiplied."""
+ELEMENTS = 4096
+ROUNDS = 3
+
+
+def make_tree(root: Path, count: int, scale: float) -> None:
+    values = np.random.default_rng(0).standard_normal(ELEMENTS + count).astype(np.float32)
+    for at in range(count):
+        folder = root / f"layers.{at // 20}"
+        folder.mkdir(parents=True, exist_ok=True)
+        array = values[at : at + ELEMENTS].reshape(4, -1) * np.float32(1 + scale * (at % 7))
+        np.save(folder / f"op{at % 20}.npy", array)
+
+
+def scripted(ours: Path, theirs: Path, count: int) -> list[tuple[Any, ...]]:
+    """The script that people write."""
+    rows: list[tuple[Any, ...]] = []
+    for at in range(count):
+        name = f"layers.{at // 20}/op{at % 20}.npy"
+        r = np.load(ours / name).astype(np.float64).ravel()
+        c = np.load(theirs / name).astype(np.float64).ravel()
+        e = c - r
+        size = np.abs(e)
+        scale = np.abs(r)
+        relative = np.divide(size, scale, out=np.zeros_like(size), where=scale > 0)
+        norm_r, norm_c = np.linalg.norm(r), np.linalg.norm(c)
+        rows.append(
+            (
+                np.linalg.norm(e) / norm_r,
+                np.dot(r, c) / (norm_r * norm_c),
+                size.max(),
+                size.mean(),
+                np.sqrt(np.mean(e * e)),
+                relative.max(),
+                relative.mean(),
+                np.dot(e, r) / np.dot(r, r),
+                np.mean(size > 1e-5 + 1.3e-6 * scale),
+                np.count_nonzero(e),
+                np.count_nonzero(np.isfinite(r) != np.isfinite(c)),
+                size.argmax(),
+                *(r.min(), r.max(), r.mean(), r.std(), norm_r),
+                *(np.isnan(r).sum(), np.isinf(r).sum()),
+                *(c.min(), c.max(), c.mean(), c.std(), norm_c),
+                *(np.isnan(c).sum(), np.isinf(c).sum()),
+            )
+        )
+    return rows
+
+
+def run() -> list[Any]:
+    from driftline.gating.door import compare
+
+    root = Path(tempfile.mkdtemp(prefix="driftline-npy-"))
+    try:
+        ours, theirs = root / "a", root / "b"
+        make_tree(ours, COUNT, 0.0)
+        make_tree(theirs, COUNT, 1e-7)
+        script: list[float] = []
+        driftline: list[float] = []
+        rows: list[tuple[Any, ...]] = []
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
+            rows = scripted(ours, theirs, SCRIPTED)
+            script.append((time.perf_counter() - begin) * COUNT / SCRIPTED)
+            begin = time.perf_counter()
+            table = compare(ours, theirs)
+            driftline.append(time.perf_counter() - begin)
+        found = {row.key.site: row for row in table.rows}
+        assert len(found) == COUNT
+        for at in range(0, SCRIPTED, 97):
+            row = found[f"layers.{at // 20}/op{at % 20}"]
+            assert np.isclose(row.metrics["relative_l2"], rows[at][0], rtol=1e-9), row.key
+            assert np.isclose(row.metrics["cosine"], rows[at][1], rtol=1e-9), row.key
+        return [
+            {
+                "what": "20 000-file npy tree against another",
+                "value": min(script) / min(driftline),
+                "goal": 5.0,
+                "better": "higher",
+                "unit": "x",
+                "note": f"{min(driftline):.2f} s against {min(script):.2f} s of np.load and numpy",
+            }
+        ]
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
