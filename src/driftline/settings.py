@@ -12,6 +12,16 @@ KERNEL = "DRIFTLINE_KERNEL"
 """`avx512`, `avx2`, `generic` or `numpy`: use that path, not the best one. For tests and doubt."""
 DEBUG = "DRIFTLINE_DEBUG"
 """Anything but empty or 0: show the traceback of an unexpected exception instead of one line."""
+LABELS = "DRIFTLINE_LABELS"
+"""Folder where labels are kept; a process that labels says it to the processes it starts."""
+LABELS_AWAITED = "DRIFTLINE_LABELS_AWAITED"
+"""Set by `driftline labels` for its program: the command compares, processes only label."""
+TASK_ID = "AIT_CMP_TASK_ID"
+"""Round that labels belong to, and sub-folder of an Ascend dump; `set_task_id` sets it."""
+ACL_HOME = "ACLTRANSFORMER_HOME_PATH"
+"""Root of the oldest Ascend dumps: `tensors/{pid}/{task id}` lies below it."""
+ACL_LOGS = "ASDOPS_LOG_TO_FILE_DIR"
+"""Root of the next ones: `tensors/thread_{pid}/{token}` lies below it."""
 NO_COLOR = "NO_COLOR"
 """Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
 
@@ -40,6 +50,34 @@ def debug() -> bool:
 def colours_refused() -> bool:
     """By the user, or by a terminal that calls itself dumb."""
     return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"
+
+
+def label_store() -> str:
+    return environment().get(LABELS, "")
+
+
+def hand_on_label_store(folder: str) -> None:
+    """Tell the processes that this one will start where labels are kept."""
+    os.environ[LABELS] = folder
+
+
+def labels_awaited() -> bool:
+    return environment().get(LABELS_AWAITED, "") not in ("", "0")
+
+
+def label_task() -> str:
+    return environment().get(TASK_ID, "")
+
+
+def set_label_task(task: str) -> None:
+    """For this process, its children, and the C library in it: Python hands it to `putenv`."""
+    os.environ[TASK_ID] = task
+    os.environ.setdefault(f"{os.getpid()}_DUMP_PATH", str(os.getpid()))
+
+
+def old_dump_roots() -> Mapping[str, str]:
+    """The folders under which the two oldest Ascend libraries dump, as far as they are set."""
+    return {name: environment()[name] for name in (ACL_HOME, ACL_LOGS) if environment().get(name)}
 
 
 class JobPlace(NamedTuple):
