@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from driftline.dialects.ait import DumpConfig as DumpConfig
     from driftline.dialects.ait import register_hook as register_hook
     from driftline.dialects.ait import register_saving_hook as register_saving_hook
+    from driftline.dialects.labels import gen_id as gen_id
+    from driftline.dialects.labels import set_label as set_label
+    from driftline.dialects.labels import set_task_id as set_task_id
     from driftline.formats.opening import open_run as open_run
     from driftline.gating.door import compare as compare
     from driftline.gating.models import compare_models as compare_models
@@ -33,6 +36,9 @@ _DOORS = {
     "DumpConfig": "driftline.dialects.ait:DumpConfig",
     "register_hook": "driftline.dialects.ait:register_hook",
     "register_saving_hook": "driftline.dialects.ait:register_saving_hook",
+    "set_label": "driftline.dialects.labels:set_label",
+    "gen_id": "driftline.dialects.labels:gen_id",
+    "set_task_id": "driftline.dialects.labels:set_task_id",
 }
 
 __all__ = [
@@ -41,10 +47,13 @@ __all__ = [
     "capture",
     "compare",
     "compare_models",
+    "gen_id",
     "open_run",
     "open_table",
     "register_hook",
     "register_saving_hook",
+    "set_label",
+    "set_task_id",
     "step",
 ]
 

@@ -42,6 +42,12 @@ COMMANDS: dict[str, Command] = {
         "Compare",
         "two runs or tensor files: which layers differ, which one first",
     ),
+    "labels": Command(
+        "driftline.cli.labels:labels",
+        "Compare",
+        "run a program that labels tensors in pairs, and compare the pairs",
+        takes_program=True,
+    ),
     "check-hooks": Command(
         "driftline.cli.check_hooks:check_hooks",
         "Compare",

@@ -19,7 +19,7 @@ _YES = frozenset({"true", "yes", "y", "t", "1", "on"})
 _NO = frozenset({"false", "no", "n", "f", "0", "off"})
 
 
-def command_of(text: str, program: Sequence[str]) -> list[str]:
+def command_of(text: str, program: Sequence[str], command: str = "dump") -> list[str]:
     """The command, from `--exec TEXT` or from the words after `--`.
 
     >>> command_of("python x.py --name 'a > b'", [])
@@ -34,14 +34,15 @@ def command_of(text: str, program: Sequence[str]) -> list[str]:
     if not text.strip():
         raise BadInput(
             "there is no program to run",
-            hint='driftline dump --exec "python infer.py", or: driftline dump -- python infer.py',
+            hint=f'driftline {command} --exec "python infer.py", '
+            f"or: driftline {command} -- python infer.py",
         )
     operator = shell_operator(text)
     if operator:
         raise BadInput(
             f"--exec starts one program without a shell, so it cannot do '{operator}'",
             hint="put the line into a script and give --exec 'bash script.sh', "
-            "or: driftline dump -- bash -c '...'",
+            f"or: driftline {command} -- bash -c '...'",
         )
     try:
         return shlex.split(text)

@@ -92,7 +92,7 @@ def _value(given: Any) -> Value:
     if torch is not None and isinstance(given, torch.Tensor):
         return _of_torch(given, torch)
     if isinstance(given, np.ndarray | np.generic):
-        return _of_numpy(np.asarray(given))
+        return _of_numpy(np.asarray(cast("Any", given)))
     raise BadConfig(f"data_val is a torch tensor or a numpy array, not {type(given).__name__}")
 
 
@@ -109,7 +109,7 @@ def _of_torch(tensor: Any, torch: Any) -> Value:
         if DTYPES[dtype].bits == 4 and shape:
             shape = (*shape[:-1], shape[-1] * 2)  # torch counts the bytes of packed pairs
         flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return Value(dtype, shape, cast("Any", flat.view(torch.uint8).numpy()))
+        return Value(dtype, shape, flat.view(torch.uint8).numpy())
 
 
 def _of_numpy(array: np.ndarray[Any, np.dtype[Any]]) -> Value:

@@ -1,4 +1,4 @@
-"""The file behind a `tensor_path`: where the two oldest Ascend libraries put it, and how to read it.
+"""The file behind a `tensor_path`: where the two oldest Ascend libraries put it, how it is read.
 
     $ACLTRANSFORMER_HOME_PATH/tensors/{pid}/{task id}/{tensor_path}
     $ASDOPS_LOG_TO_FILE_DIR/tensors/thread_{pid}/{token}/{tensor_path}

@@ -7,8 +7,8 @@ whichever order. A label that finds no partner, or a file that is not there, is 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,8 @@ COLUMNS = (
 )
 _MEASURED = ("cosine", "max_rel_error", "mean_rel_error", "relative_l2")
 _LOCK = "lock"
+_NO_ACL = "no acl label belongs to it"
+_NO_PTA = "no pta label belongs to it"
 
 
 class Outcome(NamedTuple):
@@ -122,13 +124,11 @@ def report_tasks(
 
 
 @contextmanager
-def _turn(store: Path) -> Iterator[None]:
+def _turn(store: Path) -> Generator[None]:
     """One process at a time; the system lets go of the lock of a process that dies."""
     with (store / _LOCK).open("a") as lock:
-        try:
+        with suppress(OSError):  # some network file systems have no locks: better a csv than none
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # some network file systems have no locks: better a csv than none
-            pass
         yield
 
 
@@ -212,10 +212,10 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
             pairs.append(Pair(one, other, "map", trouble=why))
         elif pta is not None:
             missing.append(ours.add(key, order, pta, pta.shape))
-            reasons["reference", key] = "no acl label belongs to it"
+            reasons["reference", key] = _NO_ACL
         elif acl is not None:
             extra.append(theirs.add(key, order, acl, acl.shape))
-            reasons["candidate", key] = "no pta label belongs to it"
+            reasons["candidate", key] = _NO_PTA
     plan = Plan(tuple(pairs), tuple(missing), tuple(extra), reasons=reasons)
     return judge(measure(plan, ours, theirs, elementwise=elementwise, threads=threads))
 
@@ -254,11 +254,13 @@ def _lines(table: Table, couples: Sequence[Sides]) -> Iterator[list[Cell]]:
         for name in _MEASURED:
             value = row.metrics.get(name)
             line.append("" if value is None else float(value))
-        line.append(_reason(row))
+        line.append(_reason(row, alone=pta is None or acl is None))
         yield line
 
 
-def _reason(row: Row) -> str:
+def _reason(row: Row, *, alone: bool) -> str:
+    if alone:
+        return _NO_ACL if row.status == "missing" else _NO_PTA
     if not row.compared:
         return row.reason
     apart = int(row.metrics.get("one_sided", 0))

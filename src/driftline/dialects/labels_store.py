@@ -179,6 +179,8 @@ def _lines_of(folder: Path, path: Path) -> Iterator[Label]:
 def _label(line: Any) -> Label:
     if line["source"] not in ("pta", "acl"):
         raise ValueError("neither pta nor acl")
+    if any(int(size) < 0 for size in line.get("shape", ())):
+        raise ValueError("a negative size")
     return Label(
         task=str(line["task"]),
         source=line["source"],
