@@ -39,6 +39,30 @@ def natural(name: str) -> list[str | int]:
     return parts
 
 
+def some_names(path: str, levels: int, at_most: int) -> Iterator[str]:
+    """Names of the first files of a folder and of so many levels of it, upper levels first.
+
+    For sniffing: quick however large the folder is.
+    """
+    waiting = [(path, 1)]
+    for folder, level in waiting:
+        inner: list[str] = []
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    at_most -= 1
+                    if at_most < 0:
+                        return
+                    if entry.is_dir(follow_symlinks=False):
+                        inner.append(entry.path)
+                    else:
+                        yield entry.name
+        except OSError:
+            continue
+        if level < levels:
+            waiting += [(name, level + 1) for name in sorted(inner)]
+
+
 class Folder:
     """A folder of files that somebody else wrote."""
 

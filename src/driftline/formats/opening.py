@@ -33,10 +33,13 @@ BUILTIN: dict[str, Address] = {
     "npz": Address("driftline.formats.npz"),
     "safetensors": Address("driftline.formats.safetensors"),
     "torch": Address("driftline.formats.torchfile"),
+    "ge": Address("driftline.formats.ge_file"),
 }
 
 
 TREES: dict[str, Address] = {
+    "ge-dump": Address("driftline.formats.ge_tree"),
+    "fx-dump": Address("driftline.formats.fx_tree"),
     "files": Address("driftline.formats.plain_tree"),
 }
 """Formats that are folders of many files, in the order in which they are asked."""
