@@ -8,6 +8,7 @@ Knows torch's mode stack and Dynamo's habits. What is done with an operator is i
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils import _python_dispatch
+
+from driftline.adapters.torch.delicate import FUNCTIONS, delicate_node, is_delicate
 
 # Private parts of torch, of which the stubs know nothing.
 _stack: Any = _python_dispatch
@@ -44,19 +47,64 @@ class Watcher(Protocol):
 
     def around_backward(self) -> AbstractContextManager[None]: ...
 
-    def backward_unseen(self, reason: str) -> None: ...
+    def unseen(self, what: str) -> None:
+        """Something is left alone, since torch computes it differently when it is watched."""
+        ...
 
 
 @contextmanager
 def watching(watcher: Watcher) -> Generator[None]:
     """Show every operator of this thread to `watcher`, once, until the block is left."""
-    for index in range(_stack._len_torch_dispatch_stack()):
-        mode = _stack._get_dispatch_stack_at(index)
-        if isinstance(mode, _OperatorMode) and mode.watcher is watcher:
-            yield  # recomputation calls modules inside a backward pass
-            return
-    with _OperatorMode(watcher):
+    if not begin_watching(watcher):  # recomputation calls modules inside a backward pass
         yield
+        return
+    try:
+        yield
+    finally:
+        end_watching(watcher)
+
+
+def begin_watching(watcher: Watcher) -> bool:
+    """Show every operator of this thread to `watcher` from now on; False when it sees them already.
+
+    The mode goes below all modes of the program. A mode is taken off by whoever takes one off, not
+    by name: ours, lying anywhere else, could go in place of the program's own.
+    """
+    for index in range(_stack._len_torch_dispatch_stack()):
+        if _is_of(_stack._get_dispatch_stack_at(index), watcher):
+            return False
+    above = _take_off()
+    _stack._push_mode(_OperatorMode(watcher))
+    _put_back(above)
+    return True
+
+
+def end_watching(watcher: Watcher) -> None:
+    """Take the watcher's mode off this thread's stack, wherever it lies in it."""
+    _put_back([mode for mode in _take_off() if not _is_of(mode, watcher)])
+
+
+def _take_off() -> list[Any]:
+    """All modes of this thread but those of torch's own compilers, the lowest first."""
+    taken: list[Any] = []
+    while (mode := _stack._get_current_dispatch_mode()) is not None and not _is_infra(mode):
+        taken.append(_stack._pop_mode())
+    taken.reverse()
+    return taken
+
+
+def _put_back(modes: Sequence[Any]) -> None:
+    for mode in modes:
+        _stack._push_mode(mode)
+
+
+def _is_infra(mode: Any) -> bool:
+    """Torch keeps these in places of their own, below all others."""
+    return getattr(mode, "_mode_key", None) is not None
+
+
+def _is_of(mode: Any, watcher: Watcher) -> bool:
+    return isinstance(mode, _OperatorMode) and mode.watcher is watcher
 
 
 class _OperatorMode(_python_dispatch.TorchDispatchMode):
@@ -97,8 +145,8 @@ def has_values(tensor: torch.Tensor) -> bool:
 # Tensor hooks would start too late: the backward of the loss itself is an operator too.
 _ENGINE = "_engine_run_backward"
 _autograd: Any = torch.autograd
-_DELICATE = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0"})
-_MASKED_FILL = "MaskedFillBackward1"  # only where the value filled in has a gradient
+_linalg: Any = torch.linalg
+_functions: dict[str, Callable[..., Any]] = {}
 _watchers: tuple[Watcher, ...] = ()
 _original: Callable[..., Any] | None = None
 _lock = threading.Lock()
@@ -109,38 +157,15 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     if not _watchers or torch.compiler.is_compiling():
         return _original(*args, **kwargs)
     with ExitStack() as around:
-        delicate = _delicate_node(args[0] if args else kwargs.get("t_outputs", ()))
+        delicate = delicate_node(args[0] if args else kwargs.get("t_outputs", ()))
         for watcher in _watchers:
             if delicate:
-                watcher.backward_unseen(f"torch computes {delicate} differently when it is watched")
+                watcher.unseen(f"the backward pass of a graph with {delicate}")
             else:
                 around.enter_context(watcher.around_backward())
         if delicate:
             around.enter_context(_unwatched())
         return _original(*args, **kwargs)
-
-
-def _delicate_node(outputs: Sequence[Any]) -> str:
-    """The first node of a graph whose gradient would change in its last bits; empty if none.
-
-    A few formulas choose another, composite way as soon as any dispatch mode is on. All operators
-    of torch's own test database were tried, with a mode that does nothing: these are the ones.
-    """
-    # Tensors have a `grad_fn`, gradient edges a `node`.
-    nodes = [getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs]
-    waiting = [node for node in nodes if node is not None]
-    seen: set[Any] = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        following = node.next_functions
-        name = type(node).__name__
-        if name in _DELICATE or (name == _MASKED_FILL and following[1][0] is not None):
-            return name
-        for one, _ in following:
-            if one is not None and one not in seen:
-                seen.add(one)
-                waiting.append(one)
-    return ""
 
 
 @contextmanager
@@ -156,28 +181,57 @@ def _unwatched() -> Generator[None]:
             _stack._push_mode(mode)
 
 
-hide_from_compiler(watching, _unwatched, _delicate_node)
+hide_from_compiler(watching, begin_watching, end_watching, _unwatched, delicate_node)
 hide_from_compiler(_run_backward, callees=False)  # a backward pass may call compiled regions
 
 
-def watch_backward(watcher: Watcher) -> bool:
-    """Enclose every backward pass in `watcher.around_backward`; False where that is impossible."""
+def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that is run without our modes where they would change its last bits."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _watchers:
+            return function(*args, **kwargs)
+        if not is_delicate(function.__name__, args, kwargs):
+            return function(*args, **kwargs)
+        for watcher in _watchers:
+            watcher.unseen(f"torch.linalg.{function.__name__.removeprefix('linalg_')}")
+        with _unwatched():
+            return function(*args, **kwargs)
+
+    hide_from_compiler(call, callees=False)
+    return functools.update_wrapper(call, function)
+
+
+def watch_delicate(watcher: Watcher) -> bool:
+    """Enclose every backward pass in `watcher.around_backward`, and leave delicate functions alone.
+
+    False where backward passes cannot be enclosed.
+    """
     global _watchers, _original
     with _lock:
-        if _original is None:
+        if not _watchers:
+            for name in FUNCTIONS:
+                _functions[name] = getattr(_linalg, name)
+                setattr(_linalg, name, _apart(_functions[name]))
             _original = getattr(_autograd, _ENGINE, None)
-            if _original is None:
-                return False
-            setattr(_autograd, _ENGINE, _run_backward)
+            if _original is not None:
+                setattr(_autograd, _ENGINE, _run_backward)
         _watchers = (*_watchers, watcher)
-    return True
+        return _original is not None
 
 
-def unwatch_backward(watcher: Watcher) -> None:
+def unwatch_delicate(watcher: Watcher) -> None:
     global _watchers, _original
     with _lock:
+        if watcher not in _watchers:
+            return
         _watchers = tuple(one for one in _watchers if one is not watcher)
+        if _watchers:
+            return
+        for name, function in _functions.items():
+            setattr(_linalg, name, function)
+        _functions.clear()
         # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
-        if not _watchers and getattr(_autograd, _ENGINE, None) is _run_backward:
+        if getattr(_autograd, _ENGINE, None) is _run_backward:
             setattr(_autograd, _ENGINE, _original)
             _original = None

@@ -79,6 +79,8 @@ def _watched(
             del stack[depth:]
         _set_eval_frame(compiler)
     if frame is None:
+        if session.taps and not depth and session.is_stranger(self):
+            return _unwatched(session, call, self, args, kwargs)
         return call(self, *args, **kwargs)
     room = _more_room() if depth % _DEEP == _DEEP - 1 else 0
     try:
@@ -111,6 +113,23 @@ def _watched(
     return result
 
 
+def _unwatched(
+    session: CaptureSession,
+    call: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a module that is no part of the watched model; its class is kept in mind meanwhile."""
+    thread = session._thread
+    before = thread.stranger
+    thread.stranger = before or type(module).__name__
+    try:
+        return call(module, *args, **kwargs)
+    finally:
+        thread.stranger = before
+
+
 def _more_room() -> int:
     """Raise Python's recursion limit by what our own frames take of it; returns what it is then.
 
@@ -137,7 +156,7 @@ def enter(
     kwargs: dict[str, Any],
 ) -> Frame | None:
     """A module is about to run: name it, count it, take its inputs."""
-    if not session.running or _is_unwelcome():
+    if not session.running or is_unwelcome():
         return None
     place = session.names.of(module, stack[-1].place if stack else None)
     if place is None:
@@ -216,7 +235,7 @@ def _cache_part(module: nn.Module, stack: list[Frame]) -> int:
     return layer if type(layer) is int else flatten.NO_CACHE
 
 
-def _is_unwelcome() -> bool:
+def is_unwelcome() -> bool:
     """Where looking would be noise or leave traces: data workers, scripts being traced."""
     if _tracing_state() is not None:
         return True
@@ -298,7 +317,7 @@ def active() -> tuple[CaptureSession, ...]:
 
 def _hide_from_compiler() -> None:
     """Dynamo must not begin a graph at our wrapper; called inside a graph it is inlined."""
-    codes = (_call.__code__, _watched.__code__)
+    codes = (_call.__code__, _watched.__code__, _unwatched.__code__)
     for code in codes:
         if hasattr(_eval_frame, "set_code_exec_strategy"):
             action = _eval_frame._FrameAction

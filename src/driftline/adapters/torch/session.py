@@ -51,6 +51,7 @@ def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+        self.stranger = ""  # class of the outermost module under way that is not watched
         self.failure = 0  # id of the exception that is passing through the stack
 
 
@@ -105,6 +106,7 @@ class CaptureSession:
         self.steps_seen: set[int] = set()
         self._topology_places = 0
         self._graphs_before = 0
+        self.outside = 0
 
     # --- life
 
@@ -180,9 +182,13 @@ class CaptureSession:
             f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
             for kind, text, hint in self._unmatched()
         ]
-        if self.tensors or not self._rank_wanted:
+        if not self._rank_wanted:
             return found
-        if not self.execution_order:
+        if self.tensors:
+            if not self.execution_order and not self.global_scope:
+                found.append("the model was not called; only operators outside it were captured")
+            return found
+        if not self.execution_order and not self.outside:
             reason = "the model was not called"
         elif found:
             reason = found.pop(0)
@@ -222,6 +228,14 @@ class CaptureSession:
         """All module calls under way in this thread, outermost first; the live list."""
         return self._thread.stack
 
+    def is_stranger(self, module: nn.Module) -> bool:
+        """Whether a module is no part of the one model to watch."""
+        return not self.global_scope and self.names.known(module) is None
+
+    def unwatched_module(self) -> str:
+        """Class of the outermost module under way that is not watched; empty without one."""
+        return self._thread.stranger
+
     def site_of(self, module: nn.Module) -> str:
         """The site of a module; its class name when it is not part of a known model."""
         place = self.names.known(module)
@@ -244,6 +258,13 @@ class CaptureSession:
         return self.selection.takes_step(step)
 
     # --- what taps tell
+
+    def ran_outside(self, step: int) -> None:
+        """An operator ran in no module; a program without modules has its steps from them."""
+        self.outside += 1
+        self.clock.ran_outside = True
+        if not self.execution_order:
+            self.steps_seen.add(step)
 
     def emit(
         self,

@@ -41,6 +41,7 @@ class StepClock:
         self._searches = 0
         self._last_done = -1
         self.highest = 0
+        self.ran_outside = False
 
     @property
     def now(self) -> int:
@@ -80,7 +81,9 @@ class StepClock:
         self._optimizer_seen = True
         if self._by in ("manual", "call"):
             return
-        if self._by == "optimizer" or any(r.called or r.opened for r in self._roots):
+        without_models = self.ran_outside and not self._roots
+        ran = without_models or any(root.called or root.opened for root in self._roots)
+        if self._by == "optimizer" or ran:
             self._advance_all()
 
     def step(self) -> None:

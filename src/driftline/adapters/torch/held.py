@@ -1,0 +1,80 @@
+"""What ran before it is known whether it matters: operators up to the first call of a model.
+
+A program that builds a model runs thousands of operators before it calls it: weights are drawn,
+cast and copied. Those are nobody's question, and drawn in another number format they differ without
+a fault. A program that has no model at all, only operators, is another matter: there they are all
+there is. Which of the two it is, only the first call or the end tells; until then tensors are
+copied and kept here, up to a limit. Knows no sink.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+import gc
+import os
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+MOST_BYTES = 64 << 20
+"""As much as a run may lose when its program is killed."""
+MOST_TENSORS = 20_000
+
+
+class Waiting(NamedTuple):
+    """One tensor of an operator, as `CaptureSession.emit` wants it.
+
+    Attributes:
+        outside: It ran in no module.
+    """
+
+    outside: bool
+    site: str
+    port: str
+    slot: str
+    tensor: torch.Tensor
+    alias: str
+    class_name: str
+    visit: int
+    phase: str
+    step: int
+
+
+class Held:
+    """Tensors that wait, in the order they came."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Waiting] = []
+        self._bytes = 0
+        self._process = os.getpid()
+
+    @property
+    def full(self) -> bool:
+        return self._bytes > MOST_BYTES or len(self._waiting) > MOST_TENSORS
+
+    def keep(self, one: Waiting) -> None:
+        """Copy a tensor, since an in-place operator may follow; call it undisturbed."""
+        self._forget_parent()
+        copy = one.tensor.detach().clone()
+        self._bytes += copy.numel() * copy.element_size()
+        self._waiting.append(one._replace(tensor=copy))
+
+    def release(self) -> list[Waiting]:
+        """All that waits; nothing does afterwards."""
+        self._forget_parent()
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        return waiting
+
+    def _forget_parent(self) -> None:
+        """In a forked child: what waits was its parent's."""
+        if self._process != os.getpid():
+            self.__init__()
+
+
+def a_model_is_there() -> bool:
+    """Whether any module with parameters is alive; takes some 10 ms."""
+    return any(
+        issubclass(type(thing), nn.Module) and thing.__dict__.get("_parameters")
+        for thing in gc.get_objects()
+    )
