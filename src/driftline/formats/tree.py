@@ -35,6 +35,20 @@ class Leaf(NamedTuple):
     fetch: Callable[[], Storage] | None = None
 
 
+class DumpTable(NamedTuple):
+    """A table that lies beside the tensors of a dump: times of operations, say.
+
+    Attributes:
+        title: What it is, and which file it comes from.
+        headings: Names of the columns.
+        lines: Its cells; None where nothing is known.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    lines: Sequence[tuple[str | float | int | None, ...]]
+
+
 class TreeRun(Run):
     """A dump of many files."""
 
@@ -112,6 +126,10 @@ class TreeRun(Run):
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
+
+    def tables(self) -> Sequence[DumpTable]:
+        """Tables that the dump holds beside its tensors."""
+        return ()
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
         return self._topologies.get((rank, process))
