@@ -74,14 +74,14 @@ def open(path: Path) -> TreeRun:
         BadFile: The header or the length of the file cannot be believed.
     """
     header = read_header(path)
-    source, leaf = path, None
-    if header.points_to:
-        from driftline.formats.atb_alias import beside
-
-        source, leaf = beside(path, header)
     key = TensorKey.of("tensor", "output")
+    leaf = None
+    if header.points_to:
+        from driftline.formats.atb_alias import beside  # it reads whole dumps, with this file
+
+        leaf = beside(path, key)
     if leaf is None:
-        leaf = leaf_of(key, header, source, path.name)
+        leaf = leaf_of(key, header, path, path.name)
     remark = header.remark
     events = [{"kind": "note", "message": remark}] if remark else []
     return TreeRun(path, NAME, [leaf], ordered=False, events=events)

@@ -33,13 +33,16 @@ BUILTIN: dict[str, Address] = {
     "npz": Address("driftline.formats.npz"),
     "safetensors": Address("driftline.formats.safetensors"),
     "torch": Address("driftline.formats.torchfile"),
+    "atb-bin": Address("driftline.formats.atb_bin"),
     "ge": Address("driftline.formats.ge_file"),
 }
 
 
 TREES: dict[str, Address] = {
+    "atb": Address("driftline.formats.atb_tree"),
     "ge-dump": Address("driftline.formats.ge_tree"),
     "fx-dump": Address("driftline.formats.fx_tree"),
+    "ait-torch": Address("driftline.formats.ait_torch"),
     "files": Address("driftline.formats.plain_tree"),
 }
 """Formats that are folders of many files, in the order in which they are asked."""
