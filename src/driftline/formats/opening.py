@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -97,7 +98,7 @@ def open_run(path: StrPath) -> Run:
                     f"{place} is a comparison table, not a run",
                     hint=f"look at it with: driftline show {place}",
                 ) from None
-            for format_ in (*_trees(), *_announced()):
+            for format_ in chain(_trees(), _announced()):
                 if format_.sniff(place):
                     return _opened(format_, place)
         raise not_ours
@@ -109,7 +110,7 @@ def open_file(path: Path) -> Run:
     Raises:
         BadFile: No format recognises it, or the one that does refuses it.
     """
-    for format_ in (*_builtin(), *_announced()):
+    for format_ in chain(_builtin(), _announced()):
         if format_.sniff(path):
             return _opened(format_, path)
     if path.name in (MANIFEST, INDEX):
@@ -117,8 +118,8 @@ def open_file(path: Path) -> Run:
         raise BadFile(f"{path} is a part of a run", hint=f"give the run's folder: {folder}")
     raise BadFile(
         f"{path} is no tensor file that driftline can read",
-        hint="it reads folders written by `driftline dump`, and .npy, .npz, .pt, .pth and "
-        ".safetensors files",
+        hint="it reads folders written by `driftline dump`, and .npy, .npz, .pt, .pth, "
+        ".safetensors and ATB .bin files",
     )
 
 
