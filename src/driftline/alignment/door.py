@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from driftline.alignment.names import align_by_name, select
 from driftline.alignment.plan import Plan
+from driftline.alignment.settling import after_matching, before_matching
 from driftline.errors import BadInput
 from driftline.runs.run import Run
 
@@ -27,7 +28,8 @@ class AlignOptions(NamedTuple):
         plan_file: A saved, perhaps edited, plan; it wins over every rule.
         structural: Whether what names leave over may be paired by class, shape and dataflow.
         placements: `SITE=shard(1)`: how tensors lie over ranks.
-        masks: Files of positions that count.
+        masks: Files of the positions that count (shape [batch, tokens]), or `captured`.
+        step_map: `REFERENCE=CANDIDATE` step numbers, such as `0=1`, several with commas.
     """
 
     sites: tuple[str, ...] = ()
@@ -37,7 +39,8 @@ class AlignOptions(NamedTuple):
     plan_file: Path | None = None
     structural: bool = True
     placements: tuple[str, ...] = ()
-    masks: tuple[Path, ...] = ()
+    masks: tuple[str, ...] = ()
+    step_map: tuple[str, ...] = ()
 
 
 def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOptions()) -> Plan:  # noqa: B008 - a tuple
@@ -50,9 +53,17 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
     for run in (reference, candidate):
         if not len(run):
             raise BadInput(f"run '{run.name}' holds no tensor", hint="was anything captured?")
-    here, there = reference.records, candidate.records
+    if reference.manifest.get("graphs") and candidate.manifest.get("graphs"):
+        from driftline.alignment.graph import align_graphs, narrowed
+
+        by_graph = align_graphs(reference, candidate, reference.records, candidate.records)
+        if by_graph is not None:
+            return narrowed(by_graph, options.sites, options.ports)
+    seen = before_matching(reference, candidate, options)
+    here, there = seen.reference.records, seen.candidate.records
     if options.sites or options.ports:
         here = select(here, options.sites, options.ports)
         # A glob that matches in the reference only is a finding, not a mistake.
         there = select(there, options.sites, options.ports, strict=False)
-    return align_by_name(here, there)
+    plan = align_by_name(here, there)
+    return after_matching(plan, seen, options)

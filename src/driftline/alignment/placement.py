@@ -1,0 +1,170 @@
+"""Tensors that lie over several ranks, by what the user declares: shards, replicas, partial sums.
+
+    mlp.up=shard(1)          site (glob), every port of it (partial: its outputs)
+    mlp.up/param=shard(0)    one port; `mlp.up/param/weight=shard(0)` one slot
+    *.down/output=partial(sum)
+
+Reads no value: a replica that differs is found because each replica is compared.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from driftline.alignment.recipe import joined
+from driftline.alignment.sides import Apart, Gathered, Origin, Replicas, SeenRun
+from driftline.errors import BadInput, did_you_mean
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+Kind = Literal["shard", "replicate", "partial"]
+_PLACEMENT = re.compile(r"(shard|replicate|partial)\s*(?:\(\s*([^()]*?)\s*\))?")
+
+
+class Placement(NamedTuple):
+    """One declared rule."""
+
+    pattern: str
+    kind: Kind
+    axis: int = 0
+
+    def covers(self, key: TensorKey) -> bool:
+        """Whether it speaks of this tensor: by site, by site/port, or by site/port/slot."""
+        if fnmatch.fnmatchcase(key.site, self.pattern):
+            # What a site leaves unreduced is its result, not what it was given.
+            return self.kind != "partial" or key.port == "output"
+        if "/" not in self.pattern:
+            return False
+        names = (f"{key.site}/{key.port}", f"{key.site}/{key.port}/{key.slot}")
+        return any(fnmatch.fnmatchcase(name, self.pattern) for name in names)
+
+    def __str__(self) -> str:
+        inside = {"shard": f"({self.axis})", "partial": "(sum)"}.get(self.kind, "")
+        return f"{self.pattern}={self.kind}{inside}"
+
+
+def parse_placement(text: str) -> Placement:
+    """A rule as it is written on the command line.
+
+    >>> parse_placement("attn.*=shard(1)")
+    Placement(pattern='attn.*', kind='shard', axis=1)
+
+    Raises:
+        BadInput: It is none.
+    """
+    pattern, equals, said = text.rpartition("=")
+    found = _PLACEMENT.fullmatch(said.strip())
+    hint = "write SITE=shard(AXIS), SITE=replicate or SITE=partial(sum)"
+    if not equals or not pattern.strip() or found is None:
+        raise BadInput(f"'{text}' is no placement", hint=hint)
+    kind, inside = found.group(1), found.group(2)
+    if kind == "shard":
+        if inside is None or not re.fullmatch(r"-?\d{1,2}", inside):
+            raise BadInput(f"'{text}' does not say along which axis", hint="such as shard(1)")
+        return Placement(pattern.strip(), "shard", int(inside))
+    if kind == "partial":
+        if inside not in (None, "", "sum"):
+            raise BadInput(f"'{text}': partial results can only be summed", hint="partial(sum)")
+        return Placement(pattern.strip(), "partial")
+    if inside:
+        raise BadInput(f"'{text}': replicate takes nothing in brackets", hint=hint)
+    return Placement(pattern.strip(), "replicate")
+
+
+def ranks_of(run: Run) -> list[tuple[int, int]]:
+    """The ranks of a run, each with its processes, in order."""
+    return sorted({(record.key.rank, record.key.process) for record in run.records})
+
+
+def gather_ranks(
+    run: Run, rules: Sequence[Placement], *, onto: tuple[int, int]
+) -> tuple[Run, list[str]]:
+    """The run as if its ranks were one, and what to say about it.
+
+    The last rule that covers a tensor counts; what no rule covers is taken for a replica.
+
+    Args:
+        run: A run of several ranks.
+        rules: What the user declared.
+        onto: Rank and process to see everything as.
+
+    Raises:
+        BadInput: A rule covers nothing.
+    """
+    groups: dict[TensorKey, list[Record]] = {}
+    for record in sorted(run.records, key=lambda each: (each.key.rank, each.key.process)):
+        key = record.key._replace(rank=onto[0], process=onto[1])
+        groups.setdefault(key, []).append(record)
+    used: set[Placement] = set()
+    records: list[Record] = []
+    origins: dict[TensorKey, Origin] = {}
+    counts: dict[str, int] = {}
+    ranks = len(ranks_of(run))
+    for key, parts in groups.items():
+        rule = next((rule for rule in reversed(rules) if rule.covers(parts[0].key)), None)
+        if rule is not None:
+            used.add(rule)
+        origin, shape = _origin(parts, rule, ranks)
+        origins[key] = origin
+        counts[_word(origin, rule)] = counts.get(_word(origin, rule), 0) + 1
+        records.append(parts[0]._replace(key=key, shape=shape, placement="", digest=""))
+    for rule in rules:
+        if rule not in used:
+            sites = {record.key.site for record in run.records}
+            raise BadInput(
+                f"--placement '{rule}' covers no tensor of '{run.name}'",
+                hint=did_you_mean(rule.pattern.partition("/")[0], sites),
+            )
+    records.sort(key=lambda record: record.order)
+    said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    return SeenRun(run, records, origins), [f"{ranks} ranks of '{run.name}' as one: {said}"]
+
+
+def _origin(
+    parts: list[Record], rule: Placement | None, ranks: int
+) -> tuple[Origin, tuple[int, ...]]:
+    """What a tensor of several ranks is, and the shape to look for on the other side."""
+    first = parts[0]
+    if len(parts) == 1 and (rule is None or rule.kind == "replicate"):
+        return first, first.shape  # layers that live on one rank only: pipelines
+    kind = "replicate" if rule is None else rule.kind
+    if len(parts) < ranks and kind != "replicate":
+        have = ", ".join(str(part.key.rank) for part in parts)
+        why = f"declared {rule}, but only rank {have} of {ranks} has it"
+        return Apart(tuple(parts), why), first.shape
+    shapes = {part.shape for part in parts}
+    if kind == "shard" and rule is not None:
+        axis = rule.axis + len(first.shape) if rule.axis < 0 else rule.axis
+        if not 0 <= axis < len(first.shape):
+            # A rule for a whole site meets its bias, too, or a scalar: each rank has all of it.
+            return Replicas(tuple(parts)), first.shape
+        if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1:
+            why = f"declared {rule}, but the ranks' shapes do not fit: {_all(parts)}"
+            return Apart(tuple(parts), why), first.shape
+        whole = sum(part.shape[axis] for part in parts)
+        shape = (*first.shape[:axis], whole, *first.shape[axis + 1 :])
+        return Gathered(joined(parts, "concat", axis, shape), len(shapes) == 1), shape
+    if len(shapes) != 1:
+        said = f"declared {rule}" if rule else "no --placement says how it lies over the ranks"
+        return Apart(tuple(parts), f"{said}, and the ranks' shapes differ: {_all(parts)}"), (
+            first.shape
+        )
+    if kind == "partial":
+        return Gathered(joined(parts, "sum", 0, first.shape)), first.shape
+    return Replicas(tuple(parts)), first.shape
+
+
+def _word(origin: Origin, rule: Placement | None) -> str:
+    if isinstance(origin, Gathered):
+        return "summed" if rule is not None and rule.kind == "partial" else "joined"
+    if isinstance(origin, Replicas):
+        return "replicas" if rule is not None else "taken for replicas"
+    return "that do not fit together" if isinstance(origin, Apart) else "of one rank"
+
+
+def _all(parts: Sequence[Record]) -> str:
+    return " and ".join("x".join(map(str, part.shape)) or "scalar" for part in parts)

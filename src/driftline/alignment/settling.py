@@ -1,0 +1,161 @@
+"""What happens to two runs before their tensors are matched, and to the pairs afterwards.
+
+Before: ranks and steps get the same numbers on both sides, shards become wholes. After: what still
+keeps two sides of a pair apart (a layout, a batch, pads, a scale) becomes a recipe or a reason.
+Most runs need none of it, and pay with one look at each record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.errors import BadInput
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.door import AlignOptions
+
+
+class Seen(NamedTuple):
+    """Both runs as the matching rules see them, and what was concluded on the way."""
+
+    reference: Run
+    candidate: Run
+    notes: tuple[str, ...] = ()
+
+
+def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Seen:
+    """See the ranks and steps of both runs under the same numbers.
+
+    Raises:
+        BadInput: A placement or step map that means nothing here.
+    """
+    notes: list[str] = []
+    ours, theirs = _places(reference), _places(candidate)
+    if options.placements:
+        reference, candidate = _gathered(reference, candidate, options, notes)
+    elif ours != theirs and len(ours) == len(theirs):
+        from driftline.alignment.steps import seen_ranks
+
+        candidate, said = seen_ranks(reference, candidate)
+        notes += said
+    elif min(len(ours), len(theirs)) == 1 < max(len(ours), len(theirs)):
+        many = "reference" if len(ours) > 1 else "candidate"
+        notes.append(
+            f"the {many} has {max(len(ours), len(theirs))} ranks, the other side one; "
+            "--placement 'SITE=shard(AXIS)' says how tensors lie over them"
+        )
+    step_map = options.step_map
+    if step_map or len(_steps(reference) | _steps(candidate)) > 1:
+        from driftline.alignment.steps import parse_step_map, seen_steps
+
+        said_map = parse_step_map(",".join(step_map)) if step_map else None
+        reference, candidate, said = seen_steps(reference, candidate, said_map)
+        notes += said
+    return Seen(reference, candidate, tuple(notes))
+
+
+def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
+    """The plan of the runs themselves, with a recipe wherever a pair needs one.
+
+    Raises:
+        BadInput: A mask that cannot be read or fits no tensor.
+    """
+    from driftline.alignment.sides import SeenRun, taken_back
+
+    reference, candidate = (
+        run.whole if isinstance(run, SeenRun) else run for run in (seen.reference, seen.candidate)
+    )
+    plan = taken_back(plan, seen.reference, seen.candidate)
+    plan = plan._replace(notes=(*plan.notes, *seen.notes))
+    if any(map(_unlike, plan.pairs)):
+        from driftline.alignment.reconciling import Reconciler
+
+        settle: Callable[[Pair], Pair] = Reconciler(reference, candidate, plan).settled
+        plan = plan._replace(
+            pairs=tuple(settle(pair) if _unlike(pair) else pair for pair in plan.pairs)
+        )
+    if options.masks:
+        from driftline.alignment.masks import masked
+
+        plan = masked(plan, reference, candidate, options.masks)
+    return _explained(plan)
+
+
+def _unlike(pair: Pair) -> bool:
+    """Whether two sides are kept apart by more than their values."""
+    ours, theirs = pair.reference, pair.candidate
+    here = ours.shape if pair.reference_recipe is None else pair.reference_recipe.shape
+    there = theirs.shape if pair.candidate_recipe is None else pair.candidate_recipe.shape
+    if here != there or ours.dtype != theirs.dtype:
+        return not pair.trouble
+    # A square weight may lie transposed and have the same shape.
+    return (
+        ours.class_name != theirs.class_name
+        and ours.key.port in ("param", "param_grad", "optimizer_grad")
+        and len(here) == 2
+        and not pair.trouble
+    )
+
+
+def _gathered(
+    reference: Run, candidate: Run, options: AlignOptions, notes: list[str]
+) -> tuple[Run, Run]:
+    from driftline.alignment.placement import gather_ranks, parse_placement
+
+    rules = [parse_placement(text) for text in options.placements]
+    ours, theirs = _places(reference), _places(candidate)
+    if len(ours) == len(theirs) == 1:
+        raise BadInput(
+            "--placement, but both runs have one rank only",
+            hint="give the folder that holds all ranks of the sharded run",
+        )
+    if len(ours) == len(theirs):
+        notes.append(
+            f"both runs have {len(ours)} ranks: compared rank by rank, the placements are not used"
+        )
+        return reference, candidate
+    onto = ours[0] if len(ours) == 1 else (theirs[0] if len(theirs) == 1 else (0, 0))
+    if len(ours) > 1:
+        reference, said = gather_ranks(reference, rules, onto=onto)
+        notes += said
+    if len(theirs) > 1:
+        candidate, said = gather_ranks(candidate, rules, onto=onto)
+        notes += said
+    return reference, candidate
+
+
+def _explained(plan: Plan) -> Plan:
+    """A reason for what is alone because the other run has no such step or rank at all."""
+    if not plan.missing and not plan.extra:
+        return plan
+    reasons = dict(plan.reasons)
+    paired = [pair.reference.key for pair in plan.pairs], [p.candidate.key for p in plan.pairs]
+    known = {
+        "reference": paired[1] + [record.key for record in plan.extra],
+        "candidate": paired[0] + [record.key for record in plan.missing],
+    }
+    for side, other, records in (
+        ("reference", "candidate", plan.missing),
+        ("candidate", "reference", plan.extra),
+    ):
+        steps = {key.step for key in known[side]}
+        ranks = {key.rank for key in known[side]}
+        for record in records:
+            if (side, record.key) in reasons:
+                continue
+            if record.key.step not in steps:
+                reasons[side, record.key] = f"the {other} has no step {record.key.step}"
+            elif record.key.rank not in ranks:
+                reasons[side, record.key] = f"the {other} has no rank {record.key.rank}"
+    return plan if reasons == dict(plan.reasons) else plan._replace(reasons=reasons)
+
+
+def _places(run: Run) -> list[tuple[int, int]]:
+    return sorted({(record.key.rank, record.key.process) for record in run.records})
+
+
+def _steps(run: Run) -> set[int]:
+    return {record.key.step for record in run.records}

@@ -1,0 +1,243 @@
+"""A run as the matching rules see it: other ranks and steps, shards as the whole they are part of.
+
+What is seen can be taken back: every record of a view knows what it is made of, so that a plan made
+of views becomes one of the runs themselves. Which rank or step is which, the rules say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.recipe import Recipe, Source, Step, start
+from driftline.errors import BadInput
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Loss, Run, Storage
+from driftline.runs.sink import JSON
+
+
+class Replicas(NamedTuple):
+    """Several ranks that should hold the same tensor; each is set against the other side."""
+
+    records: tuple[Record, ...]
+
+
+class Apart(NamedTuple):
+    """Tensors of several ranks that cannot be made one, and why."""
+
+    records: tuple[Record, ...]
+    reason: str
+
+
+class Gathered(NamedTuple):
+    """Shards (or partial sums) of several ranks, the recipe that makes them whole, and a doubt.
+
+    Attributes:
+        recipe: Joins the ranks.
+        replicas: Whether the ranks' shapes allow that each holds the whole tensor already; taken
+            so when the other side has their shape rather than the recipe's.
+    """
+
+    recipe: Recipe
+    replicas: bool = False
+
+
+Origin = Record | Replicas | Gathered | Apart
+Aside = tuple[Record, Origin, str]
+"""A tensor that has no part in the matching: as it is seen, what it is made of, and why."""
+
+
+class SeenRun(Run):
+    """A run with some records in place of others; the rest of it is as it was."""
+
+    def __init__(
+        self,
+        whole: Run,
+        records: Sequence[Record],
+        origins: Mapping[TensorKey, Origin],
+        aside: Sequence[Aside] = (),
+    ) -> None:
+        self.name = whole.name
+        self.ordered = whole.ordered
+        self.whole = whole
+        self.origins = origins
+        self.aside = aside
+        self._records = records
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._records
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return self.whole.manifest
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        return self.whole.losses
+
+    def raw(self, record: Record) -> Storage:
+        origin = self.origins.get(record.key, record)
+        if isinstance(origin, Replicas):
+            origin = origin.records[0]
+        if isinstance(origin, Record):
+            return self.whole.raw(origin)
+        raise BadInput(f"{record.key} is gathered from several ranks when it is compared")
+
+    def lost(self, record: Record) -> str:
+        origin = self.origins.get(record.key, record)
+        if isinstance(origin, Replicas):
+            origin = origin.records[0]
+        if isinstance(origin, Record):
+            return self.whole.lost(origin)
+        return "it is gathered from several ranks when it is compared"
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        found = self.whole.topology(rank, process)
+        if found is not None:
+            return found
+        places = sorted({(r.key.rank, r.key.process) for r in self.whole.records})
+        return next((tree for at in places if (tree := self.whole.topology(*at))), None)
+
+
+def select_seen(run: Run, keep: Sequence[Record]) -> Run:
+    """The same view (or run) with only these of its records."""
+    if isinstance(run, SeenRun):
+        return SeenRun(run.whole, keep, run.origins, run.aside)
+    return SeenRun(run, keep, {})
+
+
+def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
+    """A plan of two views as a plan of the runs behind them."""
+    ours, theirs = origins_of(reference), origins_of(candidate)
+    aside = aside_of(reference), aside_of(candidate)
+    if not ours and not theirs and not any(aside):
+        return plan
+    pairs = [real for pair in plan.pairs for real in _real_pairs(pair, ours, theirs)]
+    reasons = dict(plan.reasons)
+    missing = list(_real_records(plan.missing, ours, "reference", reasons))
+    extra = list(_real_records(plan.extra, theirs, "candidate", reasons))
+    for side, found, left in (("reference", missing, aside[0]), ("candidate", extra, aside[1])):
+        for _, origin, reason in left:
+            for record in _parts(origin):
+                reasons.setdefault((side, record.key), reason)
+                found.append(record)
+        found.sort(key=lambda record: (record.key.rank, record.key.process, record.order))
+    return plan._replace(
+        pairs=tuple(pairs), missing=tuple(missing), extra=tuple(extra), reasons=reasons
+    )
+
+
+def origins_of(run: Run) -> Mapping[TensorKey, Origin]:
+    """What the records of a view are made of; those of a run are themselves."""
+    return run.origins if isinstance(run, SeenRun) else {}
+
+
+def aside_of(run: Run) -> Sequence[Aside]:
+    """What a view keeps out of the matching."""
+    return run.aside if isinstance(run, SeenRun) else ()
+
+
+def _parts(origin: Origin) -> tuple[Record, ...]:
+    if isinstance(origin, Gathered):
+        return origin.recipe.records
+    return (origin,) if isinstance(origin, Record) else origin.records
+
+
+def _real_pairs(
+    pair: Pair, ours: Mapping[TensorKey, Origin], theirs: Mapping[TensorKey, Origin]
+) -> Iterator[Pair]:
+    here = ours.get(pair.reference.key, pair.reference)
+    there = theirs.get(pair.candidate.key, pair.candidate)
+    recipes = (
+        _real_recipe(pair.reference_recipe, ours),
+        _real_recipe(pair.candidate_recipe, theirs),
+    )
+    for left, left_recipe, trouble in _ways(here, pair.candidate.shape, recipes[0]):
+        for right, right_recipe, more in _ways(there, pair.reference.shape, recipes[1]):
+            yield Pair(
+                left,
+                right,
+                pair.by,
+                pair.confidence,
+                left_recipe,
+                right_recipe,
+                pair.trouble or trouble or more,
+            )
+
+
+def _ways(
+    origin: Origin, other: tuple[int, ...], recipe: Recipe | None
+) -> Iterator[tuple[Record, Recipe | None, str]]:
+    """The records of one side that a pair stands for, what to do to each, and what is wrong."""
+    if isinstance(origin, Gathered):
+        parts = origin.recipe.records
+        as_replicas = origin.replicas and other == parts[0].shape != origin.recipe.shape
+        if recipe is not None or not as_replicas:
+            yield parts[0], recipe or origin.recipe, ""
+            return
+        origin = Replicas(parts)
+    if isinstance(origin, Apart):
+        yield origin.records[0], None, origin.reason
+    elif isinstance(origin, Replicas):
+        for record in origin.records if recipe is None else origin.records[:1]:
+            yield record, recipe, ""
+    else:
+        yield origin, recipe, ""
+
+
+def _real_recipe(recipe: Recipe | None, origins: Mapping[TensorKey, Origin]) -> Recipe | None:
+    """A recipe whose sources are what the run holds."""
+    if recipe is None or not origins:
+        return recipe
+    sources: list[Source] = []
+    for source in recipe.sources:
+        if isinstance(source, Recipe):
+            inner = _real_recipe(source, origins)
+            sources.append(source if inner is None else inner)
+            continue
+        origin = origins.get(source.key, source)
+        if isinstance(origin, Gathered):
+            sources.append(origin.recipe)
+        elif isinstance(origin, (Replicas, Apart)):
+            sources.append(origin.records[0])
+        else:
+            sources.append(origin)
+    return Recipe(tuple(sources), recipe.steps, recipe.shape)
+
+
+def _real_records(
+    records: Iterable[Record],
+    origins: Mapping[TensorKey, Origin],
+    side: str,
+    reasons: dict[tuple[str, TensorKey], str],
+) -> Iterator[Record]:
+    for record in records:
+        origin = origins.get(record.key, record)
+        reason = reasons.get((side, record.key), "")
+        if isinstance(origin, Apart):
+            reason = reason or origin.reason
+        for real in _parts(origin):
+            if reason:
+                reasons[side, real.key] = reason
+            yield real
+
+
+def shapes_of(pair: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of both sides as they would be compared."""
+    ours, theirs = pair.reference_recipe, pair.candidate_recipe
+    return (
+        pair.reference.shape if ours is None else ours.shape,
+        pair.candidate.shape if theirs is None else theirs.shape,
+    )
+
+
+def with_steps(pair: Pair, side: str, *steps: Step, shape: tuple[int, ...]) -> Pair:
+    """A pair of which one side (`reference` or `candidate`) has more done to it."""
+    if side == "reference":
+        recipe = pair.reference_recipe or start(pair.reference)
+        return pair._replace(reference_recipe=recipe.then(*steps, shape=shape))
+    recipe = pair.candidate_recipe or start(pair.candidate)
+    return pair._replace(candidate_recipe=recipe.then(*steps, shape=shape))

@@ -1,0 +1,325 @@
+"""Which step of one run is which of the other, from sequence lengths; and ranks that only differ
+in their number.
+
+Runs count differently: a warm-up takes number 0, or a prefill and a decode graph count each for
+itself. The number of tokens of each execution tells them apart, and where that is the same the
+token ids do. Where neither can, nothing is concluded: numbers are taken as they are, and the plan
+says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.alignment.sides import Origin, SeenRun, aside_of, origins_of
+from driftline.errors import BadInput, DriftlineError
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+ID_NAMES = frozenset({"input_ids", "ids", "token_ids", "tokens", "x_ids", "inputs_ids"})
+_COUNTER = re.compile(r"\d+_[^.]+")
+"""An outermost operation of an accelerator library's dump: each counts its own executions."""
+_MOST_IDS = 1 << 20
+_MOST_EXECUTIONS = 256
+"""A warm-up comes early; so many executions of a run are looked at."""
+
+
+class Execution(NamedTuple):
+    """One counted execution of a run (or of one graph of it): its number and what it worked on."""
+
+    step: int
+    tokens: int
+    ids: Record | None = None
+
+
+Timeline = tuple[Execution, ...]
+
+
+def parse_step_map(text: str) -> dict[int, int]:
+    """`0=1,1=2`: step of the reference = step of the candidate.
+
+    >>> parse_step_map("0=1,1=2")
+    {0: 1, 1: 2}
+
+    Raises:
+        BadInput: It is none.
+    """
+    found: dict[int, int] = {}
+    for word in text.split(","):
+        here, equals, there = (part.strip() for part in word.partition("="))
+        if not equals or not here.isdigit() or not there.isdigit():
+            raise BadInput(
+                f"'{word.strip()}' is no pair of steps", hint="write REF=CAND, such as 0=1,1=2"
+            )
+        if int(here) in found or int(there) in found.values():
+            raise BadInput(f"step {here} or {there} is given twice in '{text}'")
+        found[int(here)] = int(there)
+    return found
+
+
+def is_ids(record: Record) -> bool:
+    """Whether a tensor holds token ids, by its name or because an embedding takes it."""
+    if record.key.port != "input" or record.dtype not in ("int64", "int32") or not record.shape:
+        return False
+    if len(record.shape) > 2:
+        return False
+    return not ID_NAMES.isdisjoint((record.key.slot, record.alias)) or (
+        "mbedding" in record.class_name and record.key.slot in ("0", "input", "1")
+    )
+
+
+def timelines(run: Run) -> dict[str, Timeline]:
+    """Every counter of a run: one, called "", unless outermost operations count for themselves."""
+    found: dict[str, dict[int, tuple[Record, Record | None]]] = {}
+    for record in run.records:
+        key = record.key
+        if key.port not in ("input", "output"):
+            continue
+        counter = _counter(key.site)
+        steps = found.setdefault(counter, {})
+        known = steps.get(key.step)
+        if known is None:
+            steps[key.step] = (record, record if is_ids(record) else None)
+        elif known[1] is None and is_ids(record):
+            steps[key.step] = (known[0], record)
+    return {
+        counter: tuple(
+            Execution(step, _tokens(ids or first), ids)
+            for step, (first, ids) in sorted(steps.items())
+        )
+        for counter, steps in found.items()
+    }
+
+
+def _counter(site: str) -> str:
+    first = site.partition(".")[0]
+    return first if _COUNTER.fullmatch(first) else ""
+
+
+def _tokens(record: Record) -> int:
+    """How many tokens (all sequences together) an execution works on, by its first tensor."""
+    shape = record.shape
+    if len(shape) < 2 or is_ids(record):
+        return int(np.prod(shape)) if shape else 0
+    return int(np.prod(shape[:-1]))
+
+
+def seen_steps(
+    reference: Run, candidate: Run, said: Mapping[int, int] | None
+) -> tuple[Run, Run, list[str]]:
+    """Both runs with the same numbers for the same steps, and what was concluded.
+
+    Raises:
+        BadInput: The user's map speaks of steps that are not there.
+    """
+    if said is not None:
+        return reference, _said(reference, candidate, said), [_map_text(said)]
+    ours, theirs = ({record.key.step for record in run.records} for run in (reference, candidate))
+    if ours == theirs and len(ours) == 1:
+        return reference, candidate, []
+    here, there = timelines(reference), timelines(candidate)
+    notes: list[str] = []
+    if _single(there) and not _single(here):  # the side with one counter gives the numbers
+        view = _renumbered(reference, here, candidate, there, "reference", notes)
+        return view, candidate, notes
+    return reference, _renumbered(candidate, there, reference, here, "candidate", notes), notes
+
+
+def _single(found: Mapping[str, Timeline]) -> bool:
+    return len({tuple((e.step, e.tokens) for e in line) for line in found.values()}) <= 1
+
+
+def _said(reference: Run, candidate: Run, said: Mapping[int, int]) -> Run:
+    for run, steps in ((reference, said.keys()), (candidate, said.values())):
+        known = {record.key.step for record in run.records}
+        for step in steps:
+            if step not in known:
+                raise BadInput(
+                    f"run '{run.name}' has no step {step}",
+                    hint=f"it has step {', '.join(map(str, sorted(known)[:8]))}",
+                )
+    back = {there: here for here, there in said.items()}
+    changes = {("", step): new for step, new in back.items()}
+    return _view(candidate, changes, "the step map leaves its step out", whole=True)
+
+
+def _renumbered(
+    run: Run,
+    lines: Mapping[str, Timeline],
+    model: Run,
+    model_lines: Mapping[str, Timeline],
+    side: str,
+    notes: list[str],
+) -> Run:
+    """The run with the numbers of the model; itself where they are the same."""
+    changes: dict[tuple[str, int], int] = {}
+    told: set[str] = set()
+    for counter, line in lines.items():
+        goal = model_lines.get(counter)
+        if goal is None and _single(model_lines):
+            goal = next(iter(model_lines.values()), ())
+        if not goal:
+            continue
+        shift, doubt = _shift(model, goal, run, line)
+        if doubt and doubt not in told:
+            told.add(doubt)
+            notes.append(doubt)
+        if shift is None:
+            continue
+        named = {execution.step: at for at, execution in enumerate(line)}
+        for step, at in named.items():
+            partner = at + shift
+            if 0 <= partner < len(goal):
+                changes[counter, step] = goal[partner].step
+            else:
+                changes[counter, step] = -1
+        said = _change_text(side, counter, line, goal, shift)
+        if said not in told:
+            told.add(said)
+            notes.append(said)
+    why = "the other run has no step with as many tokens (a warm-up, or it ended earlier)"
+    return _view(run, changes, why) if changes else run
+
+
+def _shift(model: Run, goal: Timeline, run: Run, line: Timeline) -> tuple[int | None, str]:
+    """Which execution of `goal` the first of `line` is; None to take the numbers as they are."""
+    goal, line = goal[:_MOST_EXECUTIONS], line[:_MOST_EXECUTIONS]
+    by_step = {execution.step: execution.tokens for execution in goal}
+    common = [execution for execution in line if execution.step in by_step]
+    agrees = bool(common) and all(each.tokens == by_step[each.step] for each in common)
+    varied = len({each.tokens for each in (*goal, *line)}) > 1
+    if agrees and not varied:
+        return None, ""  # steps of training, all alike
+    fits = _fitting(goal, line)
+    if len(fits) > 1 and varied:
+        by_ids = [shift for shift in fits if _same_ids(model, goal, run, line, shift)]
+        if len(by_ids) == 1:
+            fits = by_ids
+        else:
+            return (None if common else fits[0]), (
+                f"the sequence lengths fit in {len(fits)} ways, so which step is which is not "
+                "known; taken by their numbers, --step-map says it"
+            )
+    if not fits:
+        return None, ""
+    shift = fits[0]
+    same = all(
+        execution.step == goal[at + shift].step
+        for at, execution in enumerate(line)
+        if 0 <= at + shift < len(goal)
+    )
+    return (None if same else shift), ""
+
+
+def _fitting(goal: Timeline, line: Timeline) -> list[int]:
+    """The shifts with the longest overlap, of those whose whole overlap has the same lengths."""
+    ways: list[tuple[int, int]] = []
+    for shift in range(-len(line) + 1, len(goal)):
+        first, last = max(0, -shift), min(len(line), len(goal) - shift)
+        if all(line[at].tokens == goal[at + shift].tokens for at in range(first, last)):
+            ways.append((last - first, shift))
+    best = max((overlap for overlap, _ in ways), default=0)
+    return [shift for overlap, shift in ways if overlap == best]
+
+
+def _same_ids(model: Run, goal: Timeline, run: Run, line: Timeline, shift: int) -> bool:
+    """Whether the first execution that both have worked on the same token ids."""
+    at = max(0, -shift)
+    mine, its = line[at].ids, goal[at + shift].ids
+    if mine is None or its is None:
+        return False
+    here, there = read_ids(run, mine), read_ids(model, its)
+    return here is not None and there is not None and np.array_equal(here.ravel(), there.ravel())
+
+
+def read_ids(run: Run, record: Record) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
+    """A small integer tensor, in its shape; None when it was not kept."""
+    if record.kept != "full" or np.prod(record.shape) > _MOST_IDS or run.lost(record):
+        return None
+    if DTYPES[record.dtype].bits == 4:
+        return None
+    try:
+        return run.raw(record).reshape(record.shape).astype(np.int64)
+    except (DriftlineError, OSError, ValueError):
+        return None
+
+
+def _view(
+    run: Run, changes: Mapping[tuple[str, int], int], why: str, *, whole: bool = False
+) -> Run:
+    """The run with other step numbers; -1, and with `whole` every step not named, is set aside."""
+    records: list[Record] = []
+    before = origins_of(run)
+    aside = list(aside_of(run))
+    origins: dict[TensorKey, Origin] = {}
+    for record in run.records:
+        key = record.key
+        counter = "" if whole else _counter(key.site)
+        new = changes.get((counter, key.step), -1 if whole else key.step)
+        origin = before.get(key, record)
+        if new < 0:
+            aside.append((record, origin, why))
+            continue
+        moved = record if new == key.step else record._replace(key=key._replace(step=new))
+        if moved is not record or origin is not record:
+            origins[moved.key] = origin
+        records.append(moved)
+    base = run.whole if isinstance(run, SeenRun) else run
+    return SeenRun(base, records, origins, aside)
+
+
+def _map_text(said: Mapping[int, int]) -> str:
+    shown = ", ".join(f"{here} = {there}" for here, there in sorted(said.items()))
+    return f"steps as you say, reference = candidate: {shown}"
+
+
+def _change_text(side: str, counter: str, line: Timeline, goal: Timeline, shift: int) -> str:
+    whose = f"of '{counter}' in the {side}" if counter else f"of the {side}"
+    pairs = [
+        f"{execution.step} is {goal[at + shift].step}"
+        for at, execution in enumerate(line)
+        if 0 <= at + shift < len(goal)
+    ]
+    shown = ", ".join(pairs[:4]) + (", ..." if len(pairs) > 4 else "")
+    text = f"steps {whose}, by their numbers of tokens: {shown}"
+    lengths = {execution.tokens for execution in goal}
+    before = [e for at, e in enumerate(line) if at + shift < 0]
+    if before:
+        told = ", ".join(f"{e.step} ({e.tokens} tokens)" for e in before[:4])
+        known = all(e.tokens not in lengths for e in before)
+        why = "of another length, a warm-up" if known else "before the first common one"
+        text += f"; not compared: {told}, {why}"
+    return text
+
+
+def seen_ranks(reference: Run, candidate: Run) -> tuple[Run, list[str]]:
+    """The candidate with the reference's rank numbers, where both have as many and they differ."""
+    ours, theirs = _places(reference.records), _places(candidate.records)
+    if ours == theirs or len(ours) != len(theirs):
+        return candidate, []
+    numbers = dict(zip(theirs, ours, strict=True))
+    records: list[Record] = []
+    origins: dict[TensorKey, Origin] = {}
+    for record in candidate.records:
+        key = record.key
+        rank, process = numbers[key.rank, key.process]
+        moved = record._replace(key=key._replace(rank=rank, process=process))
+        if moved.key != key:
+            origins[moved.key] = record
+        records.append(moved)
+    said = ", ".join(f"{_place(b)} is {_place(a)}" for b, a in list(numbers.items())[:8])
+    return SeenRun(candidate, records, origins), [f"ranks of the candidate, in order: {said}"]
+
+
+def _places(records: Sequence[Record]) -> list[tuple[int, int]]:
+    return sorted({(record.key.rank, record.key.process) for record in records})
+
+
+def _place(place: tuple[int, int]) -> str:
+    return f"{place[0]}" + (f".p{place[1]}" if place[1] else "")
