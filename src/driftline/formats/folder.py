@@ -76,7 +76,7 @@ class Folder:
 
     def files(self, below: str = "") -> Iterator[str]:
         """Names of all files below a sub-folder, relative to this one, in natural order."""
-        yield from self._walk(os.path.join(self._text, below) if below else self._text, below, 0)
+        yield from self._walk(f"{self._text}/{below}" if below else self._text, below, 0)
 
     def _walk(self, path: str, prefix: str, depth: int) -> Iterator[str]:
         if depth > DEEPEST:

@@ -44,6 +44,10 @@ TREES: dict[str, Address] = {
     "ge-dump": Address("driftline.formats.ge_tree"),
     "fx-dump": Address("driftline.formats.fx_tree"),
     "ait-torch": Address("driftline.formats.ait_torch"),
+    "msprobe": Address("driftline.formats.msprobe"),
+    "paddle-hook": Address("driftline.formats.paddle_hook"),
+    "decoder-output": Address("driftline.formats.decoder_out"),
+    "transformers-debugger": Address("driftline.formats.hf_debugger"),
     "files": Address("driftline.formats.plain_tree"),
 }
 """Formats that are folders of many files, in the order in which they are asked."""

@@ -44,7 +44,7 @@ def sniff(path: Path) -> bool:
     return False
 
 
-def open(path: Path) -> TreeRun:  # noqa: A001 - what a format is asked for
+def open(path: Path) -> TreeRun:
     """The folder as a run.
 
     Raises:
@@ -78,8 +78,5 @@ def _stems(names: list[str]) -> dict[str, str]:
     for name in names:
         by_stem.setdefault(os.path.splitext(name)[0], []).append(name)
     return {
-        name: stem if len(alike) == 1 else name
-        for stem, alike in by_stem.items()
-        for name in alike
+        name: stem if len(alike) == 1 else name for stem, alike in by_stem.items() for name in alike
     }
-

@@ -138,7 +138,12 @@ def _entries(source: Source) -> dict[str, tuple[int, int]]:
         (magic, _, _, _, method, _, _, _, packed, plain, names, extra, comment, *_, header) = (
             _ENTRY.unpack_from(directory, at)
         )
-        if magic != b"PK\x01\x02" or method != 0 or packed != plain or 0xFFFFFFFF in (plain, header):
+        if (
+            magic != b"PK\x01\x02"
+            or method != 0
+            or packed != plain
+            or 0xFFFFFFFF in (plain, header)
+        ):
             raise _Beyond
         at += _ENTRY.size
         name = directory[at : at + names].decode()

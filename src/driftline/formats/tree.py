@@ -28,11 +28,13 @@ class Leaf(NamedTuple):
         source: The file it lies in, relative to the dump.
         fetch: Its values as `Run.raw` gives them, a view of the mapped file where possible; None
             when only a summary or a description was kept.
+        offset: Tells tensors of one file apart; by itself it means nothing.
     """
 
     record: Record
     source: str = ""
     fetch: Callable[[], Storage] | None = None
+    offset: int = 0
 
 
 class DumpTable(NamedTuple):
@@ -139,4 +141,4 @@ def _place(leaf: Leaf) -> Blob | None:
     record = leaf.record
     if record.lost or leaf.fetch is None:
         return None
-    return Blob(leaf.source, 0, DTYPES[record.dtype].byte_count(math.prod(record.shape)))
+    return Blob(leaf.source, leaf.offset, DTYPES[record.dtype].byte_count(math.prod(record.shape)))
