@@ -1,0 +1,227 @@
+"""A compiler's graph as alignment sees it: operators by name, edges, and which FX node each serves.
+
+Built from the `graphs` of a topology. A fused operator is called by the names of those it replaced,
+one after the other without anything between them; `members` takes such a name apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+LONGEST_NAME = 16_384
+MOST_WAYS = 64
+"""So many ways to take one name apart are weighed; the first found are the longest names."""
+
+_FLAT = re.compile(r"[./\\\s]")
+_FX = re.compile(r"([^-]+)-.*\.OUTPUT\.(\d+(?:\.\d+)*)", re.DOTALL)
+
+Tensor = tuple[str, int]
+"""An operator's name and the number of one of its outputs."""
+
+
+class Node(NamedTuple):
+    """One operator.
+
+    Attributes:
+        name: Flattened as file names have it.
+        class_name: Its type.
+        inputs: Where its data come from, in order.
+        fx: For each output the FX node and slot it stands for; None where it stands for none.
+    """
+
+    name: str
+    class_name: str
+    inputs: tuple[Tensor, ...] = ()
+    fx: tuple[tuple[str, str] | None, ...] = ()
+
+
+class Input(NamedTuple):
+    """One data input of an operator: which, and where it comes from."""
+
+    node: str
+    position: int
+    source: Tensor
+
+
+def flat(name: str) -> str:
+    """A name as dumps have it in file names."""
+    return _FLAT.sub("_", name)
+
+
+class OperatorGraph:
+    """One graph of a run."""
+
+    def __init__(self, kind: str, name: str, prefix: str, nodes: Iterable[Node] = ()) -> None:
+        """Take over the nodes, in the order of the graph.
+
+        Args:
+            kind: `ge` or `fx`.
+            name: How the dump calls it.
+            prefix: What stands before the sites of its operators.
+            nodes: Its operators; none when the dump left no graph text.
+        """
+        self.kind = kind
+        self.name = name
+        self.prefix = prefix
+        self.nodes = {node.name: node for node in nodes}
+        self.readers: dict[Tensor, list[str]] = defaultdict(list)
+        for node in self.nodes.values():
+            for tensor in node.inputs:
+                self.readers[tensor].append(node.name)
+        self._owners: dict[str, str] | None = None
+
+    @classmethod
+    def from_json(cls, shown: Mapping[str, Any]) -> OperatorGraph:
+        """A graph from a topology.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is not what a format of ours wrote.
+        """
+        nodes = [
+            Node(
+                flat(str(node["name"])),
+                str(node["class"]),
+                tuple((flat(str(source)), int(output)) for source, output in node["inputs"]),
+                tuple(_fx_of(str(name)) for name in node["fx"]),
+            )
+            for node in shown["nodes"]
+        ]
+        return cls(str(shown["kind"]), str(shown["name"]), str(shown["prefix"]), nodes)
+
+    def fx_tensor(self, tensor: Tensor) -> tuple[str, str] | None:
+        """The FX node and slot that an output stands for."""
+        node = self.nodes.get(tensor[0])
+        return node.fx[tensor[1]] if node is not None and tensor[1] < len(node.fx) else None
+
+    def owner(self, name: str) -> str:
+        """The FX node an operator serves: its own, or the only one that its outputs flow into."""
+        if self._owners is None:
+            self._owners = self._found_owners()
+        return self._owners.get(name, "")
+
+    def _found_owners(self) -> dict[str, str]:
+        owners: dict[str, str] = {}
+        # A graph lists producers before readers, so that one pass from its end is enough.
+        for node in reversed(self.nodes.values()):
+            own = next((fx[0] for fx in node.fx if fx is not None), "")
+            if not own:
+                served = {
+                    owners.get(reader, "")
+                    for output in range(max(len(node.fx), 1))
+                    for reader in self.readers.get((node.name, output), ())
+                }
+                own = served.pop() if len(served) == 1 else ""
+            owners[node.name] = own
+        return owners
+
+    def is_inner(self, source: Tensor, owner: str) -> bool:
+        """Whether a tensor is a step on the way to an FX node's result, so that FX has no such."""
+        node = self.nodes.get(source[0])
+        return (
+            node is not None
+            and bool(node.inputs)
+            and self.fx_tensor(source) is None
+            and self.owner(source[0]) == owner
+        )
+
+    def inputs_of(self, members: Sequence[str]) -> list[Input]:
+        """What several operators read that none of them made, in their order."""
+        inside = set(members)
+        return [
+            Input(name, position, source)
+            for name in members
+            if name in self.nodes
+            for position, source in enumerate(self.nodes[name].inputs)
+            if source[0] not in inside
+        ]
+
+    def outputs_of(self, members: Sequence[str]) -> list[Tensor]:
+        """What several operators make that others read, or nobody does, in their order."""
+        inside = set(members)
+        found: list[Tensor] = []
+        for name in members:
+            node = self.nodes.get(name)
+            for output in range(max(len(node.fx), 1) if node is not None else 0):
+                readers = self.readers.get((name, output), ())
+                if not readers or not inside.issuperset(readers):
+                    found.append((name, output))
+        return found
+
+    def members(self, name: str, also: Collection[str] = ()) -> list[str]:
+        """The operators that a name stands for: itself, or those that were fused.
+
+        Where there are several ways to take a name apart, the one whose operators hang together in
+        the graph is taken, then the one with the longest names first.
+
+        Args:
+            name: Of a dumped operator.
+            also: Names besides the graph's own.
+
+        Returns:
+            Nothing when the name is none of these.
+        """
+        name = flat(name)
+        if name in self.nodes or name in also:
+            return [name]
+        known: Collection[str] = {*self.nodes, *also} if also else self.nodes
+        ways = list(taken_apart(name, known))
+        return max(ways, key=self._linked) if ways else []
+
+    def _linked(self, members: list[str]) -> float:
+        """The share of operators after the first that read from another one of them."""
+        inside = set(members)
+        nodes = [self.nodes[name] for name in members[1:] if name in self.nodes]
+        linked = sum(any(source[0] in inside for source in node.inputs) for node in nodes)
+        return linked / (len(members) - 1) if len(members) > 1 else 0.0
+
+
+def taken_apart(name: str, known: Collection[str]) -> Iterator[list[str]]:
+    """Ways to write a name as known names side by side, longest first ones first.
+
+    >>> list(taken_apart("Add_12Relu", {"Add_1", "Add_12", "2Relu", "Relu"}))
+    [['Add_12', 'Relu'], ['Add_1', '2Relu']]
+    """
+    if len(name) > LONGEST_NAME:
+        return
+    lengths = sorted({len(word) for word in known if word and len(word) <= len(name)}, reverse=True)
+    # From which positions the rest can be written at all: without it, dead ends multiply.
+    alive = bytearray(len(name) + 1)
+    alive[len(name)] = 1
+    words = set(known)
+    for at in range(len(name) - 1, -1, -1):
+        alive[at] = any(
+            at + length <= len(name) and alive[at + length] and name[at : at + length] in words
+            for length in lengths
+        )
+    ways = 0
+    stack: list[tuple[int, list[str]]] = [(0, [])] if alive[0] else []
+    while stack and ways < MOST_WAYS:
+        at, parts = stack.pop()
+        if at == len(name):
+            ways += 1
+            yield parts
+            continue
+        for length in reversed(lengths):  # the longest is put last, so taken first
+            end = at + length
+            if end <= len(name) and alive[end] and name[at:end] in words:
+                stack.append((end, [*parts, name[at:end]]))
+
+
+def _fx_of(name: str) -> tuple[str, str] | None:
+    """`add_2-aten.add.Tensor.OUTPUT.0` as node and slot."""
+    found = _FX.fullmatch(name)
+    return (flat(found[1]), found[2]) if found else None
+
+
+def graphs_in(topology: Mapping[str, Any] | None) -> list[OperatorGraph]:
+    """The graphs that a topology holds; none where it has none or is damaged."""
+    shown = (topology or {}).get("graphs")
+    if not isinstance(shown, list | tuple):
+        return []
+    try:
+        return [OperatorGraph.from_json(graph) for graph in cast("Sequence[Any]", shown)]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []
