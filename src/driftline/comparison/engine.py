@@ -16,7 +16,12 @@ from typing import Any
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.row import Row
-from driftline.comparison.summaries import ESTIMATED, measure_summaries
+from driftline.comparison.summaries import (
+    ESTIMATED,
+    FROM_STATISTICS,
+    from_statistics,
+    measure_summaries,
+)
 from driftline.comparison.table import Side, Table
 from driftline.comparison.unmeasured import clash, has_recipe, lone, paired
 from driftline.comparison.values import blocks_of, measure_moments, measure_values, open_values
@@ -174,7 +179,7 @@ class _Work:
         """The row of a pair; None while other blocks of it are still under way."""
         pair = self.pairs[at]
         row = paired(pair)
-        if trouble := pair.trouble or clash(pair):
+        if trouble := pair.trouble or _undescribed(pair) or clash(pair):
             return row._replace(status="incomparable", reason=trouble)
         try:
             if has_recipe(pair):
@@ -287,6 +292,14 @@ def _blocks(pair: Pair) -> list[tuple[int, int]]:
     return [(0, 0)]
 
 
+def _undescribed(pair: Pair) -> str:
+    """Why a tensor is lost of which not even type and shape are known; empty otherwise."""
+    for record in (pair.reference, pair.candidate):
+        if record.lost and record.dtype not in DTYPES:
+            return f"the values are lost: {record.lost}"
+    return ""
+
+
 def _has_values(run: Run, record: Record) -> bool:
     return record.kept in ("full", "sample") and not run.lost(record)
 
@@ -311,7 +324,8 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
         )
     if here is not None and there is not None:
         found = measure_summaries(here, there)
-        return row.measured("summary", found, estimated=ESTIMATED)
+        remark = FROM_STATISTICS if from_statistics(here, there) else ""
+        return row.measured("summary", found, estimated=ESTIMATED, reason=remark)
     kept = " and ".join(dict.fromkeys((ours.kept, theirs.kept)))
     why = f"nothing of it can be compared: kept as {kept}"
     if "describe" in kept:

@@ -10,6 +10,9 @@ SKETCH_BUCKETS = 64
 class Summary(NamedTuple):
     """One tensor's values in a few numbers. Moments are over finite elements, in float64.
 
+    Other programs keep fewer of them: what is not known is NaN, counts included, and without a
+    sketch. `nan` is NaN exactly in such a partial summary.
+
     Attributes:
         count: Number of elements.
         min: Smallest finite element; nan when there is none (so for mean, max and std).

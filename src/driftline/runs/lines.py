@@ -12,6 +12,7 @@ import binascii
 import contextlib
 import functools
 import json
+import math
 import struct
 from collections.abc import Callable
 from json.encoder import encode_basestring_ascii as json_string
@@ -83,6 +84,8 @@ def number(value: float) -> str:
 
 def encode_summary(summary: Summary) -> str:
     count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch = summary
+    if nan != nan:  # other programs' statistics count nothing
+        zeros = nan = pos_inf = neg_inf = '"nan"'
     text = (
         f'{{"count":{count},"zeros":{zeros},"nan":{nan},"pos_inf":{pos_inf},"neg_inf":{neg_inf},'
         f'"min":{number(low)},"max":{number(high)},"mean":{number(mean)},'
@@ -114,7 +117,7 @@ def decode_summary(value: object) -> Summary:
     if not isinstance(value, dict):
         raise BadLine("the summary is not an object")
     fields = cast("dict[str, object]", value)
-    count, zeros, nan, pos_inf, neg_inf = (_whole(fields.get(name), name) for name in _COUNTS)
+    count, zeros, nan, pos_inf, neg_inf = (_count_of(fields.get(name), name) for name in _COUNTS)
     low, high, mean, std, l2 = (_number_of(fields.get(name)) for name in _NUMBERS)
     sketch: tuple[float, ...] = ()
     packed = fields.get("sketch")
@@ -130,9 +133,16 @@ def _check_summary(value: object) -> None:
         raise BadLine("the summary is not an object")
     fields = cast("dict[str, object]", value)
     for name in _COUNTS:
-        _whole(fields.get(name), name)
+        _count_of(fields.get(name), name)
     for name in _NUMBERS:
         _number_of(fields.get(name))
+
+
+def _count_of(value: object, name: str) -> Any:
+    """A count; NaN where nobody counted."""
+    if value == "nan" and name != "count":
+        return math.nan
+    return _whole(value, name)
 
 
 def _whole(value: object, name: str) -> int:
