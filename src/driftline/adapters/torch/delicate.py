@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FUNCTIONS = ("cond", "eigvalsh", "lstsq", "matrix_norm", "matrix_rank", "norm", "pinv", "svdvals")
+FUNCTIONS = ("cond", "eigvalsh", "matrix_norm", "matrix_rank", "norm", "svdvals")
 """Of `torch.linalg`: they take eigenvalues or singular values and, when watched, vectors too."""
 _BY_SINGULAR_VALUES = ("nuc", 2, -2)
 _NORMS = ("linalg_matrix_norm", "linalg_norm")

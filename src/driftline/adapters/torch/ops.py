@@ -51,6 +51,10 @@ from driftline.adapters.torch.whereabouts import Spot, Whereabouts
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
 
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""What a number is as a tensor, where torch makes one of it by itself."""
+
+
 class OperatorTap:
     """Reads the operators of the program.
 
@@ -162,6 +166,9 @@ class OperatorTap:
             operator = self._operators.get(func)
             if operator is None:
                 operator = self._operators[func] = Operator(func)
+            for index in operator.tensors:
+                if index < len(args) and type(args[index]) in _NUMBERS:
+                    args = _with_tensor(args, index)
             if not operator.silent:
                 spot = self._where.spot(func, operator)
             if spot is not None:
@@ -301,6 +308,18 @@ class OperatorTap:
         self.session.event_once(
             "operator-lost", f"{func} not captured: {error}", operator=str(func)
         )
+
+
+def _with_tensor(args: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    """The same arguments with a tensor in place of a number.
+
+    TorchScript's constants are tensors that torch shows to modes as numbers, and it does not take
+    all of them back.
+    """
+    number = args[index]
+    with undisturbed():
+        tensor = torch.scalar_tensor(number, dtype=_NUMBERS[type(number)])
+    return (*args[:index], tensor, *args[index + 1 :])
 
 
 hide_from_compiler(OperatorTap.around_backward)

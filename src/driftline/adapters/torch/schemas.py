@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+
 _WITHOUT_VALUES = frozenset(
     f"aten::{name}"
     for name in (
@@ -62,9 +64,12 @@ class Operator:
         unread: Arguments whose values before the call mean nothing.
         scratch: Positions of outputs that mean nothing.
         written: Position and name of arguments that are written but not returned.
+        tensors: Positions of arguments that must be tensors: here no number stands for one.
     """
 
-    __slots__ = ("arguments", "full_name", "name", "scratch", "silent", "unread", "written")
+    __slots__ = (
+        *("arguments", "full_name", "name", "scratch", "silent", "tensors", "unread", "written"),
+    )
 
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)
@@ -75,11 +80,20 @@ class Operator:
             self.written: list[tuple[int, str]] = []
             self.unread: frozenset[str] = frozenset()
             self.scratch: frozenset[int] = frozenset()
+            self.tensors: tuple[int, ...] = ()
             self.silent = False
             return
         self.name = str(schema.name).replace("::", ".", 1)
         self.full_name = f"{self.name}.{schema.overload_name or 'default'}"
         self.arguments = [argument.name for argument in schema.arguments]
+        short = str(schema.name).partition("::")[2]
+        self.tensors = ()
+        if not torch._C._should_allow_numbers_as_tensors(short):
+            self.tensors = tuple(
+                index
+                for index, argument in enumerate(schema.arguments)
+                if str(argument.type) == "Tensor"
+            )
         undeclared = _UNDECLARED_WRITES.get(str(schema.name), ())
         written = [
             (index, argument.name)
