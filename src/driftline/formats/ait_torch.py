@@ -1,9 +1,9 @@
 """`ait llm` dumps of torch models: `ait_dump/torch_tensors/{device}_{pid}/{token}/{module}/`.
 
-The first folder may be `ait_dump*` or `msit_dump*`. Opened at any level, from the folder that holds `ait_dump` down to one token. Files are `.pth`
-tensors or a `statistics.csv` per module; `model_tree.json` gives classes and the module tree. The
-dumps made by hand (`golden_tensor/{token}/{id}_tensor.pth`) are read too. ATB's own `tensors/` is
-another format's.
+The first folder may be `ait_dump*` or `msit_dump*`. A dump is opened at any level, from the folder
+that holds it down to one token. Files are `.pth` tensors or a `statistics.csv` per module;
+`model_tree.json` gives classes and the module tree. Dumps made by hand
+(`golden_tensor/{token}/{id}_tensor.pth`) are read too. ATB's own `tensors/` is another format's.
 """
 
 from __future__ import annotations

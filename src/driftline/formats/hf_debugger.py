@@ -222,7 +222,7 @@ def _printed(value: Any) -> float:
 
 
 def _in_order(leaves: list[Leaf], left_out: list[Leaf]) -> list[Leaf]:
-    """Layers that the tree leaves out go between its first and its last one, in the first's order."""
+    """Layers that the tree leaves out go before its last one, in the order of its first."""
     if not left_out:
         return leaves
     first_of: dict[str, int] = {}

@@ -1,8 +1,9 @@
 """Dumps of MindStudio Probe (msprobe): `step{n}/rank{r}/dump.json` and its tensor files.
 
-Levels L0 (modules), L1 (functions) and mix, tasks tensor, statistics and md5. A module's site is its
-path, a function's `Functional.linear`; the call index is the visit. What msprobe calls the input of
-a backward is the gradient of the output, and the reverse. `construct.json` gives the module tree.
+Levels L0 (modules), L1 (functions) and mix, tasks tensor, statistics and md5. A module's site is
+its path, a function's `Functional.linear`; the call index is the visit. What msprobe calls the
+input of a backward is the gradient of the output, and the reverse. `construct.json` gives the
+module tree.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def describe(folder: Folder, name: str) -> list[Member]:
     try:
         if name.endswith(".npy"):
             return [_npy(folder, name)]
-        suffix = os.path.splitext(name)[1].lower()
+        suffix = "." + name.rpartition(".")[2].lower()
         if suffix in TORCH:
             return _torch(folder, name)
         return _by_its_format(folder, name)
@@ -105,10 +105,9 @@ def _torch(folder: Folder, name: str) -> list[Member]:
     try:
         if size <= 1 << 15:
             whole = pread(file, size, 0)
-            source = torchzip.Source(size, lambda length, at: whole[at : at + length])
+            found = torchzip.read_tensors(size, lambda length, at: whole[at : at + length])
         else:
-            source = torchzip.Source(size, lambda length, at: pread(file, length, at))
-        found = torchzip.read_tensors(source)
+            found = torchzip.read_tensors(size, functools.partial(pread, file))
     finally:
         os.close(file)
     if found is None or any(_odd(stored) for stored in found):
@@ -127,7 +126,7 @@ def _torch(folder: Folder, name: str) -> list[Member]:
 
 
 def _odd(stored: torchzip.Stored) -> bool:
-    """Whether torch has to be asked: a view with gaps, an unknown type, bytes that do not add up."""
+    """Whether torch has to be asked: views with gaps, unknown types, bytes that do not add up."""
     known = DTYPES.get(stored.dtype)
     if known is None or not stored.dense or known.bits < 8:
         return True

@@ -37,7 +37,7 @@ def sniff(path: Path) -> bool:
                         waiting.append(entry.path)
                     elif entry.name in _OF_A_RUN:
                         return False
-                    elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                    elif entry.name.lower().endswith(SUFFIXES):
                         return True
         except OSError:
             continue
@@ -76,7 +76,7 @@ def _stems(names: list[str]) -> dict[str, str]:
     """File → site: its name without the suffix, unless another file has the same one."""
     by_stem: dict[str, list[str]] = {}
     for name in names:
-        by_stem.setdefault(os.path.splitext(name)[0], []).append(name)
+        by_stem.setdefault(name.rpartition(".")[0], []).append(name)
     return {
         name: stem if len(alike) == 1 else name for stem, alike in by_stem.items() for name in alike
     }

@@ -10,6 +10,7 @@ them here a tenth of that.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 LARGEST_PICKLE = 1 << 20
@@ -84,15 +85,19 @@ class _Beyond(Exception):
     """The file does something that is not known here."""
 
 
-class Source(NamedTuple):
-    """Where the bytes of a file come from: its size, and a function (length, start) → bytes."""
-
+class _Source(NamedTuple):
     size: int
-    read: Any
+    read: Callable[[int, int], bytes]
 
 
-def read_tensors(source: Source) -> list[Stored] | None:
-    """The tensors of a file in the order it holds them, or None if torch has to be asked."""
+def read_tensors(size: int, read: Callable[[int, int], bytes]) -> list[Stored] | None:
+    """The tensors of a file in the order it holds them, or None if torch has to be asked.
+
+    Args:
+        size: Length of the file.
+        read: So many bytes from there: (length, offset) → bytes.
+    """
+    source = _Source(size, read)
     try:
         entries = _entries(source)
         pickled = next((name for name in entries if name.endswith("/data.pkl")), None)
@@ -114,7 +119,7 @@ def read_tensors(source: Source) -> list[Stored] | None:
         return None
 
 
-def _entries(source: Source) -> dict[str, tuple[int, int]]:
+def _entries(source: _Source) -> dict[str, tuple[int, int]]:
     """Name → (offset of the local header, length) of every stored member of the zip."""
     tail_start = max(0, source.size - 4096)
     tail = source.read(source.size - tail_start, tail_start)
@@ -154,7 +159,7 @@ def _entries(source: Source) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _data(source: Source, header: int, length: int) -> int:
+def _data(source: _Source, header: int, length: int) -> int:
     """Where a member's bytes begin: behind its local header, which has a length of its own."""
     local = source.read(30, header)
     if local[:4] != b"PK\x03\x04":
@@ -350,7 +355,7 @@ def _collect(value: Any, name: str, depth: int, found: list[tuple[str, _Tensor]]
 
 
 def _stored(
-    source: Source, name: str, tensor: _Tensor, prefix: str, entries: dict[str, tuple[int, int]]
+    source: _Source, name: str, tensor: _Tensor, prefix: str, entries: dict[str, tuple[int, int]]
 ) -> Stored:
     header, length = entries[f"{prefix}data/{tensor.storage.key}"]
     start = _data(source, header, length)
