@@ -38,6 +38,11 @@ def report(**facts) -> ProcessReport:
         (Marks(woken=1, began=1), PLAN, "ended before it captured anything"),
         (Marks(1, 1, reports=(report(calls=0),)), PLAN, "no module was called"),
         (
+            Marks(1, 1, reports=(report(calls=0),)),
+            CapturePlan("/tmp/x", levels=("ops",)),
+            "no module was called and no operator ran",
+        ),
+        (
             Marks(1, 1, reports=(report(steps_seen=(3, 4, 9)),)),
             PLAN,
             "steps 3-4, 9 ran, and none of them is selected",

@@ -111,7 +111,7 @@ class Launched:
         return ProcessReport(
             pid=os.getpid(),
             rank=self._rank()[0],
-            calls=len(session.execution_order),
+            calls=len(session.execution_order) + session.outside,
             steps_seen=tuple(seen),
             steps_taken=tuple(step for step in seen if session.selection.takes_step(step)),
             tensors=session.tensors,
@@ -160,6 +160,7 @@ class Launched:
         self.session.after_fork()
         self.session.steps_seen.clear()
         self.session.execution_order.clear()
+        self.session.outside = 0
 
     def _make_sink(self) -> Sink:
         rank, world_size = self._rank()

@@ -32,7 +32,7 @@ class ProcessReport:
     Attributes:
         pid: Process.
         rank: Its rank.
-        calls: Module calls seen, wanted or not.
+        calls: Modules called, and operators called outside modules, wanted or not.
         steps_seen: Steps that ran.
         steps_taken: Steps of which something was wanted.
         tensors: Tensors handed to the sink.

@@ -154,9 +154,15 @@ def why_nothing(
                 "nothing was captured: the program ended before it captured anything",
                 "its own messages above say why it ended",
             )
+        if "ops" in plan.levels:
+            return (
+                "nothing was captured: torch was imported, but no module was called and no "
+                "operator ran",
+                "is this the command that runs the model?",
+            )
         return (
             "nothing was captured: torch was imported, but no module was called",
-            "capture sees calls of torch.nn.Module and what happens inside them, nothing outside",
+            "--level ops also sees operators that run in no torch.nn.Module",
         )
     wanted = [report for report in marks.reports if plan.selection.takes_rank(report.rank)]
     handed_over = sum(report.tensors for report in wanted)
