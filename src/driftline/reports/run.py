@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from driftline.errors import BadInput, DriftlineError, did_you_mean
+from driftline.formats.tree import DumpTable, TreeRun
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.summary import Summary
 from driftline.reports.view import (
@@ -78,6 +79,7 @@ def view(
         blocks.append(_tensor_grid(run, records, everything))
     else:
         blocks.append(_module_grid(run, records, everything))
+        blocks += [_table_grid(table, everything) for table in _tables(run)]
     losses = run.losses
     for loss in losses if everything else losses[:SHOWN_LOSSES]:
         blocks.append(Sentence(f"missing: {loss}", "doubtful"))
@@ -105,6 +107,14 @@ def document(run: Run, *, globs: Sequence[str] = (), tensors: bool = False) -> d
         ],
         "losses": [str(loss) for loss in run.losses],
     }
+    if tables := _tables(run):
+        shown["tables"] = [
+            {
+                "title": table.title,
+                "lines": [dict(zip(table.headings, line, strict=True)) for line in table.lines],
+            }
+            for table in tables
+        ]
     if tensors or globs:
         lines = sheet(run, globs=globs, statistics=tensors)
         shown["listing"] = [dict(zip(lines.headings, line, strict=True)) for line in lines.lines]
@@ -140,7 +150,7 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     command = run.manifest.get("command")
     if isinstance(command, (list, tuple)):
         yield "command", shlex.join(str(word) for word in cast(list[Any], command))
-    for name in ("format", "created", "framework", "python", "platform"):
+    for name in ("format", "generation", "created", "framework", "python", "platform"):
         if manifest.get(name):
             yield name, str(manifest[name])
     git = manifest.get("git")
@@ -165,6 +175,10 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
         ("kept", Counter(record.kept for record in records)),
     ):
         yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
+    beside = manifest.get("beside")
+    if isinstance(beside, Mapping) and beside:
+        found = cast(Mapping[str, Any], beside).items()
+        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in found)
     blobs = {
         (
             record.key.rank,
@@ -253,9 +267,14 @@ def _node_lines(
         name, child = children[at]
         yield from _node_lines(child, name, depth + 1, counts, everything)
         alike = at + 1
-        if name.isdigit() and not everything:
+        kind = _numbered(name)
+        if kind is not None and not everything:
             pattern = _pattern(child)
-            while alike < len(children) and _pattern(children[alike][1]) == pattern:
+            while (
+                alike < len(children)
+                and _numbered(children[alike][0]) == kind
+                and _pattern(children[alike][1]) == pattern
+            ):
                 alike += 1
         if alike > at + 1:
             last_name, last = children[alike - 1]
@@ -273,8 +292,33 @@ def _node_lines(
         at = alike
 
 
+def _numbered(name: str) -> str | None:
+    """What a numbered name has besides its number: '' of `3`, `Layer` of `3_Layer`; None of others."""
+    number, _, rest = name.partition("_")
+    return rest if number.isdigit() else None
+
+
 def _pattern(node: ModuleNode) -> tuple[Any, ...]:
     return (node.class_name, tuple((name, _pattern(child)) for name, child in node.children))
+
+
+def _tables(run: Run) -> Sequence[DumpTable]:
+    """What a dump of many files holds besides tensors."""
+    return run.tables() if isinstance(run, TreeRun) else ()
+
+
+def _table_grid(table: DumpTable, everything: bool) -> Grid:
+    shown = table.lines if everything else table.lines[:SHOWN_TENSORS]
+    return Grid(
+        table.title,
+        tuple(
+            Heading(title, essential=at < 4, stretch=at == 0)
+            for at, title in enumerate(table.headings)
+        ),
+        tuple(Line(tuple(line)) for line in shown),
+        len(table.lines) - len(shown),
+        "--all shows every one",
+    )
 
 
 def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
@@ -307,7 +351,13 @@ def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
                 found.nan,
                 infinite,
             )
-        tone = "bad" if found is not None and (found.nan or found.pos_inf) else "plain"
+            # What a dump did not keep is an empty cell: NaN would read as a finding.
+            if math.isnan(found.nan):
+                statistics = tuple(
+                    None if isinstance(value, float) and math.isnan(value) else value
+                    for value in statistics
+                )
+        tone = "bad" if found is not None and (found.nan > 0 or found.pos_inf > 0) else "plain"
         lines.append(
             Line(
                 (str(record.key), record.dtype, shape(record.shape), *statistics, record.kept), tone
