@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from driftline.dialects.labels import gen_id as gen_id
     from driftline.dialects.labels import set_label as set_label
     from driftline.dialects.labels import set_task_id as set_task_id
+    from driftline.formats.conversion import convert as convert
     from driftline.formats.opening import open_run as open_run
     from driftline.gating.door import compare as compare
     from driftline.gating.models import compare_models as compare_models
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _DOORS = {
     "capture": "driftline.adapters.torch.door:capture",
     "step": "driftline.adapters.torch.door:step",
+    "convert": "driftline.formats.conversion:convert",
     "open_run": "driftline.formats.opening:open_run",
     "compare": "driftline.gating.door:compare",
     "compare_models": "driftline.gating.models:compare_models",
@@ -47,6 +49,7 @@ __all__ = [
     "capture",
     "compare",
     "compare_models",
+    "convert",
     "gen_id",
     "open_run",
     "open_table",

@@ -56,6 +56,9 @@ COMMANDS: dict[str, Command] = {
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),
+    "convert": Command(
+        "driftline.cli.convert:convert", "Look", "a dump of any kind into a run, or back out"
+    ),
     "doctor": Command(
         "driftline.cli.doctor:doctor", "Look", "versions, kernel path and devices of this machine"
     ),

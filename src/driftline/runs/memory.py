@@ -44,7 +44,7 @@ class MemorySink:
     def put(self, record: Record, data: Bytes | None) -> None:
         digest = digest_for(record, data)
         with self._lock:
-            blob, lost = None, ""
+            blob, lost = None, record.lost if data is None else ""
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
                 place = (digest, data.nbytes)
                 if place in self._blobs or self._fits(data.nbytes):

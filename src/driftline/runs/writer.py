@@ -135,7 +135,7 @@ class RunWriter:
             if self._closed or (journal is None and (journal := self._open()) is None):
                 self._unlisted += 1
                 return
-            blob, lost = None, ""
+            blob, lost = None, record.lost if data is None else ""
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
                 blob, lost = self._store(journal, record, data, digest)
             journal.list(record, self._order, digest, blob, lost)

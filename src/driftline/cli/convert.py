@@ -1,0 +1,48 @@
+"""`driftline convert`: a dump of any kind into a run, or a run into files of another kind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from driftline.cli.parsing import Option
+
+
+def convert(
+    path: Path,
+    /,
+    *,
+    output: Annotated[Path, Option(names=("--output", "-o"), metavar="DIR")],
+    to: Literal["run", "npy", "pt", "safetensors", "ait"] = "run",
+    force: bool = False,
+) -> int:
+    """Write a dump as a run, or a run as files that other programs read.
+
+        driftline convert ait_dump -o run
+        driftline convert run -o files --to npy
+
+    Takes whatever `driftline show` shows. Tensors go through one by one, so a dump may be larger
+    than memory; summaries, module trees and events go along into a run.
+
+    Args:
+        path: A run, a dump of another program, or a tensor file.
+        output: Folder of the result.
+        to: run, or files: npy and pt are a file per tensor, safetensors a file per rank and step,
+            each with a list of the keys beside them; ait is the tree of `ait llm dump`.
+        force: Replace an earlier result.
+    """
+    from driftline.cli.progress import on_terminal
+    from driftline.formats import conversion
+    from driftline.reports.wording import counted, size
+
+    progress = on_terminal("tensors")
+    try:
+        done = conversion.convert(path, output, to=to, force=force, progress=progress)
+    finally:
+        if progress is not None:
+            progress.close()
+    print(f"{done.path}: {counted(done.tensors, 'tensor')}, {size(done.size)}, as {to}")
+    for reason, count in done.skipped.items():
+        print(f"driftline: {counted(count, 'tensor')} left out: {reason}", file=sys.stderr)
+    return 0

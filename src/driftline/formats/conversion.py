@@ -1,0 +1,333 @@
+"""Anything that opens as a run → a run of ours, or files that other programs read.
+
+One tensor at a time, so that a dump larger than memory goes through. Everything a run knows goes
+along: summaries, descriptions, module trees, events, losses. The seed's tree is written by
+the sink that captures into it, found by its address.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from driftline.errors import AlreadyThere, BadInput, DriftlineError
+from driftline.formats import exported
+from driftline.formats.exporting import FilePerTensor, TensorList, write_safetensors
+from driftline.formats.opening import open_run
+from driftline.numerics.dtypes import DTYPES
+from driftline.registry import Address, require
+from driftline.runs.inside import reason_of
+from driftline.runs.manifest import create_run
+from driftline.runs.record import Record
+from driftline.runs.run import Run, Storage
+from driftline.runs.writer import RunWriter
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+Target = Literal["run", "npy", "pt", "safetensors", "ait"]
+Progress = Callable[[int, int], None]
+
+AIT_TREE = Address("driftline.dialects.ait_tree:AitTree")
+_RELEASE_AFTER = 256 << 20
+_FACTS = ("framework", "devices", "seed", "seeds", "default_dtype", "threads", "deterministic")
+
+
+class Converted(NamedTuple):
+    """What a conversion did.
+
+    Attributes:
+        path: Where the result is.
+        tensors: How many were written.
+        size: Bytes of values.
+        skipped: Reason → how many tensors could not be written for it.
+    """
+
+    path: Path
+    tensors: int
+    size: int
+    skipped: Mapping[str, int]
+
+
+def convert(
+    source: Run | StrPath,
+    output: StrPath,
+    *,
+    to: Target = "run",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write a run, or a dump or tensor file of another program, in another format.
+
+    Args:
+        source: What `open_run` opens.
+        output: Folder of the result.
+        to: `run` for ours; `npy`, `pt` and `safetensors` for files of these with a list of keys
+            beside them; `ait` for the tree of `ait llm dump`.
+        force: Replace an earlier result of the same kind.
+        progress: Called with (tensors done, tensors in all).
+
+    Raises:
+        AlreadyThere: The output exists and may not be replaced.
+        DriftlineError: The source cannot be read, or the output not be written.
+    """
+    run = source if isinstance(source, Run) else open_run(source)
+    place = Path(output)
+    if not isinstance(source, Run) and _same(Path(source), place):
+        raise BadInput(f"{place} cannot be converted into itself", hint="give another output")
+    if not len(run):
+        raise BadInput(f"{run.name} holds no tensors")
+    work = _Work(run, place, to, progress)
+    try:
+        if to == "run":
+            create_run(place, command=_command(run), force=force, world_size=_world(run))
+            work.into_run()
+        elif to == "ait":
+            _make_room(place / "ait_dump", force, of_ours=True)
+            work.into_ait()
+        else:
+            _make_room(place, force, of_ours=exported.is_there(place))
+            work.into_files(to)
+    except OSError as trouble:
+        raise BadInput(
+            f"{place} cannot be written: {reason_of(trouble)}",
+            hint="what was written so far is incomplete",
+        ) from trouble
+    if not work.written:
+        why = next(iter(work.skipped), "it has no values")
+        raise BadInput(f"nothing of {run.name} can be written as {to}: {why}")
+    return Converted(place, work.written, work.size, dict(work.skipped))
+
+
+class _Work:
+    """One conversion under way."""
+
+    def __init__(self, run: Run, place: Path, to: Target, progress: Progress | None) -> None:
+        self.run = run
+        self.place = place
+        self.to = to
+        self.progress = progress
+        self.skipped: Counter[str] = Counter()
+        self.written = 0
+        self.size = 0
+        self._done = 0
+        self._mapped = 0
+
+    def into_run(self) -> None:
+        facts = {
+            (int(about.get("rank", 0)), int(about.get("process", 0))): about
+            for about in self.run.processes()
+        }
+        for rank, process, records in self._parts():
+            writer = RunWriter(
+                self.place,
+                rank=rank,
+                world_size=_world(self.run),
+                command=_command(self.run),
+                seal_at_exit=False,
+            )
+            about = facts.get((rank, process), {})
+            writer.describe(
+                converted_from={"format": self._format(), "path": self.run.name},
+                **{name: about[name] for name in _FACTS if name in about},
+            )
+            if (tree := self.run.topology(rank, process)) is not None:
+                writer.topology(tree)
+            for event in self._events(rank, process):
+                details = event.get("details")
+                writer.event(
+                    str(event.get("kind", "dump")),
+                    str(event.get("message", "")),
+                    **_words(cast("Any", details)),
+                )
+            try:
+                for record in records:
+                    self._put(writer, record)
+            finally:
+                writer.close()
+            if writer.failure:
+                raise OSError(0, writer.failure)
+
+    def _put(self, writer: RunWriter, record: Record) -> None:
+        if record.dtype not in DTYPES:
+            reason = record.lost or f"the element type {record.dtype} is not known"
+            writer.event("lost", f"{record.key}: {reason}")
+            self._skip(reason)
+            return
+        plain = record._replace(blob=None)
+        if record.kept in ("full", "sample"):
+            raw = self._values(record)
+            if isinstance(raw, str):
+                writer.put(plain._replace(lost=raw), None)
+            else:
+                writer.put(plain, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
+                self.size += raw.nbytes
+        else:
+            writer.put(plain, None)
+        self.written += 1
+        self._step()
+
+    def into_files(self, to: Target) -> None:
+        listed = TensorList(self.place, f"{self._format()}: {self.run.name}")
+        try:
+            for rank, process, records in self._parts():
+                if to == "safetensors":
+                    readable = [record for record in records if self._has_values(record)]
+                    self.size += write_safetensors(self.place, readable, self._sure, listed)
+                    self.written += len(readable)
+                else:
+                    files = FilePerTensor(self.place, f".{to}", listed)
+                    for record in records:
+                        self._file(files, record)
+                if (tree := self.run.topology(rank, process)) is not None:
+                    listed.topology(rank, process, tree)
+                for event in self._events(rank, process):
+                    listed.event(event)
+        finally:
+            listed.close()
+
+    def _file(self, files: FilePerTensor, record: Record) -> None:
+        if self._has_values(record):
+            raw = self._values(record)
+            if isinstance(raw, str):
+                self._skip(raw)
+                return
+            self.size += files.put(record, raw)
+            self.written += 1
+            self._step()
+
+    def into_ait(self) -> None:
+        require("torch", install="driftline[torch]")
+        tree_of = AIT_TREE.load()
+        for rank, process, records in self._parts():
+            kind = next((r.device for r in self.run.records if r.device), "cpu").partition(":")[0]
+            device = kind if kind == "cpu" and not rank else f"{kind}{rank}"
+            tree = tree_of(self.place, device=device)
+            if (modules := self.run.topology(rank, process)) is not None:
+                tree.topology(modules)
+            for record in records:
+                if not self._has_values(record):
+                    continue
+                raw = self._values(record)
+                if isinstance(raw, str):
+                    self._skip(raw)
+                    continue
+                before = tree.tensors_written
+                tree.put(record, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
+                if tree.tensors_written == before:
+                    self._skip(f"torch cannot hold {record.dtype} in a file, or the disk is full")
+                    continue
+                self.size += raw.nbytes
+                self.written += 1
+                self._step()
+            tree.close()
+
+    # ---- what all of them need
+
+    def _parts(self) -> Iterator[tuple[int, int, Sequence[Record]]]:
+        for (rank, process), some in itertools.groupby(
+            self.run.records, key=lambda record: (record.key.rank, record.key.process)
+        ):
+            yield rank, process, list(some)
+
+    def _events(self, rank: int, process: int) -> Iterator[Mapping[str, Any]]:
+        for event in self.run.events():
+            if (event.get("rank", 0), event.get("process", 0)) == (rank, process):
+                yield event
+
+    def _has_values(self, record: Record) -> bool:
+        """Whether a file can be made of it; if not, it is counted with the reason."""
+        reason = self.run.lost(record)
+        if not reason and record.dtype not in DTYPES:
+            reason = f"the element type {record.dtype} is not known"
+        if not reason and record.kept not in ("full", "sample"):
+            reason = f"only its {record.kept} was kept"
+        if reason:
+            self._skip(reason)
+        return not reason
+
+    def _values(self, record: Record) -> Storage | str:
+        """The values, or why there are none."""
+        if reason := self.run.lost(record):
+            return reason
+        try:
+            raw = self.run.raw(record)
+        except (DriftlineError, OSError) as trouble:
+            return reason_of(trouble)
+        self._mapped += raw.nbytes
+        if self._mapped > _RELEASE_AFTER:
+            self.run.release()
+            self._mapped = 0
+        return raw
+
+    def _sure(self, record: Record) -> Storage:
+        raw = self._values(record)
+        if isinstance(raw, str):
+            raise BadInput(f"{record.key} cannot be read: {raw}")
+        self._step()
+        return raw
+
+    def _skip(self, reason: str) -> None:
+        self.skipped[reason] += 1
+        self._step()
+
+    def _step(self) -> None:
+        self._done += 1
+        if self.progress is not None:
+            self.progress(self._done, len(self.run))
+
+    def _format(self) -> str:
+        return str(self.run.manifest.get("format", "run"))
+
+
+def _words(details: Any) -> dict[str, Any]:
+    if not isinstance(details, Mapping):
+        return {}
+    known = cast("Mapping[str, Any]", details)
+    return {name: value for name, value in known.items() if name not in ("kind", "message")}
+
+
+def _command(run: Run) -> list[str]:
+    """What made the run, as far as it says; a dump of somebody else's does not."""
+    command = run.manifest.get("command")
+    if isinstance(command, (list, tuple)) and command:
+        return [str(word) for word in cast("list[Any]", command)]
+    return ["driftline", "convert", run.name]
+
+
+def _world(run: Run) -> int:
+    return len({record.key.rank for record in run.records}) or 1
+
+
+def _same(source: Path, output: Path) -> bool:
+    return output.exists() and source.exists() and output.resolve() == source.resolve()
+
+
+def _make_room(place: Path, force: bool, *, of_ours: bool) -> None:
+    """An empty place to write to; what is there goes only if asked, and only if it is of this kind.
+
+    Raises:
+        AlreadyThere: Something is there and may not be replaced.
+    """
+    import shutil
+
+    if place.exists() and not place.is_dir():
+        raise AlreadyThere(f"'{place}' exists and is a file", hint="choose another output folder")
+    if not place.is_dir() or not any(place.iterdir()):
+        return
+    if not force:
+        raise AlreadyThere(
+            f"output folder '{place}' exists and is not empty",
+            hint="choose another one, or --force to replace what is in it",
+        )
+    if not of_ours:
+        raise AlreadyThere(
+            f"'{place}' holds other things than converted tensors, so it is not replaced",
+            hint="choose another output folder",
+        )
+    shutil.rmtree(place)
