@@ -282,6 +282,20 @@ def test_a_failing_input_of_the_outermost_module_is_said_to_be_an_input():
         assert table.finding.startswith("the inputs differ already: 'x' of")
 
 
+def test_a_failing_input_of_an_operator_is_blamed_on_the_module_it_ran_in():
+    x = noise(8)
+    for module, said in (("m.a", "'m.a'"), ("(program)", "the program itself")):
+        before = TensorKey.of(f"{module}/aten.mm", "output")
+        key = TensorKey.of(f"{module}/aten.exp", "input")
+        classes = {key.site: "aten.exp.default"}
+        ours = run_of({before: x, key: x}, classes=classes)
+        table = driftline.compare(ours, run_of({before: x, key: -x}))
+        assert table.first_site == module
+        assert f"the drift starts inside {said}, in its own code before it calls" in table.finding
+        table = driftline.compare(run_of({key: x}, classes=classes), run_of({key: -x}))
+        assert table.finding.startswith("the inputs differ already")
+
+
 def test_the_root_encloses_what_has_no_dot_in_its_name():
     x = noise(8)
     ours = {"(root)/input/x": x, "head/input/x": x}

@@ -15,7 +15,7 @@ from driftline.comparison.row import Row
 ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""
 
-
+_SELVES = {**dict.fromkeys(ROOT, "the model itself"), "(program)": "the program itself"}
 _PLACES = {
     "output": "its output",
     "grad_input": "the gradient of its input",
@@ -92,6 +92,10 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
     site = first.key.site
     if site in ROOT:
         return None
+    module, _, operator = site.rpartition("/")
+    if module and first.class_name.startswith(f"{operator}."):
+        # An operator; views, and whatever else has no row, may lie before it.
+        return module if _execution(first) > min(map(_execution, rows)) else None
     while site := site.rpartition(".")[0]:
         if site in entered:
             return site
@@ -99,7 +103,7 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
 
 
 def _named(site: str, row: Row | None) -> str:
-    shown = "the model itself" if site in ROOT else f"'{site}'"
+    shown = _SELVES.get(site, f"'{site}'")
     if row is None or not row.class_name:
         return shown
     other = f", in the candidate {row.candidate_class}" if row.candidate_class else ""
