@@ -293,7 +293,7 @@ def _node_lines(
 
 
 def _numbered(name: str) -> str | None:
-    """What a numbered name has besides its number: '' of `3`, `Layer` of `3_Layer`; None of others."""
+    """The rest of a numbered name: '' of `3`, `Layer` of `3_Layer`; None without a number."""
     number, _, rest = name.partition("_")
     return rest if number.isdigit() else None
 
