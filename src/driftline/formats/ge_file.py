@@ -317,9 +317,9 @@ def reading(tensor: GeTensor, file_size: int) -> Reading:
     if stored is None:
         stored = (tensor.size * 8 // kind.bits,) if tensor.size else ()
     if any(extent >= 1 << 63 for extent in stored):  # a negative number, written unsigned
-        return _refused("its shape was not known when it was dumped", kind)
+        return _refused("its shape was not known when it was dumped")
     if any(extent > 1 << 48 for extent in stored):
-        return _refused(f"its shape claims {max(stored)} elements along one axis", kind)
+        return _refused(f"its shape claims {max(stored)} elements along one axis")
     elements = math.prod(stored)
     needed = kind.byte_count(elements)
     if needed > tensor.size:
@@ -327,7 +327,7 @@ def reading(tensor: GeTensor, file_size: int) -> Reading:
             return _refused("no values of it were dumped", kind, stored)
         shape = "x".join(map(str, stored)) or "scalar"
         why = f"its shape {shape} of {kind.name} needs {needed} bytes and it has {tensor.size}"
-        return _refused(why, kind)
+        return _refused(why)
     if tensor.offset + needed > file_size:
         return _refused("the file is cut short before its end", kind, stored)
     return _laid_out(tensor, kind, stored, elements)
@@ -350,8 +350,13 @@ def _laid_out(
     return Reading(kind.dtype, moved.shape if moved else stored, kind, elements, moved, note=note)
 
 
-def _refused(why: str, kind: ElementType | None = None, shape: tuple[int, ...] = ()) -> Reading:
-    return Reading(kind.dtype if kind else "", shape, kind or GE_TYPES[0], trouble=why)
+def _refused(
+    why: str, kind: ElementType | None = None, shape: tuple[int, ...] | None = None
+) -> Reading:
+    """A tensor whose type or shape is not believed has neither."""
+    if kind is None or shape is None:
+        return Reading("", (), GE_TYPES[0], trouble=why)
+    return Reading(kind.dtype, shape, kind, trouble=why)
 
 
 def leaves_of(
