@@ -24,6 +24,20 @@ def llama(seed, *, hidden=64, attention="sdpa"):
     return LlamaForCausalLM(config).eval()
 
 
+def sharpened(model, gain=6):
+    """The same model with wider queries and keys, so that attention is not uniform.
+
+    With the usual random weights (standard deviation 0.02) all scores are nearly zero, each token
+    attends to all alike, and what scales the scores changes nothing. At a gain of 6 the entropy of
+    attention is 0.9 of that of uniform attention; in trained models it is often below that.
+    """
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= gain
+            layer.self_attn.k_proj.weight *= gain
+    return model
+
+
 def inputs(seed, *, tokens=24):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 512, (2, tokens), generator=generator)
@@ -60,6 +74,12 @@ def doubled_gate(model):
         model.model.layers[LAYER].mlp.gate_proj.weight *= 2
 
 
+def doubled_down_output(model):
+    down = model.model.layers[LAYER].mlp.down_proj
+    inner = down.forward
+    down.forward = lambda x: inner(x) * 2
+
+
 FAULTS = {
     gelu_for_silu: "mlp.act_fn",
     exact_gelu_for_silu: "mlp.act_fn",
@@ -67,6 +87,7 @@ FAULTS = {
     zeroed_attention_channels: "self_attn.o_proj",
     doubled_norm: "input_layernorm",
     doubled_gate: "mlp.gate_proj",
+    doubled_down_output: "mlp.down_proj",
 }
 
 
