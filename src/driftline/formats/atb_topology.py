@@ -130,7 +130,7 @@ class Topology:
         """In the form of `topology.json`, with `param`, tensor names and `edges` added."""
         rest = dict(self._top.children)
         roots: list[dict[str, JSON]] = []
-        for model, names in self._models.items():
+        for model, names in sorted(self._models.items(), key=_by_first):
             alone = len(self._models) == 1
             root = Node(ROOT if alone else model, model, "")
             members = list(rest) if alone else names
@@ -181,6 +181,12 @@ def _last_number(name: str, kind: str) -> int | None:
 def _by_id(item: tuple[str, Node]) -> tuple[int, str]:
     number = item[0].partition("_")[0]
     return (int(number) if number.isdigit() else 1 << 30, item[0])
+
+
+def _by_first(model: tuple[str, list[str]]) -> int:
+    """Operations are numbered in the order in which they were first set up."""
+    first = model[1][0].partition("_")[0] if model[1] else ""
+    return int(first) if first.isdigit() else 1 << 30
 
 
 def _text(value: object) -> str:
