@@ -82,6 +82,11 @@ def convert(
         raise BadInput(f"{place} cannot be converted into itself", hint="give another output")
     if not len(run):
         raise BadInput(f"{run.name} holds no tensors")
+    if to != "run" and not any(record.kept in ("full", "sample") for record in run.records):
+        raise BadInput(
+            f"nothing of {run.name} can be written as {to}: only {run.records[0].kept} was kept",
+            hint="--to run keeps what there is",
+        )
     work = _Work(run, place, to, progress)
     try:
         if to == "run":

@@ -65,7 +65,7 @@ def line_of(record: Record, file: str, name: str, stored: str) -> dict[str, Any]
         "device": record.device,
         "placement": record.placement,
     }
-    return {name: value for name, value in line.items() if value not in ("", 1) or name == "name"}
+    return {name: value for name, value in line.items() if value != "" or name == "name"}
 
 
 def open_exported(folder: Folder, format_name: str) -> TreeRun:
@@ -179,7 +179,7 @@ def _only(inside: Mapping[str, Member]) -> Member:
 
 
 def _whole(line: Mapping[str, Any], name: str) -> int:
-    value = line.get(name, 1)  # a one is left out
+    value = line.get(name, 0)
     if type(value) is not int or value < 0:
         raise ValueError(f"its {name} is no count")
     return value
