@@ -61,7 +61,7 @@ def torch_twin(
         The dump's root.
     """
     base = folder / root / "torch_tensors" / f"cpu_{pid}"
-    modules = cast("list[tuple[str, nn.Module]]", list(model.named_modules()))
+    modules = list[tuple[str, nn.Module]](cast(Any, model).named_modules())
     names = {module: f"root.{name}" if name else "root" for name, module in modules}
     token = 0
 

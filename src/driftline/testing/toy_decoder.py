@@ -86,6 +86,6 @@ def toy_decoder(
     layers: int = 2, hidden: int = 32, vocabulary: int = 64, seed: int = 0
 ) -> ToyDecoder:
     """A decoder with seeded random weights."""
-    with torch.random.fork_rng(devices=[]):
+    with cast(Any, torch.random).fork_rng(devices=[]):
         cast(Any, torch).manual_seed(seed)
         return ToyDecoder(layers, hidden, vocabulary).eval()
