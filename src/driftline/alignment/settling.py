@@ -7,7 +7,6 @@ Most runs need none of it, and pay with one look at each record.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
@@ -70,13 +69,17 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
     )
     plan = taken_back(plan, seen.reference, seen.candidate)
     plan = plan._replace(notes=(*plan.notes, *seen.notes))
-    if any(map(_unlike, plan.pairs)):
+    foreign = reference.manifest.get("framework") != candidate.manifest.get("framework")
+    unlike = [_unlike(pair, foreign) for pair in plan.pairs]
+    if any(unlike):
         from driftline.alignment.reconciling import Reconciler
 
-        settle: Callable[[Pair], Pair] = Reconciler(reference, candidate, plan).settled
-        plan = plan._replace(
-            pairs=tuple(settle(pair) if _unlike(pair) else pair for pair in plan.pairs)
+        rules = Reconciler(reference, candidate, plan)
+        pairs = tuple(
+            rules.settled(pair) if apart else pair
+            for pair, apart in zip(plan.pairs, unlike, strict=True)
         )
+        plan = plan._replace(pairs=pairs, notes=(*plan.notes, *rules.notes))
     if options.masks:
         from driftline.alignment.masks import masked
 
@@ -84,7 +87,7 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
     return _explained(plan)
 
 
-def _unlike(pair: Pair) -> bool:
+def _unlike(pair: Pair, foreign: bool) -> bool:
     """Whether two sides are kept apart by more than their values."""
     ours, theirs = pair.reference, pair.candidate
     here = ours.shape if pair.reference_recipe is None else pair.reference_recipe.shape
@@ -93,7 +96,7 @@ def _unlike(pair: Pair) -> bool:
         return not pair.trouble
     # A square weight may lie transposed and have the same shape.
     return (
-        ours.class_name != theirs.class_name
+        (foreign or ours.class_name != theirs.class_name)
         and ours.key.port in ("param", "param_grad", "optimizer_grad")
         and len(here) == 2
         and not pair.trouble

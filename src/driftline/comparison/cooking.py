@@ -216,6 +216,8 @@ def _spread(scale: F64, shape: tuple[int, ...], axis: int) -> _Spread:
     """One scale for all, one per element of `axis`, or one per group along every axis."""
     if scale.size == 1:
         return _Spread(scale.reshape((1,) * len(shape)), (1,) * len(shape))
+    if scale.ndim != len(shape) and max(scale.shape) == scale.size:
+        scale = scale.reshape(-1)
     if scale.ndim == 1 and 0 <= axis < len(shape):
         scale = scale.reshape(*(-1 if at == axis else 1 for at in range(len(shape))))
     fits = scale.ndim == len(shape) and all(

@@ -1,0 +1,160 @@
+"""Layout: weights that lie transposed, tensors of which only the shape differs, padding to tiles.
+
+Decides by shapes and classes, never by values: a transpose that makes two activations agree is a
+finding, not a layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from driftline.alignment.plan import Pair
+from driftline.alignment.recipe import Step
+from driftline.alignment.sides import shapes_of, with_steps
+from driftline.runs.record import Record
+
+Shape = tuple[int, ...]
+Layout = Literal["out_in", "in_out", "rows", ""]
+
+WEIGHT_PORTS = ("param", "param_grad", "optimizer_grad")
+_TILE = 16
+"""Private formats pad the last two axes of a matrix to whole tiles of this size."""
+
+_OUT_IN = ("Linear", "NonDynamicallyQuantizableLinear", "LoraLayer", "Bilinear")
+_IN_OUT = ("Linear", "ColumnParallelLinear", "RowParallelLinear", "ColumnSequenceParallelLinear")
+
+
+def layout(framework: str, class_name: str) -> Layout:
+    """How a matrix of this class lies: [out, in], [in, out], rows of a table; empty: not known.
+
+    >>> layout("torch", "Linear"), layout("paddle", "Linear"), layout("torch", "Conv1D")
+    ('out_in', 'in_out', 'in_out')
+    """
+    if "Embedding" in class_name:
+        return "rows"
+    if class_name == "Conv1D":  # the one of Hugging Face: a matrix, called by its first use
+        return "in_out"
+    if framework == "torch" and class_name in _OUT_IN:
+        return "out_in"
+    if framework == "paddle" and class_name in _IN_OUT:
+        return "in_out"
+    return ""
+
+
+def is_weight(record: Record) -> bool:
+    """Whether a tensor is a parameter (or its gradient); a file of tensors says so by the name."""
+    key = record.key
+    if key.port in WEIGHT_PORTS:
+        return True
+    return not record.class_name and key.site.rpartition(".")[2].endswith("weight")
+
+
+class Layouts:
+    """Which classes of two runs hold their matrices transposed to each other."""
+
+    def __init__(self, frameworks: tuple[str, str], pairs: Iterable[Pair]) -> None:
+        self._frameworks = frameworks
+        straight: set[tuple[str, str]] = set()
+        crossed: set[tuple[str, str]] = set()
+        for pair in pairs:
+            here, there = shapes_of(pair)
+            if is_weight(pair.reference) and len(here) == 2 and here[0] != here[1]:
+                classes = (pair.reference.class_name, pair.candidate.class_name)
+                if here == there:
+                    straight.add(classes)
+                elif here == there[::-1]:
+                    crossed.add(classes)
+        self._crossed = crossed - straight
+
+    def transposed(self, pair: Pair) -> bool | None:
+        """Whether a matrix of this pair lies transposed; None when classes do not say."""
+        classes = (pair.reference.class_name, pair.candidate.class_name)
+        ours, theirs = (
+            layout(framework, name)
+            for framework, name in zip(self._frameworks, classes, strict=True)
+        )
+        if ours and theirs:
+            return ours != theirs
+        return True if classes in self._crossed else None
+
+
+def transposed(pair: Pair, layouts: Layouts) -> Pair | None:
+    """The candidate's weight turned; None where that is not what keeps the two apart.
+
+    Unequal sides are turned unless the classes say that both lie alike; a square matrix only when
+    the classes, or the unequal matrices of the same classes, say that it lies the other way.
+    """
+    here, there = shapes_of(pair)
+    if not is_weight(pair.reference) or len(here) != 2 or here != there[::-1]:
+        return None
+    says = layouts.transposed(pair)
+    if says is False or (says is None and here[0] == here[1]):
+        return None
+    return with_steps(pair, "candidate", Step("transpose", numbers=(1, 0)), shape=here)
+
+
+def reshaped(pair: Pair) -> Pair | None:
+    """The candidate in the reference's shape, where axes were only merged, split, or are 1."""
+    here, there = shapes_of(pair)
+    if here == there or math.prod(here) != math.prod(there):
+        return None
+    if not (merges(here, there) or merges(there, here)):
+        return None
+    return with_steps(pair, "candidate", Step("reshape", numbers=here), shape=here)
+
+
+def merges(fine: Shape, coarse: Shape) -> bool:
+    """Whether `coarse` is `fine` with neighbouring axes merged; axes of 1 do not count.
+
+    >>> merges((2, 5, 8), (10, 8)), merges((2, 5, 8), (8, 10)), merges((4, 6), (6, 4))
+    (True, False, False)
+    """
+    sizes = iter([size for size in fine if size != 1])
+    for goal in (size for size in coarse if size != 1):
+        product = 1
+        while product < goal or (goal == 0 and product != 0):
+            size = next(sizes, None)
+            if size is None:
+                return False
+            product *= size
+        if product != goal:
+            return False
+    return next(sizes, None) is None
+
+
+def cropped(pair: Pair) -> Pair | None:
+    """The padded side cut to the other, where the surplus is what tiles of a private format need.
+
+    Such padding is at the end of the last two axes, so what to keep is no question.
+    """
+    here, there = shapes_of(pair)
+    length = min(len(here), len(there))
+    if length < 1:
+        return None
+    ours, theirs = _led(here, length), _led(there, length)
+    kept: dict[str, list[Step]] = {"reference": [], "candidate": []}
+    for axis, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a == b:
+            continue
+        longer, shorter = max(a, b), min(a, b)
+        if axis < length - 2 or longer != -(-shorter // _TILE) * _TILE or not shorter:
+            return None
+        kept["reference" if a > b else "candidate"].append(Step("trim", axis, 0, shorter))
+    if not kept["reference"] and not kept["candidate"]:
+        return None
+    shape = tuple(min(a, b) for a, b in zip(ours, theirs, strict=True))
+    for side, whole, led in (("reference", here, ours), ("candidate", there, theirs)):
+        steps = kept[side]
+        if whole != led:
+            steps = [Step("reshape", numbers=led), *steps]
+        if steps:
+            pair = with_steps(pair, side, *steps, shape=shape)
+    return pair
+
+
+def _led(shape: Shape, length: int) -> Shape:
+    """The shape with its first axes merged until so many are left."""
+    surplus = len(shape) - length
+    return (math.prod(shape[: surplus + 1]), *shape[surplus + 1 :])
