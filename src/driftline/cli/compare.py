@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _LIMITS = "What is allowed"
 _WHICH = "Which tensors"
+_HOW = "What belongs together"
 _WHERE = "Output"
 _SPEED = "Speed"
 
@@ -41,6 +42,9 @@ def compare(
     port: Annotated[list[str] | None, Option(group=_WHICH)] = None,
     step: Annotated[list[str] | None, Option(metavar="N[-M]", group=_WHICH)] = None,
     rank: Annotated[list[str] | None, Option(metavar="N[-M]", group=_WHICH)] = None,
+    step_map: Annotated[list[str] | None, Option(metavar="REF=CAND,...", group=_HOW)] = None,
+    placement: Annotated[list[str] | None, Option(metavar="SITE=shard(AXIS)", group=_HOW)] = None,
+    mask: Annotated[list[str] | None, Option(metavar="FILE.npy|captured", group=_HOW)] = None,
     output: Annotated[
         Path | None, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE)
     ] = None,
@@ -80,6 +84,11 @@ def compare(
         port: Only this side: input, output, grad_input, grad_output, param, ...; may be repeated.
         step: Only these steps, such as 0 or 3-5; may be repeated.
         rank: Only these ranks; may be repeated.
+        step_map: Which step is which where the runs count differently, such as 0=1,1=2.
+        placement: How tensors lie over ranks when one side is sharded: shard(AXIS), replicate or
+            partial(sum), such as 'attn.*=shard(1)'; may be repeated.
+        mask: Leave pads out of all metrics: a file of [batch, tokens], non-zero where a position
+            counts, or the attention_mask that was captured.
         output: Also write the comparison there: table.json, rows.parquet and rows.csv. With -gp
             and -mp: folder of the ait_cmp_report.
         csv: Also write the rows to this file.
@@ -106,8 +115,15 @@ def compare(
 
     steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
     ours = narrowed(open_run(ref), steps=steps, ranks=ranks)
-    theirs = narrowed(open_run(cand), steps=steps, ranks=ranks)
-    plan = align_runs(ours, theirs, AlignOptions(tuple(site or ()), tuple(port or ())))
+    theirs = narrowed(open_run(cand), steps=_other_steps(steps, step_map), ranks=ranks)
+    options = AlignOptions(
+        sites=tuple(site or ()),
+        ports=tuple(port or ()),
+        placements=tuple(placement or ()),
+        masks=tuple(mask or ()),
+        step_map=tuple(step_map or ()),
+    )
+    plan = align_runs(ours, theirs, options)
     if dry_run:
         from driftline.reports.terminal import printable
 
@@ -161,6 +177,16 @@ def compare(
 
         emit.table(table, format, sys.stdout, everything=all)
     return exit_code(table)
+
+
+def _other_steps(steps: frozenset[int], step_map: list[str] | None) -> frozenset[int]:
+    """The candidate's own numbers of the steps that were asked for."""
+    if not steps or not step_map:
+        return steps
+    from driftline.alignment.steps import parse_step_map
+
+    known = parse_step_map(",".join(step_map))
+    return frozenset(known[step] for step in steps if step in known)
 
 
 def _release(*runs: Run) -> None:

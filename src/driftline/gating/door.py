@@ -36,6 +36,9 @@ def compare(
     sites: Sequence[str] = (),
     ports: Sequence[str] = (),
     maps: Sequence[str] = (),
+    placements: Sequence[str] = (),
+    masks: Sequence[StrPath] = (),
+    step_map: Mapping[int, int] | None = None,
     plan: Plan | StrPath | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -53,6 +56,9 @@ def compare(
         sites: Globs; only sites that match one of them. All, when none is given.
         ports: Only these ports. All, when none is given.
         maps: `REFERENCE=CANDIDATE` for sites that are called differently; see `align`.
+        placements: `SITE=shard(AXIS)`: how the tensors of a sharded run lie over its ranks.
+        masks: Files of the positions that count ([batch, tokens]), or `captured`.
+        step_map: Step of the reference → step of the candidate.
         plan: What `align` gave, or the path of a saved plan; nothing else is paired then.
         threads: Worker threads; one per usable core when not given.
         progress: Called with (pairs done, pairs in all).
@@ -70,7 +76,17 @@ def compare(
     tolerance = Tolerance(allowed, rtol, atol, min_coverage)
     ours, theirs = open_source(reference), open_source(candidate)
     if not isinstance(plan, Plan):
-        plan = align(ours, theirs, sites=sites, ports=ports, maps=maps, plan=plan)
+        plan = align(
+            ours,
+            theirs,
+            sites=sites,
+            ports=ports,
+            maps=maps,
+            placements=placements,
+            masks=masks,
+            step_map=step_map,
+            plan=plan,
+        )
     table = measure(
         plan,
         ours,
@@ -95,6 +111,9 @@ def align(
     ports: Sequence[str] = (),
     maps: Sequence[str] = (),
     mapping: StrPath | None = None,
+    placements: Sequence[str] = (),
+    masks: Sequence[StrPath] = (),
+    step_map: Mapping[int, int] | None = None,
     plan: StrPath | None = None,
     structural: bool = True,
 ) -> Plan:
@@ -108,6 +127,11 @@ def align(
         maps: `REFERENCE=CANDIDATE`, such as `model.*=*`; a star stands for the same text on both
             sides.
         mapping: A file of such pairs, or the folder of an `op_mapping_file.json`.
+        placements: How tensors lie over ranks when one side is sharded, such as `attn.*=shard(1)`:
+            shard(AXIS), replicate or partial(sum).
+        masks: Files of the positions that count ([batch, tokens]), or `captured` for the
+            attention_mask that a run holds.
+        step_map: Step of the reference → step of the candidate, where the runs count differently.
         plan: A saved plan; it wins over every rule.
         structural: Whether tensors that are called differently may be paired by class, shape and
             dataflow.
@@ -116,14 +140,22 @@ def align(
         DriftlineError: A path that is no run, a glob that matches nothing, nothing in common.
     """
     options = AlignOptions(
-        sites=(sites,) if isinstance(sites, str) else tuple(sites),
-        ports=(ports,) if isinstance(ports, str) else tuple(ports),
-        maps=(maps,) if isinstance(maps, str) else tuple(maps),
+        sites=_words(sites),
+        ports=_words(ports),
+        maps=_words(maps),
         mapping_file=None if mapping is None else Path(mapping),
+        placements=_words(placements),
+        masks=tuple(str(mask) for mask in ([masks] if isinstance(masks, str | Path) else masks)),
+        step_map=tuple(f"{here}={there}" for here, there in (step_map or {}).items()),
         plan_file=None if plan is None else Path(plan),
         structural=structural,
     )
     return align_runs(open_source(reference), open_source(candidate), options)
+
+
+def _words(given: Sequence[str]) -> tuple[str, ...]:
+    """One word given by itself is one word, not its letters."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def open_source(source: Source) -> Run:
