@@ -282,6 +282,31 @@ def test_a_failing_input_of_the_outermost_module_is_said_to_be_an_input():
         assert table.finding.startswith("the inputs differ already: 'x' of")
 
 
+def test_an_output_that_hands_on_what_it_was_given_is_not_where_the_drift_starts():
+    x = noise(1000)
+    inside, outside = (x * np.float32(1 + share * 1e-4) for share in (0.95, 1.05))
+    order = ("m/input/x", "m.a/input/x", "m.a/output/0", "m.b/input/x", "m.b/output/0")
+    ours = dict.fromkeys(order, x)
+    # What b gets was made by a ...
+    theirs = {**ours, "m.a/output/0": inside, "m.b/input/x": inside, "m.b/output/0": outside}
+    table = table_of(ours, theirs)
+    assert table.first.site == "m.b"
+    assert table.first_site == "m.a"
+    assert "at 'm.a', in its output, only just inside its limit; the first outside is 'm.b'" in (
+        table.finding
+    )
+    # ... or between a and b ...
+    table = table_of(ours, {**theirs, "m.a/output/0": x})
+    assert table.first_site == "m"
+    assert "inside 'm', in its own code before it calls 'm.b': input 'x' is only just inside" in (
+        table.finding
+    )
+    # ... and here by b itself.
+    half = x * np.float32(1 + 0.5e-4)
+    table = table_of(ours, {**theirs, "m.a/output/0": half, "m.b/input/x": half})
+    assert table.first_site == "m.b"
+
+
 def test_a_failing_input_of_an_operator_is_blamed_on_the_module_it_ran_in():
     x = noise(8)
     for module, said in (("m.a", "'m.a'"), ("(program)", "the program itself")):

@@ -2,11 +2,14 @@
 
 A module's inputs are recorded before its children run and its output after them, so the first
 failing output belongs to the deepest module that made it. A failing *input* with no failing output
-before it was computed by the code of an enclosing module, between the calls of its children.
+before it was computed by the code of an enclosing module, between the calls of its children. An
+output that fails only just, from an input that held only just, did not start there: the input's
+maker is named.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +18,8 @@ from driftline.comparison.row import Row
 ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""
 
+_NEARLY_ALL = 0.8
+_IDENTITY = ("relative_l2", "reference_l2", "candidate_l2")
 _SELVES = {**dict.fromkeys(ROOT, "the model itself"), "(program)": "the program itself"}
 _PLACES = {
     "output": "its output",
@@ -61,6 +66,8 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     when += f" on rank {key.rank}" if key.rank else ""
     if key.port == "param":
         return key.site, f"the parameter '{key.slot}' of {name} differs already{when}"
+    if key.port == "output" and (arrived := _handed_on(first, _nearly_outside(first, rows))):
+        return _blame_maker(arrived, first, rows, when)
     if key.port != "input":
         # Another writer's run may have ports of its own.
         what = _PLACES.get(key.port, f"its {key.port}") + (
@@ -76,6 +83,67 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     return parent, (
         f"the drift starts inside {_named(parent, of_parent)}{when}, {whose}before it "
         f"calls {name}: input '{key.slot}' is off and no captured output that could feed it is"
+    )
+
+
+def _nearly_outside(failing: Row, rows: Sequence[Row]) -> list[Row]:
+    """Rows before a failing one, of its step, that hold their limits by less than it breaks its."""
+    key, least = failing.key, _NEARLY_ALL * failing.severity
+    place = (key.step, key.rank, key.process)
+    return [
+        row
+        for row in rows
+        if row.status == "pass"
+        and least <= row.severity < math.inf
+        and place == (row.key.step, row.key.rank, row.key.process)
+        and row.order < failing.order
+    ]
+
+
+def _handed_on(output: Row, near: Sequence[Row]) -> Row | None:
+    """The input that an output got nearly all its drift from; None when it made its own."""
+    key = output.key
+    inputs = [
+        row
+        for row in near
+        if row.key.port == "input"
+        and (row.key.site, row.key.visit, row.key.phase) == (key.site, key.visit, key.phase)
+        and row.order < output.order
+    ]
+    return max(inputs, key=lambda row: row.severity, default=None)
+
+
+def _maker_of(arrived: Row, near: Sequence[Row]) -> Row | None:
+    """The last output before an input that is the same tensor, as far as numbers tell."""
+    same = [
+        row
+        for row in near
+        if row.key.port == "output"
+        and row.order < arrived.order
+        and all(row.metrics.get(name) == arrived.metrics.get(name) for name in _IDENTITY)
+    ]
+    return max(same, key=_execution, default=None)
+
+
+def _blame_maker(arrived: Row, failing: Row, rows: Sequence[Row], when: str) -> tuple[str, str]:
+    """Whose output an input was that is nearly as far off, followed back as far as that goes."""
+    near = _nearly_outside(failing, rows)
+    after = f"only just inside its limit; the first outside is {_named(failing.key.site, failing)}"
+    while (maker := _maker_of(arrived, near)) is not None:
+        before = _handed_on(maker, near)
+        if before is None:
+            site = maker.key.site
+            return site, f"the drift starts at {_named(site, maker)}{when}, in its output, {after}"
+        arrived = before
+    name = _named(arrived.key.site, arrived)
+    parent = _enclosing(arrived, rows)
+    slot = arrived.key.slot
+    if parent is None:
+        return arrived.key.site, f"the inputs differ already{when}: '{slot}' of {name}, {after}"
+    of_parent = next((row for row in rows if row.key.site == parent and row.class_name), None)
+    return parent, (
+        f"the drift starts inside {_named(parent, of_parent)}{when}, in its own code before it "
+        f"calls {name}: input '{slot}' is {after}"
     )
 
 
