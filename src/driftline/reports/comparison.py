@@ -87,6 +87,7 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
     metrics = [*asked, *usual]
     ranks = len({(row.rank, row.key.process) for row in table.rows}) > 1
     steps = len({row.step for row in table.rows}) > 1
+    recipes = any(row.reference_recipe or row.candidate_recipe for row in shown)
     headings = [
         Heading("status"),
         Heading("site", stretch=True),
@@ -102,12 +103,13 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
         Heading("dtype", essential=False),
         Heading("shape", essential=False),
         Heading("class", essential=False),
+        *([Heading("recipe", essential=False)] if recipes else []),
     ]
     lines = [
         Line(
             (
                 row.status,
-                row.site + (f"#{row.visit}" if row.visit else ""),
+                _site(row),
                 row.port,
                 row.slot,
                 *((row.step,) if steps else ()),
@@ -119,6 +121,7 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
                 dtypes(row.reference_dtype, row.candidate_dtype),
                 shape(row.reference_shape),
                 _classes(row),
+                *((_recipe(row),) if recipes else ()),
             ),
             _TONES[row.status],
         )
@@ -128,6 +131,20 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
     return Grid(
         title, tuple(headings), tuple(lines), len(worst) - len(shown), "--all shows every row"
     )
+
+
+def _site(row: Row) -> str:
+    """`ref site ~ cand site` where the candidate's tensor is elsewhere."""
+    own = row.site + (f"#{row.visit}" if row.visit else "")
+    return f"{own} ~ {row.candidate_name}" if row.candidate_name else own
+
+
+def _recipe(row: Row) -> str:
+    """What was done to either side first."""
+    sides = (("reference", row.reference_recipe), ("candidate", row.candidate_recipe))
+    if row.reference_recipe == row.candidate_recipe:
+        return f"both: {row.reference_recipe}" if row.reference_recipe else ""
+    return "; ".join(f"{side}: {recipe}" for side, recipe in sides if recipe)
 
 
 def _classes(row: Row) -> str:
@@ -160,10 +177,14 @@ def _others(title: str, rows: Sequence[Row], everything: bool) -> Grid:
     return Grid(
         f"{title} ({len(rows)})",
         (Heading("tensor", stretch=True), Heading("reason", stretch=True)),
-        tuple(Line((str(row.key), row.reason or "-"), _TONES[row.status]) for row in shown),
+        tuple(Line((_tensor(row), row.reason or "-"), _TONES[row.status]) for row in shown),
         len(rows) - len(shown),
         "--all shows every one",
     )
+
+
+def _tensor(row: Row) -> str:
+    return f"{row.key} ~ {row.candidate_name}" if row.candidate_name else str(row.key)
 
 
 def _where(table: Table) -> Branch:
