@@ -22,6 +22,12 @@ ACL_HOME = "ACLTRANSFORMER_HOME_PATH"
 """Root of the oldest Ascend dumps: `tensors/{pid}/{task id}` lies below it."""
 ACL_LOGS = "ASDOPS_LOG_TO_FILE_DIR"
 """Root of the next ones: `tensors/thread_{pid}/{token}` lies below it."""
+ATB_HOME = "ATB_HOME_PATH"
+"""Folder of the Ascend Transformer Boost library; set, it means that programs may use it."""
+ASCEND_TOOLKIT = "ASCEND_TOOLKIT_HOME"
+"""Folder of the Ascend toolkit, which holds the library's probes."""
+ASCEND_TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
+"""Where the toolkit installs itself."""
 NO_COLOR = "NO_COLOR"
 """Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
 
@@ -50,6 +56,10 @@ def debug() -> bool:
 def colours_refused() -> bool:
     """By the user, or by a terminal that calls itself dumb."""
     return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"
+
+
+def atb_home() -> str:
+    return environment().get(ATB_HOME, "")
 
 
 def label_store() -> str:

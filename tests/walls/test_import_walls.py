@@ -30,6 +30,7 @@ BESIDE = {
     ("registry", "errors"): "an absent part is said in a sentence",
     ("adapters", "topology"): "what capture writes down of a model is a module tree",
     ("launch", "adapters"): "the woken process starts the capture session",
+    ("launch", "formats"): "what an engine's own probe wrote is counted through its reader",
 }
 """The few doors between rooms of one line, each with its reason."""
 

@@ -16,7 +16,8 @@ from driftline.adapters.selection import Selection, patterns
 from driftline.cli import dump_words as words
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput
-from driftline.launch.plan import CapturePlan, DumpType, Layout, Level, LogLevel
+from driftline.launch.atb_harvest import AtbHarvest
+from driftline.launch.plan import CapturePlan, DumpType, Engine, Layout, Level, LogLevel
 from driftline.launch.run import Outcome, run_command, say_steps
 from driftline.launch.sizes import say_size, size_of
 
@@ -68,6 +69,7 @@ def dump(
     ] = None,
     max_bytes: Annotated[str, Option(metavar="SIZE", group=_HOW)] = "",
     save_tiling: Annotated[bool, Option(names=("--save-tiling", "-tiling"), group=_HOW)] = False,
+    engine: Annotated[Engine | None, Option(group=_HOW)] = None,
     output: Annotated[str, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE)] = "",
     layout: Annotated[Layout, Option(group=_WHERE)] = "run",
     force: Annotated[bool, Option(group=_WHERE)] = False,
@@ -101,12 +103,15 @@ def dump(
         port: Only these sides: input, output, grad_input, grad_output, param, param_grad.
         step: Steps as numbers, ranges (3-5, 3-) or globs; '*' is all of them. Instead of -er.
         rank: Only these ranks.
-        type_: tensor stores tensors, model and layer the module tree. Default: tensor.
+        type_: tensor stores tensors, model and layer the module tree. Default: tensor. Programs of
+            the ATB library also have op, kernel and cpu_profiling.
         only_save_desc: Descriptions only: name, type and shape of each tensor, no values.
         keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
         level: What is looked at; several may be given. Default: modules.
         max_bytes: Stop storing values at this size, such as 2GB.
-        save_tiling: Accepted; torch has no tiling data, which is noted in the run.
+        save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
+        engine: atb also switches on the probe of the ATB library in the program; that is the
+            default where ATB_HOME_PATH is set. torch leaves it off.
         output: Folder of the run. Default: ./driftline_{timestamp}.
         layout: run, or ait for the tree of `ait llm dump`.
         force: Replace a run that is there already.
@@ -114,6 +119,7 @@ def dump(
         log_level: How much is said.
     """
     argv = words.command_of(exec_, program)
+    engine_, asked_for = words.engine_of(engine)
     plan = CapturePlan(
         output=str(Path(output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}").absolute()),
         selection=Selection(
@@ -131,17 +137,18 @@ def dump(
         ),
         reduction=_reduction(keep, only_save_desc),
         levels=_levels(level),
-        types=_types(type_),
+        types=_types(type_, engine_),
         layout=layout,
         max_bytes=size_of(max_bytes) if max_bytes else 0,
         tiling=save_tiling,
         log_level=log_level,
         command=tuple(argv),
+        engine=engine_,
     )
     if dry_run:
         print(plan.to_json())
         return EXIT_FINE
-    outcome = run_command(argv, plan, force=force)
+    outcome = run_command(argv, plan, force=force, need_probe=asked_for)
     for line in summary(outcome):
         print(line, file=sys.stderr)
     return outcome.exit_code
@@ -159,7 +166,10 @@ def summary(outcome: Outcome) -> list[str]:
         if outcome.hint and plan.says("error"):
             lines.append(f"  hint: {outcome.hint}")
     elif plan.says("info"):
-        lines.append(f"driftline: {_what_was_captured(outcome)}")
+        if outcome.atb is None:
+            lines.append(f"driftline: {_what_was_captured(outcome)}")
+        else:
+            lines += _what_both_captured(outcome, outcome.atb)
     if plan.says("warning"):
         if not outcome.reason:
             lines += [f"  {sentence}" for sentence in outcome.unmatched]
@@ -170,6 +180,8 @@ def summary(outcome: Outcome) -> list[str]:
             lines.append(f"  and {len(outcome.notes) - MOST_NOTES} more notes in the run")
         if outcome.marks.failed and not outcome.reason:
             lines.append(f"  capture failed in a process: {outcome.marks.failed[0]}")
+        if outcome.without_probe:
+            lines.append(f"  note: {outcome.without_probe}")
     if harvest.tensors and plan.says("info") and plan.layout == "run":
         lines.append(f"  next: driftline compare {_shown(plan.output)} ANOTHER_RUN")
     if lines and lines[0].startswith("  "):  # the line these belong to was not wanted
@@ -192,6 +204,30 @@ def _what_was_captured(outcome: Outcome) -> str:
         f"{harvest.tensors} tensors, {say_size(harvest.bytes)}, {kinds}, "
         f"{say_steps(harvest.steps)} in {where}"
     )
+
+
+def _what_both_captured(outcome: Outcome, atb: AtbHarvest) -> list[str]:
+    """One line for each engine: the reader must see at once which of them saw the model."""
+    harvest, plan = outcome.harvest, outcome.plan
+    if harvest.tensors or (harvest.topologies and not plan.wants_tensors):
+        torch = f"driftline: torch: {_what_was_captured(outcome)}"
+    else:
+        torch = "driftline: torch: nothing captured"
+    if not atb.roots:
+        return [torch, "driftline: atb: the probe was loaded, and wrote nothing"]
+    parts: list[str] = []
+    if atb.tensors:
+        devices = ", ".join(map(str, atb.devices))
+        parts.append(
+            f"{atb.tensors} tensors, {say_size(atb.bytes)}, "
+            f"device{'s' if len(atb.devices) > 1 else ''} {devices}, {say_steps(atb.steps)}"
+        )
+    parts += atb.beside
+    where = ", ".join(_shown(str(root)) for root in atb.roots)
+    lines = [torch, f"driftline: atb: {', '.join(parts) or 'no tensor'} in {where}"]
+    if atb.tensors:
+        lines.append(f"  next: driftline show {_shown(str(atb.roots[0]))}")
+    return lines
 
 
 def _skipped(outcome: Outcome) -> str:
@@ -225,16 +261,21 @@ def _reduction(keep: str | None, only_save_desc: bool) -> Reduction:
 def _types(
     given: list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]]
     | None,
+    engine: Engine,
 ) -> tuple[DumpType, ...]:
     chosen: list[DumpType] = []
     for one in given or ["tensor"]:
-        if one == "tensor" or one == "model" or one == "layer":
-            chosen.append(one)
-        else:
+        if one == "onnx":
             raise BadInput(
-                f"--type {one} belongs to a later part of driftline",
-                hint="this version has --type tensor, model and layer",
+                "--type onnx belongs to a later part of driftline",
+                hint="--type model keeps the module tree",
             )
+        if engine == "torch" and one in ("op", "kernel", "cpu_profiling"):
+            raise BadInput(
+                f"--type {one} is for programs of the ATB library so far",
+                hint="torch has --type tensor, model and layer; for ATB programs give --engine atb",
+            )
+        chosen.append(one)
     return tuple(dict.fromkeys(chosen))
 
 

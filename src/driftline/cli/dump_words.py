@@ -10,8 +10,10 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from driftline import settings
 from driftline.adapters.selection import patterns
 from driftline.errors import BadInput
+from driftline.launch.plan import Engine
 
 _SEPARATORS = re.compile(r"[,，、\s]+")
 _OPERATOR = re.compile(r"[<>|;&]+")
@@ -146,6 +148,13 @@ def yes_or_no(option: str, word: str) -> bool:
     if word.lower() in _NO:
         return False
     raise BadInput(f"{option} takes true or false, not '{word}'")
+
+
+def engine_of(given: Engine | None) -> tuple[Engine, bool]:
+    """Which engine, and whether the user named it: ATB by itself where the library is set up."""
+    if given is not None:
+        return given, True
+    return ("atb" if settings.atb_home() else "torch"), False
 
 
 def device_of(index: int | None) -> int | None:

@@ -20,7 +20,8 @@ SCHEMA = 1
 
 Layout = Literal["run", "ait"]
 Level = Literal["modules", "ops", "gradients", "params"]
-DumpType = Literal["tensor", "model", "layer"]
+DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling"]
+Engine = Literal["torch", "atb"]
 LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -37,11 +38,13 @@ class CapturePlan:
         reduction: How much of each.
         levels: modules, ops, gradients, params.
         types: tensor writes tensors, model and layer the module tree; without tensor no tensor is.
+            op, kernel and cpu_profiling are the ATB probe's.
         layout: `run`, or `ait` for the seed's tree.
         max_bytes: Stop storing values at that size; 0 is no limit.
-        tiling: Tiling data were asked for; no engine here has them, which becomes an event.
+        tiling: Tiling data were asked for; torch has none, which becomes an event.
         log_level: How much the launched processes and the launcher say.
         command: The program, word by word, for the manifest.
+        engine: atb switches the probe of the ATB library on beside torch's capture.
     """
 
     output: str
@@ -54,12 +57,14 @@ class CapturePlan:
     tiling: bool = False
     log_level: LogLevel = "info"
     command: tuple[str, ...] = ()
+    engine: Engine = "torch"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("level", self.levels, LEVELS),
             ("type", self.types, get_args(DumpType)),
             ("layout", (self.layout,), get_args(Layout)),
+            ("engine", (self.engine,), get_args(Engine)),
             ("log level", (self.log_level,), LOG_LEVELS),
         ):
             for word in value:
@@ -98,6 +103,7 @@ class CapturePlan:
                 "tiling": self.tiling,
                 "log_level": self.log_level,
                 "command": self.command,
+                "engine": self.engine,
             },
             indent=2,
             ensure_ascii=False,
@@ -128,6 +134,7 @@ class CapturePlan:
             tiling=data["tiling"],
             log_level=data["log_level"],
             command=tuple(data["command"]),
+            engine=data["engine"],
         )
 
 

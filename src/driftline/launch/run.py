@@ -11,11 +11,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from driftline import settings
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput
+from driftline.launch.atb import NoProbe, atb_environment, find_probe, not_for_the_probe
+from driftline.launch.atb_harvest import AtbHarvest, dumps_in, gather_atb
 from driftline.launch.child import require_command, run_child
 from driftline.launch.doorstep import build_doorstep
 from driftline.launch.harvest import Harvest, gather
@@ -38,6 +41,8 @@ class Outcome:
         unmatched: Sentences about patterns that matched nothing, with the nearest names.
         reason: Why nothing was captured; empty when something was.
         hint: What to try then.
+        atb: What the probe of the ATB library left; None when it was not switched on.
+        without_probe: Why it was not, although the library is there.
     """
 
     plan: CapturePlan
@@ -48,6 +53,8 @@ class Outcome:
     unmatched: tuple[str, ...] = ()
     reason: str = ""
     hint: str = ""
+    atb: AtbHarvest | None = None
+    without_probe: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -60,40 +67,78 @@ class Outcome:
     def notes(self) -> tuple[str, ...]:
         """Sentences of processes and of the run, each once."""
         told = [note for report in self.marks.reports for note in report.notes]
-        return tuple(dict.fromkeys([*told, *self.harvest.events]))
+        probes = [] if self.atb is None else [*not_for_the_probe(self.plan), *self.atb.trouble]
+        return tuple(dict.fromkeys([*told, *self.harvest.events, *probes]))
 
 
-def run_command(argv: Sequence[str], plan: CapturePlan, *, force: bool = False) -> Outcome:
+def run_command(
+    argv: Sequence[str], plan: CapturePlan, *, force: bool = False, need_probe: bool = True
+) -> Outcome:
     """Run a command to its end with the plan's capture in it.
 
     Args:
         argv: The command, word by word; no shell reads it.
         plan: What to capture; its output must not exist.
         force: Replace an earlier dump at the output.
+        need_probe: With the engine atb: go no further without its probe library.
 
     Raises:
         BadInput: The command cannot be started, or the output cannot be written.
         AlreadyThere: The output exists.
+        NoProbe: The probe is needed and not there.
     """
     require_command(argv, settings.environment())
+    base = settings.environment()
+    without_probe = ""
+    if plan.engine == "atb":
+        try:
+            probe = find_probe(base)
+            base = atb_environment(plan, base, probe, timestamp=f"{datetime.now():%Y%m%d_%H%M%S}")
+        except NoProbe as problem:
+            if need_probe:
+                raise
+            without_probe = str(problem)
+            plan = replace(plan, engine="torch")
     prepare_output(plan, force=force)
+    already = frozenset(dumps_in(Path(plan.output))) if plan.engine == "atb" else frozenset[Path]()
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         doorstep = build_doorstep(Path(folder).resolve(), plan)
         try:
-            status = run_child(argv, doorstep.environment(settings.environment()))
+            status = run_child(argv, doorstep.environment(base))
         except BadInput:
             clear_empty_output(plan)
             raise
         marks = read_marks(doorstep.marks)
     outcome = judge(plan, status, marks, gather(plan))
-    if outcome.reason:
+    if plan.engine == "atb":
+        outcome = beside_torch(outcome, gather_atb(plan, already))
+    if not outcome.harvest.tensors and not outcome.harvest.topologies:
         clear_empty_output(plan)
-    return outcome
+    return replace(outcome, without_probe=without_probe)
+
+
+def beside_torch(outcome: Outcome, atb: AtbHarvest) -> Outcome:
+    """What torch's capture and the probe of the ATB library say together."""
+    if atb.tensors or atb.beside:
+        return replace(outcome, atb=atb, reason="", hint="")
+    if not outcome.reason:
+        return replace(outcome, atb=atb)
+    return replace(
+        outcome,
+        atb=atb,
+        reason=f"{outcome.reason}; and the ATB probe wrote nothing",
+        hint="does the program load libatb.so, and do -ids, -opname, -er and -device leave "
+        "something of it?",
+    )
 
 
 def prepare_output(plan: CapturePlan, *, force: bool) -> None:
     """Make the output folder; what is there is replaced only if asked, and only if it is a dump."""
     output = Path(plan.output)
+    if force and plan.engine == "atb":
+        for dump in dumps_in(output):
+            if dump != output:
+                shutil.rmtree(dump, ignore_errors=True)
     if plan.layout == "run":
         from driftline.runs.manifest import create_run
 
