@@ -93,6 +93,7 @@ def measure(
         columns=tuple(metric.column for metric in metrics),
         reference=_side(reference),
         candidate=_side(candidate),
+        notes=plan.notes,
     )
 
 

@@ -126,6 +126,7 @@ class Table:
         limits: What was allowed, as gating wrote it.
         reference: Where the reference came from.
         candidate: Where the candidate came from.
+        notes: What alignment concluded about the runs as wholes, one sentence each.
     """
 
     rows: tuple[Row, ...]
@@ -137,6 +138,7 @@ class Table:
     limits: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
     reference: Side = _NOWHERE
     candidate: Side = _NOWHERE
+    notes: tuple[str, ...] = ()
 
     @property
     def coverage(self) -> Coverage:
@@ -186,6 +188,7 @@ class Table:
             },
             "reference": _json_safe(self.reference.as_json()),
             "candidate": _json_safe(self.candidate.as_json()),
+            "notes": list(self.notes),
             "rows": [row.as_json() for row in self.rows],
         }
 
@@ -225,6 +228,7 @@ class Table:
                 limits=top.get("limits", {}),
                 reference=Side.from_json(top.get("reference", {})),
                 candidate=Side.from_json(top.get("candidate", {})),
+                notes=tuple(map(str, top.get("notes", ()))),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
             raise BadFile(

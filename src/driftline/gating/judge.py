@@ -16,7 +16,14 @@ from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
 from driftline.gating.inherited import Inheritance, Inherited, Unrelated, reference_norm
 from driftline.numerics.dtypes import DType
-from driftline.tolerance.defaults import LIMITS, METRIC, coarsest, is_exact, with_smallest_steps
+from driftline.tolerance.defaults import (
+    LIMITS,
+    METRIC,
+    QUANTISED,
+    coarsest,
+    is_exact,
+    with_smallest_steps,
+)
 from driftline.tolerance.limits import Tolerance
 
 
@@ -100,12 +107,16 @@ def _judge(
             severity=math.inf,
         )
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
+    codes = _quantised(row)
     if all(exact) and not allowed.elementwise:
         return _exact(row)
     if allowed.explicit:
         judged = _explicit(row, allowed, columns)
     elif own is None or working is None:
         judged = row.judged("incomparable", "no limit is known for these dtypes")
+    elif codes:
+        column = columns.get(METRIC, Column(METRIC, "lower"))
+        judged = _held(row, column, QUANTISED[codes], f"{codes} with scales")
     else:
         column = columns.get(METRIC, Column(METRIC, "lower"))
         source = working.name if working.name == own.name else f"{working.name} upstream"
@@ -115,10 +126,21 @@ def _judge(
                 if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
                     judged = excused
                     break
-    if exact[0] != exact[1]:  # the numbers compare, the types do not
+    if exact[0] != exact[1] and not codes:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
         return judged._replace(reason=f"{judged.reason}; {note}" if judged.reason else note)
     return judged
+
+
+def _quantised(row: Row) -> str:
+    """The integer type that a recipe made numbers of; empty when there is none."""
+    for dtype, recipe in (
+        (row.reference_dtype, row.reference_recipe),
+        (row.candidate_dtype, row.candidate_recipe),
+    ):
+        if dtype in QUANTISED and "dequantise" in recipe:
+            return dtype
+    return ""
 
 
 def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritance]:

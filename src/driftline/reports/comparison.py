@@ -56,6 +56,7 @@ def view(table: Table, *, everything: bool = False) -> View:
         rows = [row for row in table.rows if row.status == status]
         if rows:
             blocks.append(_others(title, rows, everything))
+    blocks += [Sentence(f"alignment: {note}", "doubtful") for note in table.notes]
     for name, side in (("reference", table.reference), ("candidate", table.candidate)):
         blocks += [Sentence(f"{name} run: {loss}", "doubtful") for loss in side.losses]
     return View(tuple(blocks))
@@ -110,8 +111,8 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
             (
                 row.status,
                 _site(row),
-                row.port,
-                row.slot,
+                _beside(row.port, row.candidate_port),
+                _beside(row.slot, row.candidate_slot),
                 *((row.step,) if steps else ()),
                 *((_rank(row),) if ranks else ()),
                 row.decided_by or row.reason,
@@ -136,7 +137,12 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
 def _site(row: Row) -> str:
     """`ref site ~ cand site` where the candidate's tensor is elsewhere."""
     own = row.site + (f"#{row.visit}" if row.visit else "")
-    return f"{own} ~ {row.candidate_name}" if row.candidate_name else own
+    other = row._replace(candidate_port="", candidate_slot="").candidate_name
+    return f"{own} ~ {other}" if other else own
+
+
+def _beside(own: str, other: str) -> str:
+    return f"{own} ~ {other}" if other else own
 
 
 def _recipe(row: Row) -> str:
