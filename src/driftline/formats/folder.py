@@ -72,7 +72,7 @@ class Folder:
         self._text = str(path)
         self._links: set[str] = set()
         self.not_entered: list[str] = []
-        """Folders that were not looked into, each with the reason."""
+        """What was not looked into, each with the reason."""
 
     def files(self, below: str = "") -> Iterator[str]:
         """Names of all files below a sub-folder, relative to this one, in natural order."""
@@ -98,6 +98,9 @@ class Folder:
                         files.append(entry.name)
                     elif entry.is_file(follow_symlinks=False):
                         files.append(entry.name)
+                    else:
+                        name = f"{prefix}/{entry.name}" if prefix else entry.name
+                        self.not_entered.append(f"{name}: not a regular file")
         except OSError as trouble:
             self.not_entered.append(f"{prefix or '.'}: {trouble.strerror or trouble}")
             return

@@ -262,6 +262,10 @@ def _unpickled(data: bytes) -> Any:
             items = stack[base:]
             del stack[base:]
             cast("list[Any]", _list(stack[-1])).extend(items)
+        elif code == 0x62:  # BUILD: the remarks of a state_dict about its modules
+            remarks = stack.pop()
+            if type(stack[-1]) is not dict or type(remarks) is not dict:
+                raise _Beyond
         elif code == 0x80:  # PROTO
             at += 1
         elif code == 0x2E:  # STOP

@@ -1,0 +1,102 @@
+"""Trees of the Paddle saving hook: both name patterns, every level, repeated calls, strangers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from driftline import compare, open_run, register_saving_hook
+
+
+def _tensor(root: Path, rank: int, index: int, name: str, step: int, value: float) -> None:
+    place = root / "tensors" / f"rank_{rank}"
+    place.mkdir(parents=True, exist_ok=True)
+    file = f"tensor_idx_{index}_layer_class_Linear_layer_name_{name}_micro_step_{step}.npy"
+    np.save(place / file, np.full((2, 3), value, np.float32))
+
+
+def _grad(root: Path, rank: int, index: int, name: str, step: int, value: float) -> None:
+    place = root / "grads" / f"rank_{rank}"
+    place.mkdir(parents=True, exist_ok=True)
+    file = f"grad_idx_{index}_of_param_name_{name}_micro_step_{step}.npy"
+    np.save(place / file, np.full((2, 3), value, np.float32))
+
+
+def _tree(root: Path) -> Path:
+    for rank in (0, 1):
+        for index, (name, step) in enumerate(
+            [("linear_0", 0), ("linear_10", 0), ("linear_2", 0), ("linear_0", 1)]
+        ):
+            _tensor(root, rank, index, name, step, index + 10.0 * rank)
+        _grad(root, rank, 0, "linear_2.w_0", 0, 5.0)
+        _grad(root, rank, 1, "linear_2.b_0", 0, 6.0)
+    return root
+
+
+def test_names_become_sites_classes_steps_and_ranks(tmp_path: Path) -> None:
+    run = open_run(_tree(tmp_path))
+    assert run.manifest["format"] == "paddle saving hook"
+    assert len(run) == 12
+    assert run.get("linear_0", step=1, rank=1).numpy()[0, 0] == 13.0
+    assert run.get("linear_2").record.class_name == "Linear"
+    assert run.get("linear_2", "param_grad", "b_0").numpy()[0, 0] == 6.0
+
+
+def test_the_index_is_the_order_whatever_the_names_sort_like(tmp_path: Path) -> None:
+    run = open_run(_tree(tmp_path))
+    outputs = [r.key.site for r in run.records if r.key.port == "output" and r.key.rank == 0]
+    assert outputs == ["linear_0", "linear_10", "linear_2", "linear_0"]
+
+
+def test_it_opens_at_the_kind_and_at_the_rank_too(tmp_path: Path) -> None:
+    _tree(tmp_path)
+    assert len(open_run(tmp_path / "tensors")) == 8
+    rank = open_run(tmp_path / "grads" / "rank_1")
+    assert {str(record.key) for record in rank.records} == {
+        "rank1/step0/linear_2/param_grad/w_0",
+        "rank1/step0/linear_2/param_grad/b_0",
+    }
+
+
+def test_a_layer_called_twice_in_a_micro_step_has_two_visits(tmp_path: Path) -> None:
+    _tensor(tmp_path, 0, 0, "tied", 0, 1.0)
+    _tensor(tmp_path, 0, 1, "tied", 0, 2.0)
+    run = open_run(tmp_path)
+    assert run.get("tied", visit=1).numpy()[0, 0] == 2.0
+
+
+def test_the_gradients_of_the_seed_s_own_pattern_are_gradients(tmp_path: Path) -> None:
+    place = tmp_path / "grads" / "rank_0"
+    place.mkdir(parents=True)
+    name = "tensor_idx_3_layer_class_LayerNorm_layer_name_norm_1_micro_step_2.npy"
+    np.save(place / name, np.ones(4, np.float32))
+    (record,) = open_run(tmp_path).records
+    assert str(record.key) == "rank0/step2/norm_1/param_grad/0"
+    assert record.class_name == "LayerNorm"
+
+
+def test_the_checker_s_results_are_passed_over_and_strangers_are_noted(tmp_path: Path) -> None:
+    _tree(tmp_path)
+    (tmp_path / "tensors" / "compare_rst").mkdir()
+    (tmp_path / "tensors" / "compare_rst" / "rank_0_rst.csv").write_text("tensor_name\n")
+    np.save(tmp_path / "tensors" / "rank_0" / "mine.npy", np.ones(3))
+    run = open_run(tmp_path)
+    assert len(run) == 12
+    assert ["mine.npy" in event["message"] for event in run.events()] == [True]
+
+
+def test_what_our_own_hook_saves_reads_back_and_a_planted_error_is_found(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    x = torch.ones(2, 3)
+    for name in ("a", "b"):
+        hooked = register_saving_hook(model, tmp_path / name, ["Linear"])
+        hooked(x).sum().backward()
+        with torch.no_grad():
+            model[2].bias += 0.5
+    ours = open_run(tmp_path / "a")
+    assert {record.key.site for record in ours.records} == {"0", "2"}
+    table = compare(ours, tmp_path / "b")
+    failed = [row.key.site for row in table.rows if row.status == "fail"]
+    assert failed == ["2"]
