@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-SUITES = ("startup", "kernel", "files", "compare", "capture", "npy_tree")
+SUITES = ("startup", "kernel", "files", "compare", "capture", "npy_tree", "foreign")
 
 
 class Figure(TypedDict):

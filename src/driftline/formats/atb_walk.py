@@ -56,6 +56,7 @@ class OperationFolder:
 
     Attributes:
         name: Of the folder: `1_Decoder_layer`.
+        kind: Its type: the name without the number.
         site: Names from the outermost operation inwards, joined by `.`.
         ids: The numbers of those names joined by `_`: what filters and csv files call it.
         files: Its tensors.
@@ -63,22 +64,17 @@ class OperationFolder:
         param: Path of its op_param.json; empty without one.
     """
 
-    __slots__ = ("children", "files", "ids", "name", "param", "site")
+    __slots__ = ("children", "files", "ids", "kind", "name", "param", "site")
 
     def __init__(self, name: str, above: OperationFolder | None = None) -> None:
         self.name = name
         self.site = f"{above.site}.{name}" if above and above.site else name
-        number = id_of(name)
+        number, self.kind = _split(name)
         own = "" if number is None else str(number)
         self.ids = f"{above.ids}_{own}" if above and above.ids else own
         self.files: list[TensorFile] = []
         self.children: dict[str, OperationFolder] = {}
         self.param = ""
-
-    @property
-    def kind(self) -> str:
-        """Its type: the name without the number."""
-        return kind_of(self.name)
 
     def child(self, name: str) -> OperationFolder:
         """The one of this name, made if need be."""
@@ -109,22 +105,22 @@ class OperationFolder:
             yield self, file
 
 
-def id_of(name: str) -> int | None:
+def _split(name: str) -> tuple[int | None, str]:
     found = _ID.fullmatch(name)
-    return int(found[1]) if found else None
+    return (int(found[1]), found[2]) if found else (None, name)
 
 
 def kind_of(name: str) -> str:
-    """
+    """The type in a folder's name.
+
     >>> kind_of("24_Decoder_layer")
     'Decoder_layer'
     """
-    found = _ID.fullmatch(name)
-    return found[2] if found else name
+    return _split(name)[1]
 
 
 def _by_number(operation: OperationFolder) -> tuple[int, str]:
-    number = id_of(operation.name)
+    number = _split(operation.name)[0]
     return (1 << 30 if number is None else number, operation.name)
 
 

@@ -1,0 +1,86 @@
+"""A dump of 100 000 small files: how long until it is open, and what a plain walk would take.
+
+The tree is an ATB dump, two files for each of 50 000 operations in a few executions; opening it
+reads the header of every file. The yardstick walks the same folders and reads the first bytes of
+every file in plain Python, and does nothing with them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from driftline import open_run
+from driftline.testing.atb import bin_bytes
+
+FILES = 100_000
+LAYERS = 100
+CHILDREN = 50
+EXECUTIONS = 10
+ROUNDS = 3
+
+
+def make_tree(folder: Path) -> int:
+    content = bin_bytes(np.arange(64, dtype=np.float16).reshape(8, 8))
+    files = 0
+    base = folder / "msit_dump_20240701_120000" / "tensors" / "0_4242"
+    for execution in range(EXECUTIONS):
+        for layer in range(LAYERS):
+            for child in range(CHILDREN):
+                place = f"{base}/{execution}/{layer}_Decoder_layer/{child}_LinearOperation"
+                for moment, name in (("before", "intensor0"), ("after", "outtensor0")):
+                    Path(place, moment).mkdir(parents=True)
+                    file = os.open(f"{place}/{moment}/{name}.bin", os.O_WRONLY | os.O_CREAT)
+                    os.write(file, content)
+                    os.close(file)
+                    files += 1
+    return files
+
+
+def plain_walk(folder: Path) -> int:
+    files = 0
+    waiting = [str(folder)]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    file = os.open(entry.path, os.O_RDONLY)
+                    os.pread(file, 512, 0)
+                    os.close(file)
+                    files += 1
+    return files
+
+
+def run() -> list[dict[str, Any]]:
+    folder = Path(tempfile.mkdtemp(prefix="driftline-foreign-"))
+    try:
+        files = make_tree(folder)
+        assert files == FILES
+        walks, opens = [], []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            assert plain_walk(folder) == files
+            walks.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            assert len(open_run(folder)) == files
+            opens.append(time.perf_counter() - start)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [
+        {
+            "what": f"open an ATB dump of {files} files",
+            "value": min(opens),
+            "goal": 10.0,
+            "better": "lower",
+            "unit": "s",
+            "note": f"a plain walk takes {min(walks):.2f} s",
+        }
+    ]
