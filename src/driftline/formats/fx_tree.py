@@ -23,7 +23,7 @@ from driftline.formats.tree import Leaf, TreeRun
 from driftline.runs.key import TensorKey
 
 NAME = "fx-dump"
-SNIFFED = 400
+SNIFFED = 4000
 LEVELS = 4
 
 _FILE = re.compile(

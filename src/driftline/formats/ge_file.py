@@ -341,7 +341,7 @@ def _laid_out(
     note = ""
     moved = rearrangement(layout, stored, original)
     packed = kind.recoded == "" and kind.bits < 8
-    if moved is not None and packed and (moved.axes != tuple(range(len(moved.axes)))):
+    if moved is not None and packed and not moved.keeps_order:
         moved, note = None, f"{kind.name} in {layout} is left as it is stored"
     elif moved is None and layout not in PLAIN and original not in (None, stored) and elements:
         note = (
@@ -396,4 +396,6 @@ def _fetch(folder: Folder, name: str, tensor: GeTensor, how: Reading) -> Storage
     except OSError as trouble:
         raise BadFile(f"{folder.path / name}: {reason_of(trouble)}") from trouble
     values = recode(raw, how.kind, how.stored) if how.kind.recoded else raw.view(storage)
-    return values if how.layout is None else how.layout.apply(values)
+    if how.layout is None or how.layout.keeps_order:
+        return values
+    return how.layout.apply(values)

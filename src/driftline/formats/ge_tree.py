@@ -35,7 +35,7 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 NAME = "ge-dump"
-SNIFFED = 400
+SNIFFED = 4000
 """So many names are looked at before a folder is said to be something else."""
 LEVELS = 6
 LEFT_ALONE = (".txt", ".npy", ".bin", ".csv", ".json", ".log", ".onnx", ".pbtxt", ".pb", ".md")
@@ -133,12 +133,13 @@ def parse_place(folders: list[str]) -> Place:
 
 def sniff(path: Path) -> bool:
     """Whether a folder holds operator files or graph texts, at any level of a dump."""
+    text = fx = False
     for name in some_names(str(path), LEVELS + 1, SNIFFED):
-        if announced(name) is not None:
+        text = text or announced(name) is not None
+        fx = fx or (name.endswith(".npy") and (".INPUT." in name or ".OUTPUT." in name))
+        if not name.lower().endswith(LEFT_ALONE) and parse_name(name) is not None:
             return True
-        if not name.endswith(LEFT_ALONE) and parse_name(name) is not None:
-            return True
-    return False
+    return text and not fx  # a compiler may leave its text beside an FX dump too
 
 
 def open(path: Path) -> TreeRun:

@@ -43,6 +43,11 @@ class Rearrangement(NamedTuple):
     kept: Shape
     shape: Shape
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether only the shape changes: flat, nothing is to be done."""
+        return self.axes == tuple(range(len(self.axes))) and self.kept == self.merged
+
     def apply(self, flat: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
         """The elements in the tensor's own order, flat."""
         whole = flat.reshape(self.seen_as).transpose(self.axes).reshape(self.merged)
