@@ -121,7 +121,7 @@ def seen_steps(
     if said is not None:
         return reference, _said(reference, candidate, said), [_map_text(said)]
     ours, theirs = ({record.key.step for record in run.records} for run in (reference, candidate))
-    if ours == theirs and len(ours) == 1:
+    if ours == theirs and (len(ours) == 1 or _agree(reference, candidate)):
         return reference, candidate, []
     here, there = timelines(reference), timelines(candidate)
     notes: list[str] = []
@@ -129,6 +129,17 @@ def seen_steps(
         view = _renumbered(reference, here, candidate, there, "reference", notes)
         return view, candidate, notes
     return reference, _renumbered(candidate, there, reference, here, "candidate", notes), notes
+
+
+def _agree(reference: Run, candidate: Run) -> bool:
+    """Whether both have the same names and shapes in every step: then nothing is to be moved.
+
+    The first tensor of a step may be another one in a dump that lost the order of execution.
+    """
+    if len(reference) != len(candidate):
+        return False
+    shapes = {record.key: record.shape for record in reference.records}
+    return all(shapes.get(record.key) == record.shape for record in candidate.records)
 
 
 def _single(found: Mapping[str, Timeline]) -> bool:
