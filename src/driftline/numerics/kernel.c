@@ -8,9 +8,10 @@
  *  - The careful path decodes 512 elements at a time into float64 in L1 and masks what is not finite. It is
  *    the refuge of the fast one.
  *  - Summaries and sketches are summed in float64 everywhere: they are subtracted from each other later.
- *  - The fast path of a pair runs float32 lanes over 2048 elements, around a shift close to their
+ *  - The fast path of a pair runs float32 lanes over 4096 elements, around a shift close to their
  *    mean where that is far from zero, and folds the block into float64: no lane adds more than 32 float32 numbers
- *    in a row, so a sum carries 2e-6 at the very worst and 1e-7 as a rule. It keeps sums of x, e, x*x, x*e and e*e
+ *    in a row, and no total more than 32 of such sums, so it carries 4e-6 at
+ *    the very worst and 1e-7 as a rule. It keeps sums of x, e, x*x, x*e and e*e
  *    (x = r - shift, e = c - r): the candidate's own moments follow from them, so the errors of sum_rc and sum_rr
  *    cancel where they are subtracted.
  *    A block that float32 cannot carry (not finite, sentinels, overflow, underflow, cancellation) is noticed from
@@ -45,10 +46,13 @@
 #define COLD __attribute__((noinline, cold))
 
 /* Elements the fast paths take at a time, and the careful one; a block the former cannot carry is cut into pieces. */
-enum { BLOCK = 2048, PIECE = 512, BUCKETS = 64 };
+enum { BLOCK = 4096, PIECE = 512, BUCKETS = 64 };
 
 /* Bumped whenever a struct or a signature changes: the binding refuses a library it does not know. */
 enum { ABI_VERSION = 1 };
+
+/* How the tolerance is tested; the second where it can fall below float32's normal numbers: no absolute part. */
+enum { TOLERANT = 1, EXACT_NEAR_ZERO = 2 };
 
 enum { PATH_GENERIC = 0, PATH_AVX2 = 1, PATH_AVX512 = 2 };
 
@@ -171,14 +175,22 @@ INLINE void restore_floats(FloatMode old) {
 #define split NAME(split)
 #define relative NAME(relative)
 #define tally_errors NAME(tally_errors)
-#define above_word NAME(above_word)
-#define tally_above NAME(tally_above)
 #define tally_zeros NAME(tally_zeros)
 #define tallied NAME(tallied)
-#define hit_above NAME(hit_above)
 #define any_hit NAME(any_hit)
 #define nearer NAME(nearer)
 #define too_near NAME(too_near)
+#define mark NAME(mark)
+#define tally_negative NAME(tally_negative)
+#define least_past NAME(least_past)
+#define tally_words NAME(tally_words)
+#define all_finite NAME(all_finite)
+#define too_near_zero NAME(too_near_zero)
+#define half_of_words NAME(half_of_words)
+#define least_code NAME(least_code)
+#define greatest_word NAME(greatest_word)
+#define least_code_of NAME(least_code_of)
+#define word_ends NAME(word_ends)
 #define CHAIN (32 * WIDTH) /* elements whose sums stay in float32 */
 #define steps_past NAME(steps_past)
 #define tally_past NAME(tally_past)

@@ -3,15 +3,16 @@
 /* What one block of float32 lanes leaves behind. */
 typedef struct {
   double x, e, xx, xe, ee, ae, rel; /* sums */
-  float max_ae, min_r, max_r;
-  int64_t differ, outside;
-  int nears, hits;
+  float max_ae, max_rel, min_r, max_r;
+  int64_t differ, outside, stopped; /* `stopped`: where the first chain that is not finite begins */
+  int nears, marked;
   uint16_t near[BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
-  uint16_t hit[BLOCK / 8]; /* where a ULP distance or a relative error could exceed what was seen */
+  uint8_t marks[BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
 } Sums;
 
 typedef struct {
-  float shift, limit, atol, rtol;
+  float shift, limit, atol, rtol, least_ae;
+  int zeros; /* there have been zeros on both sides */
 } Knobs;
 
 enum { LANES_F32, LANES_BF16, LANES_F16, LANES_DECODED, LANES_NONE };
@@ -48,26 +49,24 @@ COLD static double ulp_limit(const Pair *s) {
   return limit < 0.98 ? limit : 0.98;
 }
 
+/* The number that many steps from zero; between two steps, between their numbers. */
+INLINE double value_of_ordinal(double n, const Format *f) {
+  double binade = ldexp(1.0, f->mantissa), e = floor(n / binade);
+  if (e < 1) return ldexp(n, f->emin - f->mantissa);
+  return ldexp(binade + (n - e * binade), (int)(e < 4096 ? e : 4096) - 1 + f->emin - f->mantissa);
+}
+
+/* What an element must exceed, in relative error and in error, to be worth a look. An error up to `least_ae` cannot mean
+ * more ULPs than were seen: of opposite signs, |r| + |c| = |e| gives the most steps when halved; of equal signs, all the
+ * steps lie below the larger, which is at most |e| + |e| / rel. Two steps are kept for roundings. */
 COLD static void set_limit(const Pair *s, Knobs *k) {
-  double limit = ulp_limit(s);
-  k->limit = (float)(limit < s->m.max_rel_e ? limit : s->m.max_rel_e);
-}
-
-INLINE double scalar_ordinal(double a, const Format *f) {
-  if (a < double_of((uint64_t)(f->emin + 1023) << 52)) return a * double_of((uint64_t)(f->mantissa - f->emin + 1023) << 52);
-  return (double)(int64_t)((bits_of(a) >> (52 - f->mantissa)) - ((uint64_t)(f->emin + 1022) << f->mantissa));
-}
-
-/* Whether marked elements can hold no news, by the sums of their block alone: the sum of relative errors bounds
- * each; of opposite signs, |r| + |c| = |e| gives the most steps when halved; of equal signs, all the steps lie
- * below the larger, which is at most |e| + |e| / rel. Two steps are added for roundings. */
-INLINE int nothing_new(const Pair *s, const Sums *b, const Knobs *k) {
-  if (!(b->rel <= s->m.max_rel_e)) return 0;
-  if (!s->format[1].is_float) return 1;
-  const Format *f = &s->format[1];
-  double e = b->max_ae * (1 + 0x1p-22);
-  double across = 2 * scalar_ordinal(e / 2, f), along = scalar_ordinal(e + e / k->limit, f);
-  return (across > along ? across : along) + 2 <= (double)s->ulp;
+  k->limit = (float)ulp_limit(s);
+  k->least_ae = 0;
+  if (!s->format[1].is_float || s->ulp < 4) return;
+  double steps = (double)s->ulp - 2, across = 2 * value_of_ordinal(steps / 2, &s->format[1]);
+  double along = value_of_ordinal(steps, &s->format[1]) / (1 + 1 / k->limit);
+  double e = (across < along ? across : along) * (1 - 0x1p-20);
+  k->least_ae = e < 0x1p-126 ? 0 : e < FLT_MAX ? (float)e : FLT_MAX;
 }
 
 /* Whether float32 lanes were good enough for this block; see the head of the file. */
@@ -106,6 +105,7 @@ INLINE void fold_sums(Pair *s, const Sums *b, Knobs *k, double n, double spread_
   m->sum_ee += b->ee;
   m->sum_abs_e += b->ae;
   m->sum_rel_e += b->rel;
+  if (b->max_rel > m->max_rel_e) m->max_rel_e = b->max_rel;
   if (b->min_r < m->ends[0].min) m->ends[0].min = b->min_r;
   if (b->max_r > m->ends[0].max) m->ends[0].max = b->max_r;
   m->different += b->differ;

@@ -1,20 +1,22 @@
 /* A pair through the float32 lanes, and what a block's sums cannot tell. */
 
-/* The ULP distances and relative errors in the places that were marked. Returns whether either was news. */
-TARGET static int visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, const Sums *b) {
+/* The ULP distances in the places that were marked. Returns whether they were news. */
+TARGET static int visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n,
+                             const Sums *b) {
   int dtype = s->dtype[1], direct = dtype == F32 || dtype == BF16 || (dtype == F16 && HALF_ORDINALS);
-  const VF zero = OP(setzero_ps)();
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   VI far = OP(set1_epi32)(0);
-  VF most = zero;
   uint64_t before = s->ulp;
-  for (int h = 0; h < b->hits; h++)
+  const int64_t marks = n / (2 * WIDTH) * NAME(MARK);
+  for (int64_t at = 0; at < marks; at += NAME(MARK)) {
+    if (at % 8 == 0 && at + 8 <= marks && read64(b->marks + at) == 0) {
+      at += 8 - NAME(MARK);
+      continue;
+    }
+    if (b->marks[at] == 0 && b->marks[at + NAME(MARK) - 1] == 0) continue;
     for (int half = 0; half < 2; half++) {
-      int64_t i = b->hit[h] + half * WIDTH;
+      int64_t i = at / NAME(MARK) * (2 * WIDTH) + half * WIDTH;
       VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
-      VF e = OP(sub_ps)(c, r);
-      VF rel = relative(split(e), ABS(e), ABS(r));
-      most = OP(max_ps)(most, rel);
       if (direct) {
         far = OP(max_epu32)(far, ulp_distance(r, c, dtype));
       } else if (s->format[1].is_float) {
@@ -24,9 +26,8 @@ TARGET static int visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, 
         }
       }
     }
-  double greatest_rel = max_lane(most);
-  int news = greatest_rel > s->m.max_rel_e || s->ulp > before;
-  if (greatest_rel > s->m.max_rel_e) s->m.max_rel_e = greatest_rel;
+  }
+  int news = s->ulp > before;
   if (direct) {
     /* The greatest of unsigned lanes is the complement of the least complement. */
     uint32_t u = ~least_lane(OP(sub_epi32)(OP(set1_epi32)(-1), far));
@@ -133,15 +134,17 @@ LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t b
     m->outside += recount_kinds(s, r + at * (r_kind == LANES_F32 ? 4 : 2), c + at * (c_kind == LANES_F32 ? 4 : 2), r_kind,
                                 c_kind, left < CHAIN ? left : CHAIN);
   }
-  if (b->hits && !nothing_new(s, b, k)) {
-    if (visit_hits(s, r, c, r_kind, c_kind, b)) set_limit(s, k);
+  if (b->marked) {
+    if (visit_hits(s, r, c, r_kind, c_kind, n, b)) set_limit(s, k);
   }
   if ((b->differ && (m->first_different_at < 0 || m->first_different_at >= base)) ||
       b->max_ae > (float)m->max_abs_e) /* errors alike to float32 are alike: the first keeps the place */
     ask_again(s, r, c, r_kind, c_kind, base, n);
 }
 
-TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k) {
+/* Returns whether that could be done; if not, up to `stopped` there was nothing amiss. */
+TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k,
+                             int64_t *stopped) {
   float decoded[2][BLOCK] __attribute__((aligned(64)));
   const uint8_t *r, *c;
   if (r_kind == LANES_DECODED) {
@@ -162,13 +165,19 @@ TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c
   Sums b;
   double spread_r, spread_c, count = (double)n;
   sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+  if (b.rel != b.rel && b.ae <= DBL_MAX) { /* 0 / 0 */
+    k->zeros = 1;
+    sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+  }
   double low = (double)b.min_r - b.max_ae * (1 + 0x1p-22), high = (double)b.max_r + b.max_ae * (1 + 0x1p-22);
   if (!(b.ae <= DBL_MAX) || b.min_r <= s->format[0].sentinel) {
     Moments saved = *m;
     Spread spreads[2] = {s->spread[0], s->spread[1]};
+    int zeros = k->zeros;
     float clean[2][PIECE] __attribute__((aligned(64)));
     double c_ends[2];
     Sums ends;
+    *stopped = b.stopped;
     if (n > PIECE || !(fabsf(k->shift) <= FLT_MAX)) return 0;
     int64_t odds = patch_block(s, r, c, r_kind, c_kind, base, n, k, clean[0], clean[1], &ends, c_ends);
     if (odds < 0) return 0;
@@ -176,7 +185,9 @@ TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c
     c = (const uint8_t *)clean[1];
     r_kind = c_kind = LANES_F32;
     count -= (double)odds;
+    k->zeros = 1; /* shift against shift may be that, too */
     sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+    k->zeros = zeros;
     b.min_r = ends.min_r;
     b.max_r = ends.max_r;
     if (!sums_hold(s, &b, count, &spread_r, &spread_c)) {
@@ -209,11 +220,11 @@ TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c
 
 TARGET static void pair(Pair *s, int64_t count) {
   int r_kind = lane_kind(s->dtype[0]), c_kind = lane_kind(s->dtype[1]);
-  int tolerant = s->atol != 0.0 || s->rtol != 0.0;
+  int tolerant = s->atol != 0.0 ? TOLERANT : s->rtol != 0.0 ? EXACT_NEAR_ZERO : 0;
   int fast = r_kind != LANES_NONE && c_kind != LANES_NONE && !s->widen[0] && !s->widen[1] &&
              tolerance_fits(s->atol) && tolerance_fits(s->rtol) &&
              (s->format[1].is_float || !s->format[0].is_float); /* integers' ULPs are their errors */
-  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE)};
+  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE), 0, 0};
   if (fast && count >= 16) {
     double sample[16], sum = 0, squares = 0;
     decode_double(s->data[0], s->dtype[0], 0, 16, sample);
@@ -224,17 +235,21 @@ TARGET static void pair(Pair *s, int64_t count) {
     /* Zero serves, and costs nothing, where the mean is not large against the spread. */
     k.shift = sum * sum < 0.5 * squares ? 0.0f : (float)sum;
   }
+  if (fast) set_limit(s, &k);
   int64_t pieces_until = 0; /* after a block that failed: in pieces up to there */
+  int64_t sound_until = 0;  /* but before this in one */
   for (int64_t i = 0; i < count;) {
-    int64_t most = i < pieces_until ? PIECE : BLOCK;
+    int64_t most = i < sound_until ? sound_until - i : i < pieces_until ? PIECE : BLOCK, stopped = -1;
     int64_t n = count - i < most ? count - i : most, whole = n & -(int64_t)(2 * WIDTH);
     if (fast && whole) {
-      if (fast_block(s, i, whole, r_kind, c_kind, tolerant, &k)) {
+      if (fast_block(s, i, whole, r_kind, c_kind, tolerant, &k, &stopped)) {
         i += whole;
         continue;
       }
       if (whole > PIECE) {
-        pieces_until = i + whole;
+        int known = stopped >= 0 && stopped < whole && i >= sound_until;
+        sound_until = known ? i + stopped : 0;
+        pieces_until = known && stopped + PIECE < whole ? i + stopped + PIECE : i + whole;
         continue;
       }
     }

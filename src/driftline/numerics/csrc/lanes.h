@@ -1,19 +1,43 @@
 /* The loop over a pair in float32 lanes, once per instruction set; the lanes are lanes_x86.h or lanes_plain.h. */
 
-/* The inner loop. n is a multiple of 2 * WIDTH; kinds and `tolerant` are constants where it is inlined. */
+/* The extremes of 16-bit floats by their words: as signed integers the greatest is the greatest of the positive, as
+ * unsigned ones the farthest of the negative. Where all have one sign, the other end is the least unsigned word. */
+LANE_FN void word_ends(const uint8_t *p, int64_t n, int kind, VI top_word, VI top_code, Sums *out) {
+#if WORD_ENDS
+  uint16_t high = (uint16_t)greatest_word(top_word), low = (uint16_t)~least_code(~top_code);
+  if ((high & 0x8000) || !(low & 0x8000)) {
+    uint16_t other = least_code_of(p, n);
+    if (high & 0x8000) high = other;
+    else low = other;
+  }
+  out->max_r = kind == LANES_BF16 ? float_of((uint32_t)high << 16) : half_value(high);
+  out->min_r = kind == LANES_BF16 ? float_of((uint32_t)low << 16) : half_value(low);
+#else
+  (void)p, (void)n, (void)kind, (void)top_word, (void)top_code, (void)out;
+#endif
+}
+
+/* The inner loop. n is a multiple of 2 * WIDTH; the numbers from `r_kind` to `plain` are constants where it is inlined.
+ * `plain`: nothing is subtracted from r, and 0 / 0 is let be: the sum of relative errors tells by being NaN. */
 LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
-                       int shifted, const Knobs *k, Sums *out) {
+                       int plain, const Knobs *k, Sums *out) {
   const VF zero = OP(setzero_ps)(), shift = OP(set1_ps)(k->shift), limit = OP(set1_ps)(k->limit);
+  const VF near_limit = OP(set1_ps)(k->least_ae);
   const VF atol = OP(set1_ps)(k->atol), rtol = OP(set1_ps)(k->rtol);
   VF sums[7] = {zero, zero, zero, zero, zero, zero, zero};
-  VF max_ae = zero, min_r = OP(set1_ps)(INFINITY), max_r = OP(set1_ps)(-INFINITY);
+  VF min_r = OP(set1_ps)(INFINITY), max_r = OP(set1_ps)(-INFINITY);
+  VI max_ae = AS_BITS(zero), max_rel = AS_BITS(zero); /* of what has no sign, as integers: those units are idle */
+  VI top_word = OP(set1_epi32)(INT32_MIN), top_code = AS_BITS(zero);
+  const int words = WORD_ENDS && r_kind != LANES_F32, alike = words && plain && r_kind == c_kind;
   TALLY differ = NO_TALLY, outside = NO_TALLY;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
-  int hits = 0, nears = 0;
-  for (int64_t from = 0, to; from < n; from = to) {
+  int nears = 0;
+  HIT any = NO_HIT;
+  int64_t from = 0;
+  for (int64_t to; from < n; from = to) {
     /* A lane adds 32 numbers, then the lane joins its total: short chains keep float32's digits. */
     VF sx = zero, se = zero, sxx = zero, sxe = zero, see = zero, sae = zero, srel = zero;
-    VI margin = OP(set1_epi32)(-1);
+    VI margin = AS_BITS(zero), nearest = OP(set1_epi32)(-1);
     TALLY outside_before = outside;
     to = from + CHAIN < n ? from + CHAIN : n;
     for (int64_t i = from; i < to; i += 2 * WIDTH) {
@@ -36,37 +60,54 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         __builtin_prefetch(r_at + r_size * i + line + AHEAD);
       for (int line = 0; line < 2 * WIDTH * c_size; line += 64)
         __builtin_prefetch(c_at + c_size * i + line + AHEAD);
-      HIT hit = NO_HIT;
+      if (words) {
+        VI r = load_bits(r_at + 2 * i);
+        top_word = OP(max_epi16)(top_word, r);
+        top_code = OP(max_epu16)(top_code, r);
+        /* Zeros of opposite signs differ here only; with them there is a 0 / 0, and the block is not used. */
+        if (alike) differ = tally_words(differ, r, load_bits(c_at + 2 * i));
+      }
+      VI rels[2], aes[2], lefts[2];
       for (int half = 0; half < 2; half++) {
         VF r = rs[half], c = cs[half];
-        VF e = OP(sub_ps)(c, r), x = shifted ? OP(sub_ps)(r, shift) : r, ae = ABS(e), ar = ABS(r);
+        VF e = OP(sub_ps)(c, r), x = plain ? r : OP(sub_ps)(r, shift), ae = ABS(e), ar = ABS(r);
         sx = OP(add_ps)(sx, x);
         se = OP(add_ps)(se, e);
         sae = OP(add_ps)(sae, ae);
         sxx = OP(fmadd_ps)(x, x, sxx);
         sxe = OP(fmadd_ps)(x, e, sxe);
         see = OP(fmadd_ps)(e, e, see);
-        min_r = OP(min_ps)(min_r, r);
-        max_r = OP(max_ps)(max_r, r);
-        max_ae = OP(max_ps)(max_ae, ae);
-        SPLIT errors = split(e);
-        VF rel = relative(errors, ae, ar);
-        differ = tally_errors(differ, errors);
-        srel = OP(add_ps)(srel, rel);
-        if (tolerant) {
-          VF allowed = OP(fmadd_ps)(rtol, ar, atol);
-          /* How many float32 steps past what is allowed; negative, so unsigned large, where inside. */
-          VI past = steps_past(errors, ae, allowed);
-          outside = tally_past(outside, past, ae, allowed);
-          margin = nearer(margin, errors, past);
+        if (!words) {
+          min_r = OP(min_ps)(min_r, r);
+          max_r = OP(max_ps)(max_r, r);
         }
-        hit = hit_above(hit, rel, limit);
+        aes[half] = AS_BITS(ae);
+        SPLIT errors = split(e);
+        VF rel = plain ? OP(div_ps)(ae, ar) : relative(errors, ae, ar);
+        if (!alike) differ = tally_errors(differ, errors);
+        srel = OP(add_ps)(srel, rel);
+        if (tolerant == EXACT_NEAR_ZERO) {
+          VI past = steps_past(errors, ae, OP(mul_ps)(rtol, ar));
+          outside = tally_past(outside, past);
+          nearest = nearer(nearest, past);
+        } else if (tolerant) {
+          VF allowed = OP(fmadd_ps)(rtol, ar, atol);
+          /* How many float32 steps are left to what is allowed; negative, so unsigned large, where outside. */
+          lefts[half] = OP(sub_epi32)(AS_BITS(allowed), AS_BITS(ae));
+        }
+        rels[half] = AS_BITS(rel);
       }
-      /* Written always, kept sometimes: no branch to mispredict. */
-      out->hit[hits] = (uint16_t)i;
-      hits += any_hit(hit);
+      if (tolerant == TOLERANT) {
+        outside = tally_negative(outside, lefts[0], lefts[1]);
+        margin = least_past(margin, lefts[0], lefts[1]);
+      }
+      VI rel = OP(max_epi32)(rels[0], rels[1]);
+      max_rel = OP(max_epi32)(max_rel, rel);
+      VI ae = OP(max_epi32)(aes[0], aes[1]);
+      max_ae = OP(max_epi32)(max_ae, ae);
+      any = mark(any, out->marks, i / (2 * WIDTH), AS_FLOAT(rel), limit, AS_FLOAT(ae), near_limit);
     }
-    if (tolerant && too_near(margin)) {
+    if ((tolerant == TOLERANT && too_near(margin)) || (tolerant == EXACT_NEAR_ZERO && too_near_zero(nearest))) {
       outside = outside_before;
       out->near[nears++] = (uint16_t)from;
     }
@@ -77,6 +118,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
     sums[4] = OP(add_ps)(sums[4], see);
     sums[5] = OP(add_ps)(sums[5], sae);
     sums[6] = OP(add_ps)(sums[6], srel);
+    if (!all_finite(sae)) break; /* the rest is of no use */
   }
   out->x = sum_lanes(sums[0]);
   out->e = sum_lanes(sums[1]);
@@ -85,32 +127,40 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   out->ee = sum_lanes(sums[4]);
   out->ae = sum_lanes(sums[5]);
   out->rel = sum_lanes(sums[6]);
-  out->max_ae = max_lane(max_ae);
-  out->min_r = min_lane(min_r);
-  out->max_r = max_lane(max_r);
+  out->max_ae = max_lane(AS_FLOAT(max_ae));
+  out->max_rel = max_lane(AS_FLOAT(max_rel));
+  if (words) {
+    word_ends(r_at, n, r_kind, top_word, top_code, out);
+  } else {
+    out->min_r = min_lane(min_r);
+    out->max_r = max_lane(max_r);
+  }
   out->differ = tallied(differ);
   out->outside = tallied(outside);
+  out->stopped = from;
   out->nears = nears;
-  out->hits = hits;
+  out->marked = any_hit(any);
 }
 
+#undef RARE_CASE_BODY
+#define RARE_CASE_BODY(r_kind, c_kind)                                              \
+    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, k, out); \
+    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, k, out); \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 0, k, out);                          \
+    break
 #undef CASE
 #define CASE(r_kind, c_kind)                                                        \
   case r_kind * 3 + c_kind:                                                         \
-    if (tolerant) {                                                                 \
-      if (k->shift != 0.0f) sum_block(r, c, n, r_kind, c_kind, 1, 1, k, out);       \
-      else sum_block(r, c, n, r_kind, c_kind, 1, 0, k, out);                        \
-    } else {                                                                        \
-      if (k->shift != 0.0f) sum_block(r, c, n, r_kind, c_kind, 0, 1, k, out);       \
-      else sum_block(r, c, n, r_kind, c_kind, 0, 0, k, out);                        \
-    }                                                                               \
-    break
+    if (k->shift == 0.0f && !k->zeros && tolerant != EXACT_NEAR_ZERO) {             \
+      if (tolerant) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, k, out);        \
+      else sum_block(r, c, n, r_kind, c_kind, 0, 1, k, out);                        \
+      break;                                                                        \
+    }                                                                                    \
+    RARE_CASE_BODY(r_kind, c_kind)
 #undef RARE_CASE
 #define RARE_CASE(r_kind, c_kind)                                                   \
   case r_kind * 3 + c_kind:                                                         \
-    if (tolerant) sum_block(r, c, n, r_kind, c_kind, 1, 1, k, out);                 \
-    else sum_block(r, c, n, r_kind, c_kind, 0, 1, k, out);                          \
-    break
+    RARE_CASE_BODY(r_kind, c_kind)
 
 TARGET static void sum_kinds(const uint8_t *r, const uint8_t *c, int64_t n, int r_kind, int c_kind, int tolerant,
                              const Knobs *k, Sums *out) {

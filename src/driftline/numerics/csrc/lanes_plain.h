@@ -14,6 +14,7 @@
 #undef HIT
 #undef NO_HIT
 #undef HALF_ORDINALS
+#undef WORD_ENDS
 
 typedef float PlainFloats __attribute__((vector_size(16)));
 typedef int32_t PlainInts __attribute__((vector_size(16)));
@@ -33,11 +34,14 @@ typedef uint32_t PlainWords __attribute__((vector_size(16)));
 #define HIT VI
 #define NO_HIT plain_set1_epi32(0)
 #define HALF_ORDINALS 0
+#define WORD_ENDS 0
 
 LANE_FN VF plain_set1_ps(float v) { return (VF){v, v, v, v}; }
 LANE_FN VF plain_setzero_ps(void) { return (VF){0, 0, 0, 0}; }
 LANE_FN VI plain_set1_epi32(int32_t v) { return (VI){v, v, v, v}; }
 LANE_FN VF plain_add_ps(VF a, VF b) { return a + b; }
+LANE_FN VF plain_mul_ps(VF a, VF b) { return a * b; }
+LANE_FN VF plain_div_ps(VF a, VF b) { return a / b; }
 LANE_FN VF plain_sub_ps(VF a, VF b) { return a - b; }
 LANE_FN VF plain_fmadd_ps(VF a, VF b, VF c) { return a * b + c; } /* two roundings; the bounds allow for them */
 /* Unsigned: an int32 sum that wraps is no accident here. */
@@ -46,6 +50,9 @@ LANE_FN VI plain_sub_epi32(VI a, VI b) { return (VI)((PlainWords)a - (PlainWords
 LANE_FN VI plain_slli_epi32(VI a, int by) { return (VI)((PlainWords)a << by); }
 LANE_FN VI plain_srli_epi32(VI a, int by) { return (VI)((PlainWords)a >> by); }
 LANE_FN void plain_storeu_ps(float *p, VF v) { memcpy(p, &v, sizeof v); }
+LANE_FN VI plain_max_epi32(VI a, VI b) { VI m = (VI)(a > b); return (a & m) | (b & ~m); }
+LANE_FN VI plain_max_epi16(VI a, VI b) { (void)b; return a; } /* never asked: see WORD_ENDS */
+LANE_FN VI plain_max_epu16(VI a, VI b) { (void)b; return a; }
 LANE_FN VI load_bits(const uint8_t *p) { VI v; memcpy(&v, p, sizeof v); return v; }
 
 LANE_FN VF chosen(MASK mask, VF yes, VF no) { return (VF)(((VI)yes & mask) | ((VI)no & ~mask)); }
@@ -105,23 +112,35 @@ LANE_FN VF relative(SPLIT s, VF ae, VF ar) { return (VF)((VI)(ae / ar) & ~s); }
 LANE_FN TALLY tally_errors(TALLY tally, SPLIT s) { return tally - ~s; }
 LANE_FN TALLY tally_zeros(TALLY tally, VF v) { return tally - split(v); }
 LANE_FN int64_t tallied(TALLY t) { return (int64_t)t[0] + t[1] + t[2] + t[3]; }
-LANE_FN HIT hit_above(HIT hit, VF a, VF b) { return hit | (VI)(a > b); }
 LANE_FN int any_hit(HIT hit) {
   uint64_t halves[2];
   memcpy(halves, &hit, sizeof halves);
   return (halves[0] | halves[1]) != 0;
 }
-LANE_FN VI steps_past(SPLIT s, VF ae, VF allowed) { return plain_sub_epi32((VI)ae, (VI)allowed) | s; }
-LANE_FN TALLY tally_past(TALLY tally, VI past, VF ae, VF allowed) {
-  (void)ae, (void)allowed;
-  return tally - (VI)(past >= plain_set1_epi32(0));
+enum { NAME(MARK) = 1 };
+LANE_FN HIT mark(HIT any, uint8_t *marks, int64_t i, VF rel, VF limit, VF ae, VF least) {
+  HIT here = (VI)(rel > limit) & (VI)(ae > least);
+  marks[i] = (uint8_t)any_hit(here);
+  return any | here;
 }
+LANE_FN TALLY tally_words(TALLY tally, VI a, VI b) { (void)a, (void)b; return tally; } /* never asked */
+LANE_FN VI steps_past(SPLIT s, VF ae, VF allowed) { return plain_sub_epi32((VI)ae, (VI)allowed) | s; }
+LANE_FN TALLY tally_past(TALLY tally, VI past) { return tally - (VI)(past >= plain_set1_epi32(0)); }
 /* No unsigned minimum in SSE2: all there is to know is whether the margin was ever too small. */
-LANE_FN VI nearer(VI margin, SPLIT s, VI past) {
-  (void)s;
+LANE_FN VI nearer(VI margin, VI past) {
   return margin & ~(VI)((PlainWords)past <= (PlainWords)plain_set1_epi32(MARGIN_STEPS));
 }
-LANE_FN int too_near(VI margin) { return any_hit(~margin); }
+LANE_FN TALLY tally_negative(TALLY tally, VI a, VI b) {
+  const VI zero = plain_set1_epi32(0);
+  return tally - (VI)(a < zero) - (VI)(b < zero);
+}
+LANE_FN VI least_past(VI margin, VI a, VI b) {
+  const PlainWords far = (PlainWords)plain_set1_epi32(-MARGIN_STEPS);
+  return margin | (VI)((PlainWords)a >= far) | (VI)((PlainWords)b >= far);
+}
+LANE_FN int too_near(VI margin) { return any_hit(margin); }
+LANE_FN int too_near_zero(VI margin) { return any_hit(~margin); }
+LANE_FN int all_finite(VF v) { return !any_hit(~(VI)(v <= plain_set1_ps(FLT_MAX))); }
 LANE_FN MASK ordinary(VF r, VF c, VF r_mask, VF c_mask) {
   const VF top = plain_set1_ps(FLT_MAX);
   return (VI)(ABS(r) <= top) & (VI)(ABS(c) <= top) & (VI)(r != r_mask) & (VI)(c != c_mask);

@@ -102,6 +102,29 @@ LANE_FN __m128i fold_bits(VI v, int least) {
 LANE_FN int64_t count_lanes(VI v) { return _mm_cvtsi128_si32(fold_bits(v, 0)); }
 LANE_FN uint32_t least_lane(VI v) { return (uint32_t)_mm_cvtsi128_si32(fold_bits(v, 1)); }
 
+#undef WORD_ENDS
+#define WORD_ENDS 1 /* sixteen-bit words have minima and maxima of their own */
+LANE_FN __m128i half_of_words(VI v, int least) {
+#if WIDTH == 16
+  __m256i a = _mm512_castsi512_si256(v), b = _mm512_extracti64x4_epi64(v, 1);
+  __m256i h = least ? _mm256_min_epu16(a, b) : _mm256_max_epi16(a, b);
+#else
+  __m256i h = v;
+#endif
+  __m128i c = _mm256_castsi256_si128(h), d = _mm256_extracti128_si256(h, 1);
+  return least ? _mm_min_epu16(c, d) : _mm_max_epi16(c, d);
+}
+LANE_FN unsigned least_code(VI v) { return (unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(half_of_words(v, 1))) & 0xFFFF; }
+LANE_FN unsigned greatest_word(VI v) { /* signed; turned about, it is the least of codes */
+  __m128i turned = _mm_xor_si128(half_of_words(v, 0), _mm_set1_epi16(0x7FFF));
+  return ((unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(turned)) & 0xFFFF) ^ 0x7FFF;
+}
+TARGET static unsigned least_code_of(const uint8_t *p, int64_t n) {
+  VI least = OP(set1_epi32)(-1);
+  for (int64_t i = 0; i < n; i += 2 * WIDTH) least = OP(min_epu16)(least, load_bits(p + 2 * i));
+  return least_code(least);
+}
+
 /* Which lanes hold an error (AVX-512), or hold none (AVX2): each what its instructions like better. */
 #undef SPLIT
 #undef MASK
@@ -145,58 +168,79 @@ LANE_FN TALLY tally_errors(TALLY tally, SPLIT s) {
 #endif
 }
 
-LANE_FN unsigned above_word(VF a, VF b) {
+LANE_FN TALLY tally_zeros(TALLY tally, VF v) { return tally + WIDTH - tally_errors(0, split(v)); }
+LANE_FN int64_t tallied(TALLY tally) { return tally; }
+LANE_FN int any_hit(HIT hit) { return hit != 0; }
+
+/* One mark per two vectors, as many bytes as a mask has. */
+enum { NAME(MARK) = WIDTH / 8 };
+LANE_FN HIT mark(HIT any, uint8_t *marks, int64_t i, VF rel, VF limit, VF ae, VF least) {
 #if WIDTH == 16
-  return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+  unsigned here = _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(rel, limit, _CMP_GT_OQ), ae, least, _CMP_GT_OQ);
+  uint16_t two = (uint16_t)here;
+  memcpy(marks + 2 * i, &two, 2);
+  return any | here;
 #else
-  return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ));
+  unsigned here = (unsigned)_mm256_movemask_ps(
+    _mm256_and_ps(_mm256_cmp_ps(rel, limit, _CMP_GT_OQ), _mm256_cmp_ps(ae, least, _CMP_GT_OQ)));
+  marks[i] = (uint8_t)here;
+  return any | here;
 #endif
 }
 
-LANE_FN TALLY tally_above(TALLY tally, VF a, VF b) { return tally + __builtin_popcount(above_word(a, b)); }
-LANE_FN TALLY tally_zeros(TALLY tally, VF v) { return tally + WIDTH - tally_errors(0, split(v)); }
-LANE_FN int64_t tallied(TALLY tally) { return tally; }
-LANE_FN HIT hit_above(HIT hit, VF a, VF b) { return hit | above_word(a, b); }
-LANE_FN int any_hit(HIT hit) { return hit != 0; }
-
-/* Steps from one magnitude to another; where there is no error, all ones (AVX2) or masked later (AVX-512). */
+/* Steps from one magnitude to another; where there is no error, all ones. */
 LANE_FN VI steps_past(SPLIT s, VF ae, VF allowed) {
-  VI past = OP(sub_epi32)(AS_BITS(ae), AS_BITS(allowed));
 #if WIDTH == 16
-  (void)s;
-  return past;
+  return _mm512_mask_sub_epi32(_mm512_set1_epi32(-1), s, AS_BITS(ae), AS_BITS(allowed));
 #else
-  return _mm256_or_si256(past, AS_BITS(s));
+  return _mm256_or_si256(_mm256_sub_epi32(AS_BITS(ae), AS_BITS(allowed)), AS_BITS(s));
 #endif
 }
 
 /* Steps of zero are counted or not: such a block is counted again. */
-LANE_FN TALLY tally_past(TALLY tally, VI past, VF ae, VF allowed) {
+LANE_FN TALLY tally_past(TALLY tally, VI past) {
 #if WIDTH == 16
-  (void)past;
-  return tally_above(tally, ae, allowed);
+  return tally + 16 - __builtin_popcount(_mm512_movepi32_mask(past));
 #else
-  (void)ae, (void)allowed;
   return tally + 8 - __builtin_popcount((unsigned)_mm256_movemask_ps(AS_FLOAT(past)));
 #endif
 }
 
-/* The least of unsigned distances; where the two sides are equal there is none to speak of. */
-LANE_FN VI nearer(VI margin, SPLIT s, VI past) {
+LANE_FN VI nearer(VI margin, VI past) { return OP(min_epu32)(margin, past); }
+LANE_FN int too_near_zero(VI margin) { return least_lane(margin) <= MARGIN_STEPS; }
+LANE_FN int all_finite(VF v) {
+  const VF top = OP(set1_ps)(FLT_MAX);
 #if WIDTH == 16
-  return _mm512_mask_min_epu32(margin, s, margin, past);
+  return _mm512_cmp_ps_mask(v, top, _CMP_NLE_UQ) == 0;
 #else
-  (void)s;
-  return _mm256_min_epu32(margin, past);
+  return _mm256_movemask_ps(_mm256_cmp_ps(v, top, _CMP_NLE_UQ)) == 0;
 #endif
 }
 
-LANE_FN int too_near(VI margin) {
-  const VI steps = OP(set1_epi32)(MARGIN_STEPS);
+LANE_FN TALLY tally_words(TALLY tally, VI a, VI b) {
 #if WIDTH == 16
-  return _mm512_cmp_epu32_mask(margin, steps, _MM_CMPINT_LE) != 0;
+  return tally + __builtin_popcount(_mm512_cmpneq_epi16_mask(a, b));
 #else
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_min_epu32(margin, steps), margin)) != 0;
+  return tally + 16 - __builtin_popcount((unsigned)_mm256_movemask_epi8(_mm256_cmpeq_epi16(a, b)) & 0x55555555u);
+#endif
+}
+
+/* How many of two vectors are negative; clipped to sixteen bits, signs and small numbers stay. */
+LANE_FN TALLY tally_negative(TALLY tally, VI a, VI b) {
+  VI v = OP(packs_epi32)(a, b);
+#if WIDTH == 16
+  return tally + __builtin_popcount(_mm512_movepi16_mask(v));
+#else
+  return tally + __builtin_popcount((unsigned)_mm256_movemask_epi8(v) & 0xAAAAAAAAu);
+#endif
+}
+LANE_FN VI least_past(VI margin, VI a, VI b) { return OP(max_epu16)(margin, OP(packs_epi32)(a, b)); }
+LANE_FN int too_near(VI margin) {
+  const VI steps = OP(set1_epi16)(-MARGIN_STEPS);
+#if WIDTH == 16
+  return _mm512_cmp_epu16_mask(margin, steps, _MM_CMPINT_NLT) != 0;
+#else
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(margin, steps), margin)) != 0;
 #endif
 }
 
