@@ -6,8 +6,8 @@ JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEV_PACKAGES := pytest hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash transformers
-BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja
-SOURCES := $(shell find src -name '*.py' -o -name '*.[ch]')
+BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
+SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]') compat/pyproject.toml
 
 .PHONY: help install demo test test-all lint bench clean
 help:
@@ -29,6 +29,8 @@ $(VENV)/.packages: pyproject.toml constraints.txt Makefile
 # which is more than `driftline --help` takes.
 $(VENV)/.installed: $(VENV)/.packages CMakeLists.txt README.md $(SOURCES)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation '.[torch]'
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./compat
+	rm -rf compat/build
 	touch $@
 
 install: $(VENV)/.installed

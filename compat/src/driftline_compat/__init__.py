@@ -1,0 +1,1 @@
+"""The commands of older tools, handed on to `driftline`."""

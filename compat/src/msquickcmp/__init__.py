@@ -1,0 +1,1 @@
+"""`msquickcmp`: only the labels of its `pta_acl_cmp`."""

@@ -1,0 +1,1 @@
+"""Labels of tensors to compare: see `compare`."""

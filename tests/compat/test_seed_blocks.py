@@ -1,0 +1,319 @@
+"""Every code block of the documents whose surfaces Driftline takes over, as far as it is built.
+
+Only models, paths and hardware are replaced; the import lines, names, options and their order are
+the documents' own. Programs are started as their readers would start them.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from driftline import open_run
+from driftline.testing.atb import write_bin
+from driftline.testing.ge_twins import Twins, traced, write_twins
+
+BIN = Path(sys.executable).parent
+
+MODEL = """
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+class Model(nn.Module):
+    def __init__(self, layers=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the commands on the path."""
+    for name in ("ait", "hook_result_checker.py"):
+        assert (BIN / name).exists(), "driftline-compat is not installed: make install"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "toy.py").write_text(MODEL)
+    return tmp_path
+
+
+def shell(line: str, *, typed: str = "", code: int = 0) -> str:
+    """Run a line as a person at a terminal would."""
+    done = subprocess.run(["bash", "-c", line], input=typed, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+class TestLabels:
+    """Labels in a PyTorch program: `ait debug compare aclcmp`."""
+
+    SCRIPT = """
+from msquickcmp.pta_acl_cmp.compare import set_task_id
+from patches.models import modeling_toy_model
+
+def chat():
+    history = []
+    while True:
+        set_task_id()
+        query = input("\\n用户：")
+        if query.strip() == "stop":
+            break
+        if query.strip() == "clear":
+            history = []
+        modeling_toy_model.answer(query)
+
+chat()
+"""
+    HIGH = """
+import torch
+
+def answer(query):
+    hidden_states = torch.arange(6.0)
+    acl_model_out = (hidden_states + 0.5,)
+    from msquickcmp.pta_acl_cmp.compare import set_label, gen_id
+    data_id = gen_id()
+    set_label("pta", data_id, hidden_states)
+    set_label("acl", data_id, acl_model_out[0])
+"""
+    LOW = """
+import torch
+
+def answer(query):
+    attention_output = torch.arange(6.0)
+    from msquickcmp.pta_acl_cmp.compare import set_label, gen_id
+    data_id = gen_id()
+    set_label("pta", data_id, data_val=attention_output)
+    set_label("acl", data_id, tensor_path="0_ChatGlm6BModelEncoderTorch/"
+    "0_ChatGlm6BLayerEncoderOperationGraphRunner"
+                    "/3_SelfAttentionOpsChatglm6bRunner/after/outTensor0.bin")
+    import os
+    folder = os.path.join(os.environ["ACLTRANSFORMER_HOME_PATH"], "tensors", str(os.getpid()),
+                          os.environ["AIT_CMP_TASK_ID"], "0_ChatGlm6BModelEncoderTorch",
+                          "0_ChatGlm6BLayerEncoderOperationGraphRunner",
+                          "3_SelfAttentionOpsChatglm6bRunner", "after")
+    os.makedirs(folder)
+    assert os.environ["ACLTRANSFORMER_SAVE_TENSOR"] == "1"
+    assert os.environ["ACLTRANSFORMER_SAVE_TENSOR_RUNNER"] == "SelfAttentionOpsChatglm6bRunner"
+    from pathlib import Path
+    from driftline.testing.atb import write_bin
+    write_bin(Path(folder) / "outTensor0.bin", attention_output.numpy())
+"""
+    COLUMNS = (
+        "data_id,pta_data_path,pta_dtype,pta_shape,acl_data_path,acl_dtype,acl_shape,cmp_flag,"
+        "cosine_similarity,max_relative_error,mean_relative_error,relative_euclidean_distance,"
+        "cmp_fail_reason"
+    )
+
+    @pytest.fixture
+    def example(self, desk: Path) -> Path:
+        (desk / "patches" / "models").mkdir(parents=True)
+        (desk / "main_performance.py").write_text(self.SCRIPT)
+        (desk / "run_performance.sh").write_text(f"{sys.executable} main_performance.py\n")
+        return desk
+
+    def test_labels_in_the_model_are_compared_round_by_round(self, example: Path) -> None:
+        (example / "patches" / "models" / "modeling_toy_model.py").write_text(self.HIGH)
+        shell(
+            'ait debug compare aclcmp --exec "bash run_performance.sh '
+            'patches/models/modeling_toy_model.py"',
+            typed="hello\nclear\nstop\n",
+            code=1,  # the two sides differ by half a unit, and that is said
+        )
+        tables = sorted(example.glob("*_cmp_result.csv"))
+        assert len(tables) == 2, "two rounds were answered"
+        for table in tables:
+            assert table.read_text(encoding="utf-8").splitlines()[0] == self.COLUMNS
+            (row,) = rows_of(table)
+            assert row["cmp_flag"] == "True"
+            assert float(row["relative_euclidean_distance"]) == pytest.approx((1.5 / 55) ** 0.5)
+
+    def test_a_tensor_inside_the_library_is_found_by_its_path(self, example: Path) -> None:
+        (example / "patches" / "models" / "modeling_toy_model.py").write_text(self.LOW)
+        shell(
+            f"""
+            export ACLTRANSFORMER_HOME_PATH={example / "acl"}
+            export ACLTRANSFORMER_SAVE_TENSOR=1
+            export ACLTRANSFORMER_SAVE_TENSOR_MAX=2
+            export ACLTRANSFORMER_SAVE_TENSOR_RUNNER=SelfAttentionOpsChatglm6bRunner
+            ait debug compare aclcmp --exec "bash run_performance.sh patches/models/x.py"
+            """,
+            typed="hello\nstop\n",
+        )
+        (table,) = example.glob("*_cmp_result.csv")
+        (row,) = rows_of(table)
+        assert row["cmp_flag"] == "True" and row["cmp_fail_reason"] == ""
+        assert float(row["cosine_similarity"]) == pytest.approx(1.0)
+
+
+class TestDumpAndCompare:
+    """`ait llm dump`, the hooks of `ait_llm`, `ait llm compare`."""
+
+    PROGRAM = "import torch\nfrom toy import Model\nModel().eval()(torch.ones(2, 8))\n"
+
+    def test_a_program_is_dumped_into_the_tree_of_its_document(self, desk: Path) -> None:
+        (desk / "patches" / "models").mkdir(parents=True)
+        (desk / "patches" / "models" / "modeling_toy.py").write_text(self.PROGRAM)
+        (desk / "run.sh").write_text(f'PYTHONPATH=".:$PYTHONPATH" {sys.executable} "$1"\n')
+        shell('ait llm dump --exec "bash run.sh patches/models/modeling_toy.py"')
+        (process,) = (desk / "ait_dump" / "torch_tensors").iterdir()
+        assert re.fullmatch(r"cpu_\d+", process.name)
+        assert (process / "model_tree.json").is_file()
+        assert (process / "0" / "root.layers.1.linear" / "output.pth").is_file()
+
+    def test_hooks_are_registered_as_the_document_writes(self, desk: Path) -> None:
+        (desk / "infer.py").write_text(
+            "import torch\n"
+            "from toy import Model\n"
+            "model = Model().eval()\n"
+            "from ait_llm import DumpConfig, register_hook\n"
+            'dump_config = DumpConfig(dump_path="./ait_dump")\n'
+            "register_hook(model, dump_config)  # model is the instance to be dumped\n"
+            "model(torch.ones(2, 8))\n"
+        )
+        shell(f"{sys.executable} infer.py")
+        (process,) = (desk / "ait_dump" / "ait_dump" / "torch_tensors").iterdir()
+        assert (process / "0" / "root" / "output.pth").is_file()
+        assert "layers.2.norm" in {r.key.site for r in open_run(process / "0").records}
+
+    def test_two_dumps_are_compared(self, desk: Path) -> None:
+        (desk / "infer.py").write_text(self.PROGRAM)
+        shell('ait llm dump --exec "python infer.py" -o golden')
+        faulty = self.PROGRAM.replace(
+            "Model().eval()(",
+            "m = Model().eval()\nwith torch.no_grad():"
+            "\n    m.layers[1].linear.weight.mul_(1.5)\nm(",
+        )
+        (desk / "infer.py").write_text(faulty)
+        shell('ait llm dump --exec "python infer.py" -o mine')
+        said = shell("ait llm compare --golden-path golden --my-path mine", code=1)
+        assert "layers.1.linear" in said
+        (report,) = desk.glob("ait_cmp_report_*.csv")
+        assert len(next(csv.reader(report.open(encoding="utf-8")))) == 22
+
+    def test_single_files_are_compared(self, desk: Path) -> None:
+        import torch
+
+        values = np.arange(12, dtype=np.float32).reshape(3, 4)
+        torch.save(torch.from_numpy(values), desk / "xx.pth")
+        write_bin(desk / "xx.bin", values)
+        shell("ait llm compare -gp xx.pth -mp xx.bin")
+        (report,) = desk.glob("ait_cmp_report_*.csv")
+        (row,) = rows_of(report)
+        assert float(row["cosine_similarity"]) == 1.0
+
+    def test_graph_dumps_are_compared(self, desk: Path) -> None:
+        twins = graph_twins(desk)
+        shell(f"ait llm compare --my-path {twins.ge} --golden-path {twins.fx}")
+        (report,) = desk.glob("ait_cmp_report_*.csv")
+        compared = [row for row in rows_of(report) if not row["cmp_fail_reason"]]
+        assert compared and all(float(row["cosine_similarity"]) > 0.999999 for row in compared)
+
+    def test_fused_and_unfused_graphs_are_compared(self, desk: Path) -> None:
+        fused = graph_twins(desk / "fused", fused=[["add", "relu"]]).ge
+        unfused = graph_twins(desk / "unfused").ge
+        shell(f"ait llm compare --my-path {fused} --golden-path {unfused}")
+        (report,) = desk.glob("ait_cmp_report_*.csv")
+        compared = [row for row in rows_of(report) if not row["cmp_fail_reason"]]
+        assert compared and all(float(row["cosine_similarity"]) > 0.999999 for row in compared)
+
+
+def graph_twins(folder: Path, fused: Sequence[Sequence[str]] = ()) -> Twins:
+    import torch
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + y) @ y.T
+
+    inputs = [torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(0, 2, 12).reshape(3, 4)]
+    return write_twins(traced(model, *inputs), inputs, folder, fused=fused)
+
+
+class TestSavingHook:
+    """The training hook and its checker."""
+
+    TRAINING = """
+import sys
+import torch
+from saving_hook import register_saving_hook
+from toy import Model
+
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+    def train(self):
+        for step in range(2):
+            self.model(torch.full((2, 8), 1.0 + step)).square().sum().backward()
+
+model = Model()
+if "scaled" in sys.argv:
+    with torch.no_grad():
+        model.layers[1].linear.weight.mul_(1.5)
+model = register_saving_hook(
+  model,
+  path=sys.argv[1],
+  target_class_names=['Linear', 'LayerNorm'],
+  max_saved_tensors=100,
+  max_saved_grads=200
+)
+trainer = Trainer(model)
+trainer.train()
+"""
+
+    def test_two_trainings_are_hooked_and_checked(self, desk: Path) -> None:
+        (desk / "train.py").write_text(self.TRAINING)
+        shell(f"{sys.executable} train.py ./tmp_tensors")
+        shell(f"{sys.executable} train.py ./tmp_tensors_0 scaled")
+        checker = BIN / "hook_result_checker.py"
+        shell(f"{sys.executable} {checker} --pathA tmp_tensors --pathB tmp_tensors_0")
+        rows = rows_of(desk / "tmp_tensors" / "tensors" / "compare_rst" / "rank_0_rst.csv")
+        assert list(rows[0]) == [
+            "tensor_name",
+            "cosine similarity",
+            "meanA",
+            "meanB",
+            "meanA - meanB",
+            "stdA",
+            "stdB",
+            "stdA - stdB",
+            "varA",
+            "varB",
+            "varA - varB",
+        ]
+        assert len(rows) == 12, "six layers, two micro steps"
+        changed = [row for row in rows if float(row["cosine similarity"]) < 0.9999]
+        assert changed and "tensor_idx_3" in changed[0]["tensor_name"]
+        assert (desk / "tmp_tensors" / "grads" / "compare_rst" / "rank_0_rst.csv").is_file()
+
+
+def test_a_command_that_is_not_built_is_said_in_a_sentence(desk: Path) -> None:
+    assert "does not answer" in shell("ait profile x", code=2)
+    assert "usage" in shell("ait")
