@@ -1,0 +1,221 @@
+"""Sharded against whole: two captured halves of an MLP against the MLP itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import driftline
+from driftline.alignment.door import AlignOptions, align_runs
+from driftline.alignment.placement import parse_placement
+from driftline.comparison.table import Table
+from driftline.errors import BadInput
+from driftline.runs.writer import RunWriter
+from driftline.testing.runs import record_into, run_of
+
+# A power of two in every value keeps sums exact, so that halves add up to the whole bit for bit.
+RULES = (
+    "up=shard(-1)",
+    "up/param=shard(0)",
+    "act=shard(2)",
+    "down/input=shard(2)",
+    "down/param/weight=shard(1)",
+    "down/output=partial(sum)",
+)
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+        self.up = nn.Linear(hidden, inner)
+        self.act = nn.ReLU()
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(self.norm(x))))
+
+
+def whole() -> tuple[Mlp, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Mlp(8, 16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-4, 5, parameter.shape).float() / 4)
+    return model, torch.randint(-4, 5, (2, 3, 8)).float() / 4
+
+
+def half(model: Mlp, rank: int) -> Mlp:
+    part = Mlp(8, 8)
+    cut = slice(8 * rank, 8 * rank + 8)
+    with torch.no_grad():
+        part.up.weight.copy_(model.up.weight[cut])
+        part.up.bias.copy_(model.up.bias[cut])
+        part.down.weight.copy_(model.down.weight[:, cut])
+    return part
+
+
+def captured(model: nn.Module, x: torch.Tensor, sink: RunWriter) -> None:
+    with driftline.capture(model, sink, levels=("modules", "params")), torch.no_grad():
+        model(x)
+    sink.close()
+
+
+def runs(tmp_path: Path, spoil: str = "") -> tuple[Path, Path]:
+    model, x = whole()
+    captured(model, x, RunWriter(tmp_path / "whole", seal_at_exit=False))
+    for rank in (0, 1):
+        part = half(model, rank)
+        given = x.clone()
+        with torch.no_grad():
+            if spoil == "up" and rank == 1:
+                part.up.weight[3] += 1.0
+            if spoil == "replica" and rank == 1:
+                given[0, 0, 0] += 1.0
+        writer = RunWriter(tmp_path / "halves", rank=rank, world_size=2, seal_at_exit=False)
+        captured(part, given, writer)
+    return tmp_path / "whole", tmp_path / "halves"
+
+
+def inner(table: Table) -> list[str]:
+    """Failing sites, in order; the root's own output is unreduced on each rank, so left out."""
+    return [f"{row.site}/{row.port}/{row.slot}" for row in table.failing]
+
+
+def test_halves_joined_and_summed_are_the_whole_bit_for_bit(tmp_path: Path) -> None:
+    reference, candidate = runs(tmp_path)
+    rules = (*RULES, "(root)/output=partial(sum)")
+    table = driftline.compare(reference, candidate, placements=rules)
+    assert table.verdict == "pass"
+    assert all(row.metrics["relative_l2"] == 0.0 for row in table.rows)
+    assert table.coverage.share == 1.0
+    recipes = {f"{row.site}/{row.port}/{row.slot}": row.candidate_recipe for row in table.rows}
+    assert recipes["up/output/0"] == "concat(axis 2) of 2 ranks"
+    assert recipes["up/param/weight"] == "concat(axis 0) of 2 ranks"
+    assert recipes["down/param/weight"] == "concat(axis 1) of 2 ranks"
+    assert recipes["down/output/0"] == "sum of 2 ranks"
+    assert any("2 ranks" in note for note in table.notes)
+
+
+def test_a_site_rule_takes_what_has_the_whole_shape_for_replicas(tmp_path: Path) -> None:
+    reference, candidate = runs(tmp_path)
+    table = driftline.compare(reference, candidate, placements=RULES)
+    inputs = [row for row in table.rows if (row.site, row.port) == ("up", "input")]
+    assert [row.candidate_rank for row in inputs] == [None, 1]
+    assert all(row.candidate_recipe == "" for row in inputs)
+
+
+def test_a_fault_inside_one_shard_is_found_at_its_site(tmp_path: Path) -> None:
+    reference, candidate = runs(tmp_path, spoil="up")
+    rules = (*RULES, "(root)/output=partial(sum)")
+    table = driftline.compare(reference, candidate, placements=rules)
+    assert table.first_site == "up"
+    assert inner(table)[0] == "up/param/weight"
+    output = next(row for row in table.rows if (row.site, row.port) == ("up", "output"))
+    assert int(output.metrics["max_abs_error_at"]) % 16 == 8 + 3
+
+
+def test_a_replica_that_differs_is_a_row_of_its_own(tmp_path: Path) -> None:
+    reference, candidate = runs(tmp_path, spoil="replica")
+    table = driftline.compare(reference, candidate, placements=RULES, sites=["norm"])
+    statuses = {(row.port, row.candidate_rank): row.status for row in table.rows}
+    assert statuses["output", None] == "pass"
+    assert statuses["output", 1] == "fail"
+
+
+def test_the_wrong_axis_does_not_pass(tmp_path: Path) -> None:
+    reference, candidate = runs(tmp_path)
+    table = driftline.compare(reference, candidate, placements=["up=shard(0)"], sites=["up"])
+    output = next(row for row in table.rows if row.port == "output")
+    assert output.status == "incomparable"
+    assert "the shapes differ: 2x3x16 against 4x3x8" in output.reason
+
+
+def test_a_sharded_reference_works_as_well(tmp_path: Path) -> None:
+    reference, candidate = runs(tmp_path)
+    rules = (*RULES, "(root)/output=partial(sum)")
+    table = driftline.compare(candidate, reference, placements=rules)
+    assert table.verdict == "pass"
+    assert table.coverage.share == 1.0
+    assert any(row.reference_recipe == "sum of 2 ranks" for row in table.rows)
+
+
+def test_without_a_placement_the_plan_says_what_is_missing(tmp_path: Path) -> None:
+    reference, candidate = runs(tmp_path)
+    plan = align_runs(driftline.open_run(reference), driftline.open_run(candidate))
+    assert any("--placement" in note for note in plan.notes)
+    assert {plan.reasons["candidate", record.key] for record in plan.extra} == {
+        "the reference has no rank 1"
+    }
+
+
+def test_a_rank_that_lacks_its_shard_is_said() -> None:
+    x = np.ones((2, 4), np.float32)
+    whole_run = run_of({"a": x, "b": x})
+    sharded = _two_ranks({"a": x[:, :2], "b": x[:, :2]}, {"a": x[:, 2:]})
+    plan = align_runs(whole_run, sharded, AlignOptions(placements=("a=shard(1)", "b=shard(1)")))
+    trouble = {pair.reference.key.site: pair.trouble for pair in plan.pairs}
+    assert trouble["a"] == ""
+    assert "only rank 0 of 2 has it" in trouble["b"]
+
+
+def test_uneven_shards_are_joined() -> None:
+    x = np.arange(10, dtype=np.float32).reshape(2, 5)
+    table = driftline.compare(
+        run_of({"a": x}), _two_ranks({"a": x[:, :3]}, {"a": x[:, 3:]}), placements=["a=shard(1)"]
+    )
+    assert table.rows[0].metrics["different"] == 0
+
+
+def test_ranks_that_only_have_other_numbers_pair_in_order(tmp_path: Path) -> None:
+    x = np.arange(4, dtype=np.float32)
+    writer = RunWriter(tmp_path / "run", rank=5, world_size=8, seal_at_exit=False)
+    record_into(writer, "a", x)
+    writer.close()
+    table = driftline.compare(run_of({"a": x}), tmp_path / "run")
+    assert table.verdict == "pass"
+    assert table.rows[0].candidate_rank == 5
+    assert table.notes == ("ranks of the candidate, in order: 5 is 0",)
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "a=", "=shard(1)", "a=shard", "a=shard(x)", "a=split(1)", "a=partial(mean)"]
+)
+def test_a_text_that_is_no_placement_is_refused(text: str) -> None:
+    with pytest.raises(BadInput):
+        parse_placement(text)
+
+
+def test_a_placement_that_covers_nothing_is_refused(tmp_path: Path) -> None:
+    reference, candidate = runs(tmp_path)
+    with pytest.raises(BadInput, match="covers no tensor"):
+        driftline.compare(reference, candidate, placements=["upp=shard(1)"])
+
+
+def test_a_placement_for_two_single_ranks_is_refused() -> None:
+    run = run_of({"a": np.ones(2)})
+    with pytest.raises(BadInput, match="one rank only"):
+        driftline.compare(run, run, placements=["a=shard(0)"])
+
+
+def _two_ranks(*ranks: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]):
+    from driftline.alignment.sides import SeenRun
+
+    whole_run = run_of(
+        {
+            f"{name}.{rank}": values
+            for rank, held in enumerate(ranks)
+            for name, values in held.items()
+        }
+    )
+    records = [
+        record._replace(
+            key=record.key._replace(site=record.key.site[:-2], rank=int(record.key.site[-1]))
+        )
+        for record in whole_run.records
+    ]
+    return SeenRun(whole_run, records, {})
