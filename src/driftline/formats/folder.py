@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,22 @@ class Folder:
         self.not_entered: list[str] = []
         """What was not looked into, each with the reason."""
 
-    def files(self, below: str = "") -> Iterator[str]:
-        """Names of all files below a sub-folder, relative to this one, in natural order."""
-        yield from self._walk(f"{self._text}/{below}" if below else self._text, below, 0)
+    def files(
+        self, below: str = "", *, named: Callable[[str], object] = lambda name: False
+    ) -> Iterator[str]:
+        """Names of all files below a sub-folder, relative to this one, in natural order.
 
-    def _walk(self, path: str, prefix: str, depth: int) -> Iterator[str]:
+        Args:
+            below: The sub-folder.
+            named: Says whether a name is that of a tensor file; what has such a name and is a pipe
+                or a folder is given too, so that it can be missed: opening it says what it is.
+        """
+        start = f"{self._text}/{below}" if below else self._text
+        yield from self._walk(start, below, 0, named)
+
+    def _walk(
+        self, path: str, prefix: str, depth: int, named: Callable[[str], object]
+    ) -> Iterator[str]:
         if depth > DEEPEST:
             self.not_entered.append(f"{prefix}: deeper than {DEEPEST} folders")
             return
@@ -89,15 +100,15 @@ class Folder:
             with os.scandir(path) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.name)
+                        (files if named(entry.name) else folders).append(entry.name)
                     elif entry.is_symlink():
                         name = f"{prefix}/{entry.name}" if prefix else entry.name
-                        if entry.is_dir():
+                        if _leads_to_a_folder(entry):
                             self.not_entered.append(f"{name}: a link to a folder, not followed")
                             continue
                         self._links.add(name)
                         files.append(entry.name)
-                    elif entry.is_file(follow_symlinks=False):
+                    elif entry.is_file(follow_symlinks=False) or named(entry.name):
                         files.append(entry.name)
                     else:
                         name = f"{prefix}/{entry.name}" if prefix else entry.name
@@ -111,7 +122,7 @@ class Folder:
         folders.sort(key=natural)
         for name in folders:
             inner = f"{prefix}/{name}" if prefix else name
-            yield from self._walk(f"{path}/{name}", inner, depth + 1)
+            yield from self._walk(f"{path}/{name}", inner, depth + 1, named)
 
     def open(self, name: str) -> tuple[int, int]:
         """A descriptor and the size of one file; the caller closes it.
@@ -177,6 +188,13 @@ class Folder:
             return np.frombuffer(mapped, np.uint8, length, start - page)
         finally:
             os.close(file)
+
+
+def _leads_to_a_folder(link: os.DirEntry[str]) -> bool:
+    try:
+        return link.is_dir()
+    except OSError:  # a link to itself; the file's reader says so
+        return False
 
 
 def pread(file: int, length: int, start: int) -> bytes:

@@ -112,7 +112,7 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_Found]:
     places: dict[str, Place] = {}
     found: list[_Found] = []
     strange = 0
-    for file in folder.files():
+    for file in folder.files(named=_FILE.fullmatch):
         head, _, name = file.rpartition("/")
         match = _FILE.fullmatch(name)
         if match is None:

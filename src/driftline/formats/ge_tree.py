@@ -101,6 +101,10 @@ def parse_name(name: str) -> OpFile | None:
     return OpFile(parts[0], op_name, int(parts[task]), int(parts[at])) if parts[0] else None
 
 
+def _is_operator(name: str) -> bool:
+    return not name.lower().endswith(LEFT_ALONE) and parse_name(name) is not None
+
+
 def _is_number(part: str) -> bool:
     return part.isascii() and part.isdigit() and len(part) < 19
 
@@ -137,7 +141,7 @@ def sniff(path: Path) -> bool:
     for name in some_names(str(path), LEVELS + 1, SNIFFED):
         text = text or announced(name) is not None
         fx = fx or (name.endswith(".npy") and (".INPUT." in name or ".OUTPUT." in name))
-        if not name.lower().endswith(LEFT_ALONE) and parse_name(name) is not None:
+        if _is_operator(name):
             return True
     return text and not fx  # a compiler may leave its text beside an FX dump too
 
@@ -182,7 +186,7 @@ class _Dump:
         places: dict[str, Place] = {}
         renamed: dict[str, Mapping[str, str]] = {}
         strange: list[str] = []
-        for file in self.folder.files():
+        for file in self.folder.files(named=_is_operator):
             head, _, name = file.rpartition("/")
             text = announced(file)
             if text is not None:
