@@ -27,7 +27,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   VF sums[7] = {zero, zero, zero, zero, zero, zero, zero};
   VF min_r = OP(set1_ps)(INFINITY), max_r = OP(set1_ps)(-INFINITY);
   VI max_ae = AS_BITS(zero), max_rel = AS_BITS(zero); /* of what has no sign, as integers: those units are idle */
-  VI top_word = OP(set1_epi32)(INT32_MIN), top_code = AS_BITS(zero);
+  VI top_word = OP(set1_epi32)((int)0x80008000u), top_code = AS_BITS(zero);
   const int words = WORD_ENDS && r_kind != LANES_F32, alike = words && plain && r_kind == c_kind;
   TALLY differ = NO_TALLY, outside = NO_TALLY;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;

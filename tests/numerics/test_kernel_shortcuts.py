@@ -1,0 +1,116 @@
+"""What the pair kernel leaves out while it can: every way out of a shortcut is proven here."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numerics_tensors import encode
+from test_kernel_moments import FAST, PATHS, check
+
+from driftline.numerics.dtypes import DTYPES
+
+pytestmark = pytest.mark.skipif(not PATHS, reason="the C kernel was not built on this machine")
+
+COUNT = 9300
+PAIRS = [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
+TOLERANCES = [(0.0, 0.0), (1e-3, 1e-3), (0.0, 1e-2), (1e-3, 0.0)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("r", "c"), [*PAIRS, ("float32", "float32"), ("bfloat16", "float16")])
+def test_zeros_of_either_sign_on_either_side_are_no_difference(r: str, c: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal(COUNT)
+    b = a + 1e-2 * rng.standard_normal(COUNT)
+    first = int(rng.integers(COUNT))
+    both = (rng.random(COUNT) < 0.01) & (np.arange(COUNT) >= first)
+    a[both], b[both] = rng.choice([0.0, -0.0], both.sum()), rng.choice([0.0, -0.0], both.sum())
+    if seed % 2:
+        a[rng.random(COUNT) < 1e-3] = 0.0
+    atol, rtol = TOLERANCES[seed % 4]
+    check(
+        encode(a, DTYPES[r]),
+        DTYPES[r],
+        encode(b, DTYPES[c]),
+        DTYPES[c],
+        COUNT,
+        atol=atol,
+        rtol=rtol,
+    )
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("r", "c"), [*PAIRS, ("float16", "bfloat16")])
+def test_extremes_of_tensors_with_one_sign_are_found(r: str, c: str, sign: float) -> None:
+    rng = np.random.default_rng(7)
+    a = sign * np.exp(rng.standard_normal(COUNT))
+    a[5000:] = rng.standard_normal(COUNT - 5000)
+    b = a * (1 + 1e-3 * rng.standard_normal(COUNT))
+    check(encode(a, DTYPES[r]), DTYPES[r], encode(b, DTYPES[c]), DTYPES[c], 5000)
+    check(encode(a, DTYPES[r]), DTYPES[r], encode(b, DTYPES[c]), DTYPES[c], COUNT, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("most", [1, 2, 5, 300])
+def test_the_greatest_ulp_distance_is_found_wherever_it_stands(name: str, most: int) -> None:
+    dtype = DTYPES[name]
+    rng = np.random.default_rng(most)
+    for spread in (0.0, 2.0, 8.0):
+        a = encode(rng.standard_normal(COUNT) * np.exp(spread * rng.standard_normal(COUNT)), dtype)
+        a = a.view(np.uint32 if name == "float32" else np.uint16)
+        steps = rng.integers(-1, 2, COUNT)
+        for at in rng.integers(0, COUNT, 3):
+            steps[at] = rng.integers(-most, most + 1)
+        b = (a.astype(np.int64) + steps).astype(a.dtype)
+        flipped = rng.integers(0, COUNT, most % 4)
+        top = a.dtype.type(1 << (8 * a.itemsize - 1))
+        b[flipped] ^= top
+        for atol, rtol in TOLERANCES:
+            check(
+                a.view(encode(np.zeros(1), dtype).dtype),
+                dtype,
+                b.view(encode(np.zeros(1), dtype).dtype),
+                dtype,
+                COUNT,
+                atol=atol,
+                rtol=rtol,
+            )
+
+
+@pytest.mark.parametrize(("r", "c"), [*PAIRS, ("float32", "float32")])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-39])
+def test_a_tolerance_that_is_met_exactly_is_counted_exactly(r: str, c: str, scale: float) -> None:
+    rng = np.random.default_rng(11)
+    a = rng.integers(-40, 41, COUNT) * scale
+    b = a + rng.integers(-3, 4, COUNT) * scale
+    a[:3000] += rng.standard_normal(3000)
+    b[:3000] = a[:3000] + rng.standard_normal(3000)
+    for atol, rtol in [(scale, 0.0), (2 * scale, 0.0), (0.0, 0.05), (0.0, 0.1), (scale, 0.05)]:
+        check(
+            encode(a, DTYPES[r]),
+            DTYPES[r],
+            encode(b, DTYPES[c]),
+            DTYPES[c],
+            COUNT,
+            atol=atol,
+            rtol=rtol,
+        )
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_one_value_that_is_not_finite_costs_no_other_value(name: str) -> None:
+    dtype = DTYPES[name]
+    rng = np.random.default_rng(13)
+    a = rng.standard_normal(COUNT)
+    b = a + 1e-2 * rng.standard_normal(COUNT)
+    for at in (0, 1, 255, 256, 511, 512, 1023, 3583, 3584, 4095, 4096, 8191, 8192, COUNT - 1):
+        for odd in (math.nan, math.inf, -math.inf, dtype.lowest):
+            for r_odd, c_odd in ((odd, None), (None, odd), (odd, odd)):
+                x, y = a.copy(), b.copy()
+                if r_odd is not None:
+                    x[at] = r_odd
+                if c_odd is not None:
+                    y[at] = c_odd
+                check(encode(x, dtype), dtype, encode(y, dtype), dtype, COUNT, atol=1e-2, rtol=1e-2)
