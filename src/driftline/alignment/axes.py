@@ -111,10 +111,12 @@ def merges(fine: Shape, coarse: Shape) -> bool:
     >>> merges((2, 5, 8), (10, 8)), merges((2, 5, 8), (8, 10)), merges((4, 6), (6, 4))
     (True, False, False)
     """
+    if 0 in fine or 0 in coarse:
+        return [size for size in fine if size != 1] == [size for size in coarse if size != 1]
     sizes = iter([size for size in fine if size != 1])
     for goal in (size for size in coarse if size != 1):
         product = 1
-        while product < goal or (goal == 0 and product != 0):
+        while product < goal:
             size = next(sizes, None)
             if size is None:
                 return False

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from driftline.alignment.axes import is_weight
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import JOINING, Recipe, Source, Step, start
+from driftline.comparison.metrics.catalogue import KNOWN
 from driftline.comparison.values import ValuePair
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES, DType, to_float64, unpack_nibbles, value_table
@@ -75,6 +77,27 @@ def open_cooked(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
         )
     count = math.prod(here.shape)
     return ValuePair(here.values, here.dtype, there.values, there.dtype, count, here.shape)
+
+
+def said_of_a_square(pair: Pair, values: ValuePair, relative_l2: float) -> str:
+    """A remark on a square weight that is far off as it is and agrees the other way round.
+
+    Its shape cannot say how it lies. Nothing is chosen: the row stays what it is.
+    """
+    if not is_weight(pair.reference) or values.shape is None or values.reference_dtype.bits == 4:
+        return ""
+    if values.candidate_dtype.bits == 4:
+        return ""
+    turned = np.ascontiguousarray(values.candidate.reshape(values.shape).T).reshape(-1)
+    moments = values._replace(candidate=turned).moments(0, values.count, atol=0.0, rtol=0.0)
+    derive = KNOWN["relative_l2"].derive
+    found = None if derive is None else derive(moments)
+    if found is None or not found <= relative_l2 / 10:
+        return ""
+    return (
+        f"ambiguous: transposed it would agree better (relative_l2 {found:.3g}), and being square "
+        "its shape cannot say how it lies; a plan with a transpose step decides"
+    )
 
 
 def _made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:

@@ -41,6 +41,8 @@ Elementwise = Callable[[str, str], tuple[float, float]]
 
 _LARGE = 64 << 20
 """Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
+_FAR_OFF = 0.1
+"""A relative L2 from which on a square weight is also looked at the other way round."""
 _ABOUT = ("id", "command", "argv", "created", "versions", "framework", "devices", "git", "seeds")
 _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
 
@@ -238,6 +240,10 @@ class _Work:
                 found = measure_values(values, found, self.metrics, notes)
         else:
             found = measure_values(values, found, self.metrics, notes)
+        if values.is_square and (off := found.get("relative_l2", 0.0)) > _FAR_OFF:
+            from driftline.comparison.cooking import said_of_a_square
+
+            notes += filter(None, [said_of_a_square(pair, values, off)])
         measured = row.measured("values" if values.shape is not None else "sample", found)
         return measured._replace(reason="; ".join(notes)) if notes else measured
 

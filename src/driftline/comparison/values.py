@@ -61,6 +61,11 @@ class ValuePair(NamedTuple):
             rtol=rtol,
         )
 
+    @property
+    def is_square(self) -> bool:
+        """Whether it is a matrix that has the same shape when it lies the other way round."""
+        return self.shape is not None and len(self.shape) == 2 and self.shape[0] == self.shape[1]
+
     def decoded(self) -> tuple[F64, F64]:
         """Both sides as flat float64, mask sentinels as -inf; a complex number is two reals."""
         return (
