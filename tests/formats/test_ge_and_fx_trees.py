@@ -13,7 +13,7 @@ import driftline
 from driftline.errors import DriftlineError
 from driftline.formats.fx_tree import parse_place as fx_place
 from driftline.formats.ge_graph import GraphNode, parse_graph
-from driftline.formats.ge_tree import OpFile, parse_name
+from driftline.formats.ge_names import OpFile, parse_name
 from driftline.formats.opening import open_run
 from driftline.formats.prototext import NotText, unquoted, walk
 from driftline.testing.ge import GeDump, ge_bytes, graph_text, write_fx

@@ -14,23 +14,16 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from driftline.errors import BadFile
 from driftline.formats.atb_types import ElementType, format_name, recode, type_named
 from driftline.formats.folder import Folder, pread
+from driftline.formats.ge_message import GeFile, GeTensor, parse
 from driftline.formats.private_layouts import PLAIN, Rearrangement, rearrangement
-from driftline.formats.protowire import (
-    BYTES,
-    VARINT,
-    Malformed,
-    expect,
-    fields,
-    numbers,
-    text,
-)
+from driftline.formats.protowire import Malformed
 from driftline.formats.tree import Leaf, TreeRun
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.inside import reason_of
@@ -42,8 +35,6 @@ NAME = "ge"
 LONGEST_HEADER = 16 << 20
 LONGEST_BARE = 1 << 30
 """Old files keep the data inside the message, which has to be read to find them."""
-MOST_TENSORS = 4096
-MOST_DIMENSIONS = 64
 FIRST_READ = 4096
 MODERN = "2.0"
 
@@ -56,50 +47,6 @@ GE_TYPES: dict[int, ElementType] = {
     code: kind for code, name in enumerate(_NAMES.split()) if (kind := type_named(name)) is not None
 }
 """The graph engine's own numbering of types; undefined is read as int8, a resource as int64."""
-
-
-class GeTensor(NamedTuple):
-    """One input or output, as the header describes it.
-
-    Attributes:
-        port: Which side.
-        position: On that side, from 0.
-        data_type: A key of `GE_TYPES`, or something unknown.
-        format: Code of the storage layout.
-        shape: As stored; None when the header has none.
-        original: The shape before the layout was changed; None when the header has none.
-        size: Bytes in the file, padding included.
-        offset: Where they begin.
-    """
-
-    port: Literal["input", "output"]
-    position: int
-    data_type: int
-    format: int
-    shape: tuple[int, ...] | None
-    original: tuple[int, ...] | None
-    size: int
-    offset: int
-
-
-class GeFile(NamedTuple):
-    """A header.
-
-    Attributes:
-        version: `2.0` for files with their data behind the header.
-        dump_time: In microseconds since 1970, as a rule.
-        op_name: The operator's true name.
-        tensors: Inputs, then outputs.
-        others: How many buffers and workspaces lie behind them; they are no tensors.
-        total: Bytes that the header accounts for, itself included.
-    """
-
-    version: str
-    dump_time: int
-    op_name: str
-    tensors: tuple[GeTensor, ...]
-    others: int
-    total: int
 
 
 class Reading(NamedTuple):
@@ -200,144 +147,62 @@ def _bare(file: int, size: int) -> GeFile | None:
         found = parse(pread(file, size, 0), 0, size, behind=False)
     except Malformed:
         return None
-    return found if found.version != MODERN and found.tensors else None
+    return found._replace(size=size) if found.version != MODERN and found.tensors else None
 
 
 def _checked(found: GeFile, size: int) -> GeFile:
     """Bytes beyond what the header accounts for would make every offset doubtful."""
     if found.total < size:
         raise Malformed(f"{size - found.total} bytes follow the data that its header speaks of")
-    return found
-
-
-def parse(data: bytes, at: int, end: int, *, behind: bool) -> GeFile:
-    """Read a `DumpData` message.
-
-    Args:
-        data: Holds the message.
-        at: Where it begins.
-        end: Where it ends.
-        behind: The tensors' bytes lie behind the message; otherwise inside it.
-
-    Raises:
-        Malformed: It is none.
-    """
-    version = op_name = ""
-    dump_time = others = spare = 0
-    inputs: list[GeTensor] = []
-    outputs: list[GeTensor] = []
-    for number, wire, start, stop in fields(data, at, end):
-        if number in (1, 6):
-            expect(number, wire, BYTES)
-            said = text(data, start, stop)
-            version, op_name = (said, op_name) if number == 1 else (version, said)
-        elif number == 2:
-            expect(number, wire, VARINT)
-            dump_time = start
-        elif number in (3, 4):
-            expect(number, wire, BYTES)
-            if len(inputs) + len(outputs) >= MOST_TENSORS:
-                raise Malformed(f"more than {MOST_TENSORS} tensors")
-            if number == 3:
-                outputs.append(_tensor(data, start, stop, "output", len(outputs)))
-            else:
-                inputs.append(_tensor(data, start, stop, "input", len(inputs)))
-        elif number in (5, 8):
-            expect(number, wire, BYTES)
-            others += 1
-            spare += _size_of_other(data, start, stop)
-    tensors: list[GeTensor] = []
-    offset = end
-    for tensor in (*inputs, *outputs):
-        if behind:
-            tensors.append(tensor._replace(offset=offset))
-            offset += tensor.size
-        else:
-            tensors.append(tensor)
-    total = offset + spare if behind else end
-    return GeFile(version, dump_time, op_name, tuple(tensors), others, total)
-
-
-_OUTPUT_FIELDS = {1: "data_type", 2: "format", 3: "shape", 5: "data", 6: "size", 7: "original"}
-_INPUT_FIELDS = {1: "data_type", 2: "format", 3: "shape", 4: "data", 5: "size", 6: "original"}
-
-
-def _tensor(
-    data: bytes, at: int, end: int, port: Literal["input", "output"], position: int
-) -> GeTensor:
-    names = _OUTPUT_FIELDS if port == "output" else _INPUT_FIELDS
-    data_type = layout = size = offset = inside = 0
-    shape: tuple[int, ...] | None = None
-    original: tuple[int, ...] | None = None
-    for number, wire, start, stop in fields(data, at, end):
-        name = names.get(number)
-        if name is None:
-            continue
-        expect(number, wire, BYTES if name in ("shape", "data", "original") else VARINT)
-        if name == "data_type":
-            data_type = start
-        elif name == "format":
-            layout = start
-        elif name == "size":
-            size = start
-        elif name == "data":
-            offset, inside = start, stop - start
-        elif name == "shape":
-            shape = _shape(data, start, stop)
-        else:
-            original = _shape(data, start, stop)
-    return GeTensor(port, position, data_type, layout, shape, original, inside or size, offset)
-
-
-def _shape(data: bytes, at: int, end: int) -> tuple[int, ...]:
-    sizes: list[int] = []
-    for field in fields(data, at, end):
-        if field[0] == 1:
-            numbers(data, field, sizes, MOST_DIMENSIONS)
-    return tuple(sizes)
-
-
-def _size_of_other(data: bytes, at: int, end: int) -> int:
-    size = 0
-    for number, wire, start, _ in fields(data, at, end):
-        if number == 3:
-            expect(number, wire, VARINT)
-            size = start
-    return size
+    return found._replace(size=size)
 
 
 def reading(tensor: GeTensor, file_size: int) -> Reading:
     """How to read a tensor, or why it cannot be read."""
-    kind = GE_TYPES.get(tensor.data_type)
+    how = _read_as(*tensor[2:7])
+    if not how.trouble and tensor.offset + how.kind.byte_count(how.stored) > file_size:
+        return _refused("the file is cut short before its end", how.kind, how.shape)
+    return how
+
+
+@functools.lru_cache(4096)
+def _read_as(
+    data_type: int,
+    layout: int,
+    shape: tuple[int, ...] | None,
+    original: tuple[int, ...] | None,
+    size: int,
+) -> Reading:
+    """What a description means; the operators of a dump share a few."""
+    kind = GE_TYPES.get(data_type)
     if kind is None:
-        return _refused(f"its element type has the number {tensor.data_type}, which is not known")
+        return _refused(f"its element type has the number {data_type}, which is not known")
     if not kind.dtype:
         return _refused(f"it holds elements of type {kind.name}, which are no numbers")
-    stored = tensor.shape
+    stored = shape
     if stored is None:
-        stored = (tensor.size * 8 // kind.bits,) if tensor.size else ()
+        stored = (size * 8 // kind.bits,) if size else ()
     if any(extent >= 1 << 63 for extent in stored):  # a negative number, written unsigned
         return _refused("its shape was not known when it was dumped")
     if any(extent > 1 << 48 for extent in stored):
         return _refused(f"its shape claims {max(stored)} elements along one axis")
     elements = math.prod(stored)
     needed = kind.byte_count(elements)
-    if needed > tensor.size:
-        if not tensor.size:
+    if needed > size:
+        if not size:
             return _refused("no values of it were dumped", kind, stored)
-        shape = "x".join(map(str, stored)) or "scalar"
-        why = f"its shape {shape} of {kind.name} needs {needed} bytes and it has {tensor.size}"
-        return _refused(why)
-    if tensor.offset + needed > file_size:
-        return _refused("the file is cut short before its end", kind, stored)
-    return _laid_out(tensor, kind, stored, elements)
+        sizes = "x".join(map(str, stored)) or "scalar"
+        return _refused(f"its shape {sizes} of {kind.name} needs {needed} bytes and it has {size}")
+    return _laid_out(format_name(layout), original or None, kind, stored, elements)
 
 
 def _laid_out(
-    tensor: GeTensor, kind: ElementType, stored: tuple[int, ...], elements: int
+    layout: str,
+    original: tuple[int, ...] | None,
+    kind: ElementType,
+    stored: tuple[int, ...],
+    elements: int,
 ) -> Reading:
-    layout = format_name(tensor.format)
-    original = tensor.original or None
     note = ""
     moved = rearrangement(layout, stored, original)
     packed = kind.recoded == "" and kind.bits < 8
@@ -369,14 +234,11 @@ def leaves_of(
     step: int = 0,
     rank: int = 0,
     process: int = 0,
-    file_size: int | None = None,
     events: list[dict[str, str]] | None = None,
 ) -> Iterator[Leaf]:
     """The tensors of a file as leaves of a run."""
-    if file_size is None:
-        file_size = folder.start(name, 0)[1]
     for tensor in file.tensors:
-        how = reading(tensor, file_size)
+        how = reading(tensor, file.size)
         key = TensorKey.of(site, tensor.port, str(tensor.position), step=step, rank=rank)
         if process:
             key = key._replace(process=process)

@@ -27,6 +27,17 @@ from driftline.formats.ge_graph import (
     parse_graph,
     topology,
 )
+from driftline.formats.ge_names import (
+    LEFT_ALONE,
+    WORLD,
+    OpFile,
+    Place,
+    flat,
+    is_number,
+    is_operator,
+    parse_name,
+    parse_place,
+)
 from driftline.formats.prototext import NotText
 from driftline.formats.protowire import Malformed
 from driftline.formats.tree import Leaf, TreeRun
@@ -38,39 +49,7 @@ NAME = "ge-dump"
 SNIFFED = 4000
 """So many names are looked at before a folder is said to be something else."""
 LEVELS = 6
-LEFT_ALONE = (".txt", ".npy", ".bin", ".csv", ".json", ".log", ".onnx", ".pbtxt", ".pb", ".md")
 MAPPING = "mapping.csv"
-
-_WORLD = re.compile(r"worldsize(\d+)_global_rank(\d+)", re.ASCII)
-_SESSION = re.compile(r"\d{14}", re.ASCII)
-_STAMP = re.compile(r"\d{13,20}", re.ASCII)
-_FLAT = re.compile(r"[./\\\s]")
-
-
-class OpFile(NamedTuple):
-    """What a file's name says.
-
-    Attributes:
-        class_name: Type of the operator.
-        op_name: Its name, flattened as file names need it.
-        task: Number of the task.
-        stamp: When it was dumped, in microseconds.
-    """
-
-    class_name: str
-    op_name: str
-    task: int
-    stamp: int
-
-
-class Place(NamedTuple):
-    """What a file's folders say: the graph and its number are empty where they say nothing."""
-
-    rank: int = 0
-    session: str = ""
-    graph: str = ""
-    graph_id: str = ""
-    step: int = 0
 
 
 class _Found(NamedTuple):
@@ -79,69 +58,13 @@ class _Found(NamedTuple):
     op: OpFile
 
 
-def parse_name(name: str) -> OpFile | None:
-    """`{type}.{name}.{task}[.{stream}].{stamp}[.{task type}.{context}.{thread}.{device}]`.
-
-    >>> parse_name("Add.Add_2.44.6.1706596912161941")
-    OpFile(class_name='Add', op_name='Add_2', task=44, stamp=1706596912161941)
-    """
-    parts = name.split(".")
-    for at in range(len(parts) - 1, 2, -1):
-        if _STAMP.fullmatch(parts[at]):
-            break
-    else:
-        return None
-    if len(parts) - 1 - at > 4 or not all(_is_number(part) for part in parts[at + 1 :]):
-        return None
-    if not _is_number(parts[at - 1]):
-        return None
-    with_stream = at >= 4 and _is_number(parts[at - 2])
-    task = at - 2 if with_stream else at - 1
-    op_name = ".".join(parts[1:task])
-    return OpFile(parts[0], op_name, int(parts[task]), int(parts[at])) if parts[0] else None
-
-
-def _is_operator(name: str) -> bool:
-    return not name.lower().endswith(LEFT_ALONE) and parse_name(name) is not None
-
-
-def _is_number(part: str) -> bool:
-    return part.isascii() and part.isdigit() and len(part) < 19
-
-
-def flat(op_name: str) -> str:
-    """A name as file names have it: dots, slashes and blanks are underscores."""
-    return _FLAT.sub("_", op_name)
-
-
-def parse_place(folders: list[str]) -> Place:
-    """What folders say, outermost first; folders above the dump do no harm."""
-    session = next(
-        (at for at in range(len(folders) - 1, -1, -1) if _SESSION.fullmatch(folders[at])), None
-    )
-    if session is None:
-        # Entered below the session, and moved away from it: read what is there from the end.
-        step = int(folders[-1]) if folders and _is_number(folders[-1]) else 0
-        named = len(folders) > 2 and _is_number(folders[-2]) and _is_number(folders[-1])
-        return Place(0, "", folders[-3], folders[-2], step) if named else Place(step=step)
-    above = _WORLD.fullmatch(folders[session - 1]) if session else None
-    below = folders[session + 1 :]
-    device = int(below[0]) if below and _is_number(below[0]) else 0
-    rank = int(above[2][:9]) if above else device
-    inner = below[1:]
-    step = int(inner[-1]) if inner and _is_number(inner[-1]) and len(inner) != 1 else 0
-    graph = inner[0] if inner else ""
-    graph_id = inner[1] if len(inner) > 2 else ""
-    return Place(rank, folders[session], graph, graph_id, step)
-
-
 def sniff(path: Path) -> bool:
     """Whether a folder holds operator files or graph texts, at any level of a dump."""
     text = fx = False
     for name in some_names(str(path), LEVELS + 1, SNIFFED):
         text = text or announced(name) is not None
         fx = fx or (name.endswith(".npy") and (".INPUT." in name or ".OUTPUT." in name))
-        if _is_operator(name):
+        if is_operator(name):
             return True
     return text and not fx  # a compiler may leave its text beside an FX dump too
 
@@ -186,7 +109,7 @@ class _Dump:
         places: dict[str, Place] = {}
         renamed: dict[str, Mapping[str, str]] = {}
         strange: list[str] = []
-        for file in self.folder.files(named=_is_operator):
+        for file in self.folder.files(named=is_operator):
             head, _, name = file.rpartition("/")
             text = announced(file)
             if text is not None:
@@ -237,7 +160,7 @@ class _Dump:
         place = self.folder.real
         for _ in range(LEVELS):
             name = place.name
-            if not (_is_number(name) or _WORLD.fullmatch(name) or _is_number(place.parent.name)):
+            if not (is_number(name) or WORLD.fullmatch(name) or is_number(place.parent.name)):
                 return
             place = place.parent
             try:
@@ -319,7 +242,6 @@ class _Dump:
                 step=place.step,
                 rank=place.rank,
                 process=process,
-                file_size=self._size(file),
                 events=self.events,
             )
             yield from inside
@@ -411,6 +333,6 @@ def _rank_of(text: GraphText) -> int | None:
     if text.rank is not None:
         return text.rank
     for part in reversed(text.file.split("/")[:-1]):
-        if found := _WORLD.fullmatch(part):
+        if found := WORLD.fullmatch(part):
             return int(found[2][:9])
     return None

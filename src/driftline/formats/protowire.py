@@ -6,20 +6,19 @@ believed is a `Malformed` with its reason; what the fields mean is not known her
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator
 from typing import Literal
 
-Buffer = bytes | mmap.mmap
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 LONGEST_VARINT = 10
+MOST_FIELDS = 65_536
+"""Of one message; nothing that is read here has a thousandth of it."""
 
 
 class Malformed(ValueError):
     """Bytes that are no such message, with the reason."""
 
 
-def varint(data: Buffer, at: int, end: int) -> tuple[int, int]:
+def varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     """A number and the position behind it.
 
     Raises:
@@ -37,44 +36,49 @@ def varint(data: Buffer, at: int, end: int) -> tuple[int, int]:
     raise Malformed(f"the number at byte {at} does not end before its message does")
 
 
-def fields(data: Buffer, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+def fields(data: bytes, at: int, end: int) -> list[tuple[int, int, int, int]]:
     """Every field of the message in `data[at:end]`: number, wire type, and its value.
 
-    Yields:
+    Returns:
         `(number, VARINT, value, 0)` for numbers, `(number, BYTES, start, stop)` for text, bytes,
         messages and packed lists, `(number, wire, start, stop)` for the fixed widths.
 
     Raises:
         Malformed: The message ends in the middle of something, or says something impossible.
     """
+    found: list[tuple[int, int, int, int]] = []
     while at < end:
-        tag = data[at]
+        if len(found) > MOST_FIELDS:
+            raise Malformed(f"more than {MOST_FIELDS} fields in one message")
         begin = at
-        if tag < 0x80:
-            at += 1
-        else:
-            tag, at = varint(data, at, end)
+        tag = data[at]
+        at += 1
+        if tag >= 0x80:
+            tag, at = varint(data, begin, end)
         number, wire = tag >> 3, tag & 7
         if number == 0:
             raise Malformed(f"byte {begin} opens a field of number 0")
-        if wire == VARINT:
-            value, at = varint(data, at, end)
-            yield number, VARINT, value, 0
-            continue
-        if wire == BYTES:
-            length, at = varint(data, at, end)
-        elif wire == FIXED64:
-            length = 8
-        elif wire == FIXED32:
-            length = 4
+        if wire in (VARINT, BYTES):
+            # Most numbers are one byte long: this loop is half of opening a large dump.
+            if at < end and data[at] < 0x80:
+                value = data[at]
+                at += 1
+            else:
+                value, at = varint(data, at, end)
+            if wire == VARINT:
+                found.append((number, VARINT, value, 0))
+                continue
+        elif wire in (FIXED64, FIXED32):
+            value = 8 if wire == FIXED64 else 4
         else:
             raise Malformed(f"field {number} at byte {begin} has wire type {wire}")
-        if length > end - at:
+        if value > end - at:
             raise Malformed(
-                f"field {number} at byte {begin} is {length} bytes long and {end - at} are left"
+                f"field {number} at byte {begin} is {value} bytes long and {end - at} are left"
             )
-        yield number, wire, at, at + length
-        at += length
+        found.append((number, wire, at, at + value))
+        at += value
+    return found
 
 
 def expect(number: int, wire: int, wanted: Literal[0, 2]) -> None:
@@ -87,7 +91,7 @@ def expect(number: int, wire: int, wanted: Literal[0, 2]) -> None:
         raise Malformed(f"field {number} has wire type {wire} instead of {wanted}")
 
 
-def numbers(data: Buffer, field: tuple[int, int, int, int], into: list[int], at_most: int) -> None:
+def numbers(data: bytes, field: tuple[int, int, int, int], into: list[int], at_most: int) -> None:
     """Add the value or values of a repeated number, packed or not.
 
     Raises:
@@ -105,7 +109,7 @@ def numbers(data: Buffer, field: tuple[int, int, int, int], into: list[int], at_
         raise Malformed(f"field {number} repeats more than {at_most} times")
 
 
-def text(data: Buffer, start: int, stop: int, longest: int = 65_536) -> str:
+def text(data: bytes, start: int, stop: int, longest: int = 65_536) -> str:
     """A string; strange bytes are replaced.
 
     Raises:
