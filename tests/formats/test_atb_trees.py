@@ -358,3 +358,27 @@ def test_the_twins_compute_the_same_model(tmp_path: Path) -> None:
     small = opened(tmp_path / "int8").get("5_LmHead").float64()
     error = np.linalg.norm(small - first) / np.linalg.norm(first)
     assert 1e-4 < error < 0.1
+
+
+def test_unreadable_files_are_rows_with_reasons_and_no_pass(tmp_path: Path) -> None:
+    model = toy_decoder(2)
+    atb_twin(tmp_path / "good", model, PROMPT)
+    dump = atb_twin(tmp_path / "hurt", model, PROMPT)
+    victim = dump.execution(0) / "1_Decoder_layer" / "after" / "outtensor0.bin"
+    victim.write_bytes(victim.read_bytes() * 2)
+    table = driftline.compare(tmp_path / "good", tmp_path / "hurt")
+    assert table.verdict == "fail" and "1 tensor could not be read" in table.finding
+    (row,) = [row for row in table.rows if row.status == "incomparable"]
+    assert row.key.site == "1_Decoder_layer" and "written twice" in row.reason
+
+
+def test_a_pass_by_statistics_alone_says_so(tmp_path: Path) -> None:
+    model = toy_decoder(2)
+    atb_twin(tmp_path / "good", model, PROMPT)
+    atb_twin(tmp_path / "figures", model, PROMPT, keep="statistics")
+    atb_twin(tmp_path / "wrong", model, PROMPT, keep="statistics", error=Error(1, factor=2.0))
+    table = driftline.compare(tmp_path / "good", tmp_path / "figures")
+    assert table.verdict == "pass" and "by max, min, mean and l2 alone" in table.finding
+    table = driftline.compare(tmp_path / "good", tmp_path / "wrong")
+    assert table.first is not None
+    assert table.first.key.site == "2_Decoder_layer.1_LinearOperation"

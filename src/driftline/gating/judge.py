@@ -26,6 +26,9 @@ from driftline.tolerance.defaults import (
 )
 from driftline.tolerance.limits import Tolerance
 
+LOST = "the values are lost"
+"""How the engine begins the reason of a pair of which a side should have values and has none."""
+
 
 def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     """The same table with every row's status decided, the verdict, and where the drift starts."""
@@ -48,6 +51,13 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
         finding = (
             f"only {coverage.share:.1%} of the tensors were compared, "
             f"{allowed.min_coverage:.1%} are asked for; what was compared agrees"
+        )
+    elif unread := [row for row in rows if row.reason.startswith(LOST)]:
+        verdict = "fail"
+        one = len(unread) == 1
+        finding = (
+            f"{len(unread)} tensor{'' if one else 's'} could not be read, '{unread[0].key.site}' "
+            f"{unread[0].key.port}{'' if one else ' for one'}; what was compared agrees"
         )
     return replace(
         table,
