@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from driftline import compare, open_run
-from driftline.errors import BadRun
+from driftline.errors import BadFile, BadRun
 from driftline.formats import npy, torchzip
 from driftline.formats.folder import Folder
 from driftline.formats.parts import describe
@@ -80,8 +80,8 @@ def test_unreadable_files_are_rows_with_reasons(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_after_it_was_opened_is_a_row_with_a_reason(tmp_path: Path) -> None:
     for side in ("a", "b"):
         (tmp_path / side).mkdir()
-        np.save(tmp_path / side / "x.npy", np.ones(100))
-        np.save(tmp_path / side / "y.npy", np.ones(100_000))
+        np.save(tmp_path / side / "x.npy", np.ones(20_000))
+        np.save(tmp_path / side / "y.npy", np.ones(200_000))
     ours = open_run(tmp_path / "a")
     for name in ("x", "y"):
         whole = (tmp_path / "a" / f"{name}.npy").read_bytes()
@@ -235,3 +235,42 @@ def test_a_hundred_thousand_damaged_torch_files_never_end_in_anything_but_none()
 def test_any_bytes_are_no_torch_file(content: bytes) -> None:
     found = torchzip.read_tensors(len(content), lambda length, at: content[at : at + length])
     assert found is None
+
+
+def _fuzz_in_a_folder(folder: Path, count: int) -> None:
+    """Damaged files of a dump: a member with a reason, or values; nothing else, and nothing huge."""
+    dice = random.Random(8)
+    arrays = [np.ones((3, 4), np.float32), np.zeros(5, np.int64), np.float16(2.0)]
+    wholes: list[tuple[str, bytes]] = []
+    for array in arrays:
+        stream = io.BytesIO()
+        np.save(stream, array)
+        wholes.append(("x.npy", stream.getvalue()))
+    for saved in (SAVED[0], SAVED[8]):
+        stream = io.BytesIO()
+        torch.save(saved, stream)
+        wholes.append(("x.pt", stream.getvalue()))
+    (folder / "x").mkdir()
+    tree = Folder(folder / "x")
+    for _ in range(count):
+        name, whole = dice.choice(wholes)
+        (folder / "x" / name).write_bytes(_hurt(dice, whole))
+        for member in describe(tree, name):
+            if member.trouble:
+                assert "\n" not in member.trouble
+                continue
+            try:
+                assert member.fetch().nbytes <= 1 << 20
+            except BadFile:
+                pass
+
+
+def test_damaged_files_of_a_dump_are_members_with_reasons(tmp_path: Path) -> None:
+    _fuzz_in_a_folder(tmp_path, 1000)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_damaged_files_of_a_dump_are_members_with_reasons(
+    tmp_path: Path,
+) -> None:
+    _fuzz_in_a_folder(tmp_path, 100_000)

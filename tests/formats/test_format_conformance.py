@@ -67,7 +67,7 @@ class TestTorchLegacy(FormatConformance):
         )
 
 
-LONG = 20_000
+LONG = 100_000
 
 
 @pytest.mark.slow

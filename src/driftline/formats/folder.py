@@ -1,8 +1,8 @@
 """A stranger's folder: its files by name, opened safely and read where they lie.
 
 Links are followed only to files inside the folder, folders behind links are not entered, pipes and
-devices are not opened. Knows no format. Small reads are reads and large ones are mapped: mapping
-costs 8 µs where reading a page costs 2.
+devices are not opened. Knows no format. Small ranges are read and large ones mapped: mapping 256 kB
+takes 68 µs, page faults included, and reading them 45.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ import numpy as np
 from driftline.runs.inside import open_inside
 
 DEEPEST = 64
-MAPPED_FROM = 1 << 17
+SMALL = 1 << 16
+KEPT_BYTES = 128 << 20
+"""Files up to `SMALL` bytes are read once, not twice, until so many bytes of a folder wait for use:
+opening a small file costs more than reading it."""
+MAPPED_FROM = 1 << 20
 """Ranges of at least so many bytes are mapped instead of read."""
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 _NUMBER = re.compile(r"(\d+)")
@@ -72,6 +76,8 @@ class Folder:
         self.real = path.resolve()
         self._text = str(path)
         self._links: set[str] = set()
+        self._kept: dict[str, bytes] = {}
+        self._room = KEPT_BYTES
         self.not_entered: list[str] = []
         """What was not looked into, each with the reason."""
 
@@ -141,13 +147,18 @@ class Folder:
         return file, about.st_size
 
     def start(self, name: str, length: int) -> tuple[bytes, int]:
-        """The first bytes of a file, and its size.
+        """The first bytes of a file, or all of a small one, and its size.
 
         Raises:
             OSError: It cannot be read.
         """
         file, size = self.open(name)
         try:
+            if length < size <= SMALL and size <= self._room:
+                whole = pread(file, size, 0)
+                self._kept[name] = whole
+                self._room -= size
+                return whole, size
             return os.read(file, length), size
         finally:
             os.close(file)
@@ -172,6 +183,10 @@ class Folder:
         Raises:
             OSError: It cannot be read, or ends before the last of them.
         """
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            self._room += len(kept)
+            return np.frombuffer(kept, np.uint8, length, start)
         if length < MAPPED_FROM and name not in self._links and ".." not in name:
             # What was a regular file when it was described is not looked at again: three calls.
             file = os.open(f"{self._text}/{name}", _FLAGS)

@@ -96,7 +96,7 @@ def _npy_values(folder: Folder, name: str, header: npy.Header) -> Array:
 def _values(folder: Folder, name: str, start: int, length: int) -> Array:
     try:
         return folder.values(name, start, length)
-    except OSError as trouble:
+    except (OSError, ValueError) as trouble:
         raise BadFile(f"{folder.path / name} cannot be read: {reason_of(trouble)}") from trouble
 
 
@@ -164,15 +164,28 @@ def _checked(folder: Folder, name: str) -> Path:
 def _through(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
     """The members of a format's reader, without what they keep open."""
     return [
-        member._replace(fetch=functools.partial(_once_more, members, path, at))
+        member._replace(fetch=functools.partial(_once_more, members, path, at, member))
         for at, member in enumerate(members(path))
     ]
 
 
 @functools.lru_cache(8)
-def _lately(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
+def _lately(
+    members: Callable[[Path], list[Member]], path: Path, changed: int, size: int
+) -> list[Member]:
+    """The members of the files read last; a file that changed is read again."""
+    del changed, size
     return members(path)
 
 
-def _once_more(members: Callable[[Path], list[Member]], path: Path, at: int) -> Array:
-    return _lately(members, path)[at].fetch()
+def _once_more(
+    members: Callable[[Path], list[Member]], path: Path, at: int, known: Member
+) -> Array:
+    try:
+        about = path.stat()
+        found = _lately(members, path, about.st_mtime_ns, about.st_size)
+    except OSError as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
+    if len(found) <= at or (found[at].dtype, found[at].shape) != (known.dtype, known.shape):
+        raise BadFile(f"{path} changed while it was read")
+    return found[at].fetch()

@@ -9,6 +9,7 @@ them here a tenth of that.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -171,8 +172,12 @@ def _data(source: _Source, header: int, length: int) -> int:
     return start
 
 
+@functools.lru_cache(256)
 def _unpickled(data: bytes) -> Any:
-    """Runs the pickle machine for containers, texts, numbers and tensors; nothing else."""
+    """Runs the pickle machine for containers, texts, numbers and tensors; nothing else.
+
+    Files of one dump hold the same few pickles: tensors of one type and shape differ in bytes only.
+    """
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
