@@ -105,7 +105,7 @@ def test_no_python_no_torch_and_no_module_are_told_apart(dump, workshop):
     dumped = dump(run=["bare.py"])
     assert dumped.code == 2
     assert "torch was imported, but no module was called" in dumped.err
-    assert "capture sees calls of torch.nn.Module" in dumped.err
+    assert "--level ops also sees operators" in dumped.err
 
 
 def test_filters_that_leave_nothing_are_named(dump, workshop):

@@ -106,3 +106,21 @@ def test_children_that_only_compute_are_processes_of_their_own(dump, workshop):
     assert sum("aten.neg" in ops for ops in by_process.values()) == 1
     assert sum("aten.exp" in ops for ops in by_process.values()) in (1, 2)
     assert not any({"aten.neg", "aten.exp"} <= ops for ops in by_process.values())
+
+
+def test_of_a_collective_only_what_it_sends_is_read(dump, workshop):
+    (workshop / "ranks.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method='file://' + os.path.abspath('meet'),\n"
+        "                        rank=0, world_size=1)\n"
+        "t = torch.ones(3)\n"
+        "dist.all_reduce(t)\n"
+        "out = [torch.empty(3)]\n"
+        "dist.all_gather(out, t)\n"
+        "print((t + out[0]).sum().item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    dumped = dump("--level", "ops", run=["ranks.py"])
+    assert dumped.code == 0, dumped.err
+    collective = [t.key for t in dumped.run.tensors() if "c10d" in t.key.site]
+    assert {(key.site, key.port) for key in collective} == {("(program)/c10d.allreduce_", "input")}

@@ -182,7 +182,9 @@ class OperatorTap:
             spot = None
             self._lost(func, error)
         result = func(*args, **kwargs)
-        if spot is not None and operator is not None and spot.output:
+        if spot is None or operator is None or operator.in_flight:
+            return result
+        if spot.output:
             try:
                 with undisturbed():
                     self._emit_outputs(spot, operator, visit, result)

@@ -54,6 +54,10 @@ _UNDECLARED_WRITES = {  # older operators that write where their schema does not
     "aten::cudnn_batch_norm": _RUNNING,
     "aten::miopen_batch_norm": _RUNNING,
 }
+# Collectives return before they are done. What they send can be read; what they receive cannot,
+# and most of c10d's take the memory to receive into as an argument among others.
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+_SENDERS = frozenset({"allreduce_", "allreduce_coalesced_", "reduce_", "send"})
 
 
 class Operator:
@@ -64,11 +68,13 @@ class Operator:
         unread: Arguments whose values before the call mean nothing.
         scratch: Positions of outputs that mean nothing.
         written: Position and name of arguments that are written but not returned.
+        in_flight: Its outputs are still being received when it returns.
         tensors: Positions of arguments that must be tensors: here no number stands for one.
     """
 
     __slots__ = (
-        *("arguments", "full_name", "name", "scratch", "silent", "tensors", "unread", "written"),
+        *("arguments", "full_name", "in_flight", "name", "scratch", "silent", "tensors"),
+        *("unread", "written"),
     )
 
     def __init__(self, func: Any) -> None:
@@ -81,7 +87,7 @@ class Operator:
             self.unread: frozenset[str] = frozenset()
             self.scratch: frozenset[int] = frozenset()
             self.tensors: tuple[int, ...] = ()
-            self.silent = False
+            self.silent = self.in_flight = False
             return
         self.name = str(schema.name).replace("::", ".", 1)
         self.full_name = f"{self.name}.{schema.overload_name or 'default'}"
@@ -111,3 +117,7 @@ class Operator:
             index for index, one in enumerate(schema.returns) if one.name in _SCRATCH
         )
         self.silent = bool(func.is_view) or str(schema.name) in _WITHOUT_VALUES
+        space = str(schema.name).partition("::")[0]
+        self.in_flight = space in _COLLECTIVES and short != "wait_tensor"
+        if space == "c10d" and short not in _SENDERS:
+            self.silent = True
