@@ -24,6 +24,7 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe
 from driftline.comparison.row import Number, Row
 from driftline.comparison.table import Table
+from driftline.dialects.ait_conversions import conversions_of
 from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.key import TensorKey
@@ -154,8 +155,21 @@ def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Ite
         pairs.setdefault(pair.reference.key, deque()).append(pair)
     alone = {record.key: record for record in plan.missing}
     extra = {record.key: record for record in plan.extra}
-    for at, row in enumerate(table.rows):
-        if row.status == "missing":
+    own = {
+        "missing": (reference, conversions_of(reference, METRICS)),
+        "extra": (candidate, conversions_of(candidate, METRICS)),
+    }
+    at = -1
+    for row in table.rows:
+        side = own.get(row.status)
+        if side is not None and row.key in side[1]:
+            run, conversion = side[0], side[1][row.key]
+            if conversion is None:  # the line of its input has said it
+                continue
+            pair, row = conversion
+            here = _Side(run, "reference").cells(row, (pair.reference,))
+            there = _Side(run, "candidate").cells(row, (pair.candidate,))
+        elif row.status == "missing":
             here, there = ours.cells(row, (alone[row.key],)), [""] * 6
         elif row.status == "extra":
             here, there = [""] * 6, theirs.cells(row, (extra[row.key],))
@@ -163,6 +177,7 @@ def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Ite
             pair = pairs[row.key].popleft()
             here = ours.cells(row, _sources(pair.reference, pair.reference_recipe))
             there = theirs.cells(row, _sources(pair.candidate, pair.candidate_recipe))
+        at += 1
         measured = [_cell(row.metrics.get(name)) for name in _MEASURED]
         yield [row.step, at, *here, *there, *measured, _reason(row)]
 
