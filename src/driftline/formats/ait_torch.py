@@ -117,6 +117,10 @@ def _folders(path: Path) -> list[str]:
         return []
 
 
+def _is_tensor(name: str) -> bool:
+    return name.endswith((".pth", ".pt"))
+
+
 def _has_tokens(path: Path) -> bool:
     return any(name.isdigit() and _has_modules(path / name) for name in _folders(path))
 
@@ -150,7 +154,7 @@ class _Reader:
         below = [str(process.token)] if process.token is not None else []
         for token in below or sorted(_folders(process.folder), key=natural):
             if token.isdigit():
-                for name in folder.files(token):
+                for name in folder.files(token, named=_is_tensor):
                     found += self._file(folder, name, places, int(token), rank, number)
         found.sort(key=lambda each: each[0])
         self.leaves += [each for _, each in found]
@@ -192,7 +196,7 @@ class _Reader:
                 key = TensorKey.of(site, line.port, line.slot, step=step, rank=rank)
                 record = line.record(key._replace(process=number), class_name)
                 yield _order(key, place), Leaf(record, source)
-        elif parts[-1].endswith((".pth", ".pt")):
+        elif _is_tensor(parts[-1]):
             key = ait_names.key_of(parts[-1].rpartition(".")[0], site, step, rank, number)
             if key is None:
                 self.note(f"{source} has a name that says nothing", rank, number)
@@ -209,7 +213,7 @@ class _Reader:
             paired = json.loads(folder.read(f"{GOLDEN}/{METADATA}", LARGEST_JSON))
         except (OSError, ValueError, RecursionError) as trouble:
             self.note(f"{GOLDEN}/{METADATA} cannot be read: {reason_of(trouble)}", rank, number)
-        for name in folder.files(GOLDEN):
+        for name in folder.files(GOLDEN, named=_is_tensor):
             parts = name.split("/")
             if len(parts) != 3 or not parts[1].isdigit() or not name.endswith(".pth"):
                 continue

@@ -40,8 +40,10 @@ def open(path: Path) -> TreeRun:
     """The prompts of the folder, by number, as one run."""
     folder = Folder(path)
     leaves: list[Leaf] = []
-    for name in _prompts(path):
-        leaves += _prompt(folder, name, int(name.removesuffix(".pt")))
+    for name in sorted(
+        filter(_PROMPT.fullmatch, folder.files(named=_PROMPT.fullmatch)), key=_number
+    ):
+        leaves += _prompt(folder, name, _number(name))
     if not leaves:
         raise BadFile(f"{path} holds no prompt")
     return TreeRun(path, NAME, leaves)
@@ -53,8 +55,12 @@ def _prompts(path: Path) -> list[str]:
             names = [entry.name for entry in entries if _PROMPT.fullmatch(entry.name)]
     except OSError:
         return []
-    # By number: as text, 10 would come before 2 and prompts would be paired wrongly.
-    return sorted(names, key=lambda name: int(name[:-3]))
+    return names
+
+
+def _number(name: str) -> int:
+    """By number: as text, 10 would come before 2, and prompts would be paired wrongly."""
+    return int(name.removesuffix(".pt"))
 
 
 def _prompt(folder: Folder, name: str, prompt: int) -> Iterator[Leaf]:

@@ -77,11 +77,15 @@ def _ranks_in(path: Path) -> list[str]:
     return sorted(names, key=lambda name: int(name[5:]))
 
 
+def _is_saved(name: str) -> bool:
+    return _TENSOR.fullmatch(name) is not None or _GRAD.fullmatch(name) is not None
+
+
 def _is_ranks(path: Path) -> bool:
     try:
         with os.scandir(path) as entries:
             for _, entry in zip(range(_LOOKED_AT), entries, strict=False):
-                if _TENSOR.fullmatch(entry.name) or _GRAD.fullmatch(entry.name):
+                if _is_saved(entry.name):
                     return True
     except OSError:
         pass
@@ -93,7 +97,7 @@ def _read(
 ) -> list[Leaf]:
     folder = Folder(place)
     known: list[tuple[int, str, str, str, str, int]] = []
-    for name in folder.files():
+    for name in folder.files(named=_is_saved):
         if found := _TENSOR.fullmatch(name):
             index, class_name, site, step = found.groups()
             known.append((int(index), name, site, "0", class_name, int(step)))

@@ -53,7 +53,7 @@ def open(path: Path) -> TreeRun:
     folder = Folder(path)
     if exported.is_there(path):
         return exported.open_exported(folder, NAME)
-    names = [name for name in folder.files() if name.lower().endswith(SUFFIXES)]
+    names = [name for name in folder.files(named=_is_tensor_file) if _is_tensor_file(name)]
     stems = _stems(names)
     leaves: list[Leaf] = []
     for name in names:
@@ -70,6 +70,10 @@ def open(path: Path) -> TreeRun:
         raise BadFile(f"{path} holds no tensor file")
     events = [{"kind": "skipped", "message": text} for text in folder.not_entered]
     return TreeRun(path, NAME, leaves, ordered=False, events=events)
+
+
+def _is_tensor_file(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
 
 
 def _stems(names: list[str]) -> dict[str, str]:

@@ -269,12 +269,12 @@ def _unpickled(data: bytes) -> Any:
             cast("list[Any]", _list(stack[-1])).extend(items)
         elif code == 0x62:  # BUILD: the remarks of a state_dict about its modules
             remarks = stack.pop()
-            if type(stack[-1]) is not dict or type(remarks) is not dict:
+            if not (_is_dict(stack[-1]) and _is_dict(remarks)):
                 raise _Beyond
         elif code == 0x80:  # PROTO
             at += 1
         elif code == 0x2E:  # STOP
-            return stack[-1]
+            return cast("Any", stack[-1])
         else:
             raise _Beyond
     raise _Beyond
@@ -284,6 +284,10 @@ def _cut(data: bytes, at: int, size: int) -> bytes:
     if at + size > len(data):
         raise _Beyond
     return data[at : at + size]
+
+
+def _is_dict(value: Any) -> bool:
+    return type(value) is dict
 
 
 def _list(value: Any) -> Any:
