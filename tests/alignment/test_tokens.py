@@ -17,6 +17,7 @@ from driftline.comparison.table import Table
 from driftline.errors import BadInput
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
+from driftline.testing.atb_twins import atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
 
 PAD = 0
@@ -281,6 +282,34 @@ def test_graphs_that_count_for_themselves_get_the_numbers_of_the_whole(warm_up: 
     assert {record.key for record in back.reference.records} == {
         record.key for record in seen.candidate.records
     }
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_an_accelerators_own_dump_gets_the_numbers_of_the_torch_dump(
+    warm_up: bool, tmp_path: Path
+) -> None:
+    model = toy_decoder(layers=2)
+    prompt, then = np.array([3, 1, 4, 1, 5]), (9, 2)
+    torch_twin(tmp_path / "torch", model, prompt, then=then)
+    atb_twin(tmp_path / "atb", model, prompt, then=then, warm_up=warm_up)
+    from driftline.alignment.settling import before_matching
+
+    reference = driftline.open_run(tmp_path / "torch" / "ait_dump")
+    candidate = driftline.open_run(tmp_path / "atb")
+    seen = before_matching(reference, candidate, AlignOptions())
+    embedded = {
+        record.key.step: seen.candidate.raw(record).tolist()
+        for record in seen.candidate.records
+        if record.class_name == "WordEmbedding"
+        and (record.key.port, record.key.slot) == ("input", "1")
+    }
+    assert embedded == {0: prompt.tolist(), 1: [9], 2: [2]}
+    layers = {
+        (record.key.step, record.shape[1])
+        for record in seen.candidate.records
+        if record.key.site.endswith("Decoder_layer") and record.key.port == "output"
+    }
+    assert layers == {(0, 5), (1, 1), (2, 1)}
 
 
 def test_a_step_map_is_obeyed_and_printed() -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.sides import Origin, SeenRun, aside_of, origins_of
 from driftline.errors import BadInput, DriftlineError
@@ -21,6 +19,11 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from driftline.numerics.late_numpy import np
 
 ID_NAMES = frozenset({"input_ids", "ids", "token_ids", "tokens", "x_ids", "inputs_ids"})
 _COUNTER = re.compile(r"\d+_[^.]+")
@@ -171,40 +174,55 @@ def _renumbered(
     """The run with the numbers of the model; itself where they are the same."""
     changes: dict[tuple[str, int], int] = {}
     told: set[str] = set()
-    for counter, line in lines.items():
-        goal = model_lines.get(counter)
+    for counters in _alike(lines):
+        line = lines[counters[0]]
+        own = False
+        goal = next((found for c in counters if (found := model_lines.get(c))), None)
         if goal is None and _single(model_lines):
             goal = next(iter(model_lines.values()), ())
+            own = not _single(lines)
+            if own:  # a graph for prompts knows nothing of the steps of the other
+                lengths = {execution.tokens for execution in line}
+                goal = tuple(execution for execution in goal if execution.tokens in lengths)
         if not goal:
             continue
-        shift, doubt = _shift(model, goal, run, line)
+        shift, doubt = _shift(model, goal, run, line, own)
         if doubt and doubt not in told:
             told.add(doubt)
             notes.append(doubt)
         if shift is None:
             continue
-        named = {execution.step: at for at, execution in enumerate(line)}
-        for step, at in named.items():
+        for at, execution in enumerate(line):
             partner = at + shift
-            if 0 <= partner < len(goal):
-                changes[counter, step] = goal[partner].step
-            else:
-                changes[counter, step] = -1
-        said = _change_text(side, counter, line, goal, shift)
-        if said not in told:
-            told.add(said)
-            notes.append(said)
+            step = goal[partner].step if 0 <= partner < len(goal) else -1
+            changes.update({(each, execution.step): step for each in counters})
+        notes.append(_change_text(side, counters, line, goal, shift))
     why = "the other run has no step with as many tokens (a warm-up, or it ended earlier)"
     return _view(run, changes, why) if changes else run
 
 
-def _shift(model: Run, goal: Timeline, run: Run, line: Timeline) -> tuple[int | None, str]:
-    """Which execution of `goal` the first of `line` is; None to take the numbers as they are."""
+def _alike(lines: Mapping[str, Timeline]) -> list[list[str]]:
+    """Counters that ran at the same numbers on as many tokens; one that knows ids goes first."""
+    groups: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for counter, line in lines.items():
+        groups.setdefault(tuple((e.step, e.tokens) for e in line), []).append(counter)
+    for counters in groups.values():
+        counters.sort(key=lambda counter: all(e.ids is None for e in lines[counter]))
+    return list(groups.values())
+
+
+def _shift(
+    model: Run, goal: Timeline, run: Run, line: Timeline, own: bool
+) -> tuple[int | None, str]:
+    """Which execution of `goal` the first of `line` is; None to take the numbers as they are.
+
+    Numbers of a counter of its `own` are no evidence.
+    """
     goal, line = goal[:_MOST_EXECUTIONS], line[:_MOST_EXECUTIONS]
     by_step = {execution.step: execution.tokens for execution in goal}
     common = [execution for execution in line if execution.step in by_step]
     agrees = bool(common) and all(each.tokens == by_step[each.step] for each in common)
-    varied = len({each.tokens for each in (*goal, *line)}) > 1
+    varied = own or len({each.tokens for each in (*goal, *line)}) > 1
     if agrees and not varied:
         return None, ""  # steps of training, all alike
     fits = _fitting(goal, line)
@@ -220,7 +238,7 @@ def _shift(model: Run, goal: Timeline, run: Run, line: Timeline) -> tuple[int | 
     if not fits:
         return None, ""
     shift = fits[0]
-    same = all(
+    same = not own and all(
         execution.step == goal[at + shift].step
         for at, execution in enumerate(line)
         if 0 <= at + shift < len(goal)
@@ -290,8 +308,13 @@ def _map_text(said: Mapping[int, int]) -> str:
     return f"steps as you say, reference = candidate: {shown}"
 
 
-def _change_text(side: str, counter: str, line: Timeline, goal: Timeline, shift: int) -> str:
-    whose = f"of '{counter}' in the {side}" if counter else f"of the {side}"
+def _change_text(
+    side: str, counters: Sequence[str], line: Timeline, goal: Timeline, shift: int
+) -> str:
+    whose = f"of the {side}"
+    if counters[0]:
+        more = f" and {len(counters) - 1} more" if len(counters) > 1 else ""
+        whose = f"of '{counters[0]}'{more} in the {side}"
     pairs = [
         f"{execution.step} is {goal[at + shift].step}"
         for at, execution in enumerate(line)
