@@ -27,6 +27,7 @@ TARGETS = ("run", "npy", "pt", "safetensors", "ait")
 SOURCES = (
     DATA / "msprobe" / "L0_tensor",
     DATA / "ascend" / "mini_torch",
+    DATA / "ascend" / "mini_atb",
     next((DATA / "aiu" / "generate_metrics").glob("*cpu_validation_info.0.out")),
 )
 
@@ -48,6 +49,31 @@ def test_a_dump_converted_compares_equal(tmp_path: Path, source: Path, to: Any) 
     table = compare(source, tmp_path / "out")
     assert {row.status for row in table.rows} == {"pass"}
     assert {row.metrics.get("different") for row in table.rows} == {0}
+
+
+def test_a_run_of_an_atb_dump_goes_back_into_atb_s_own_tree(tmp_path: Path) -> None:
+    source = DATA / "ascend" / "mini_atb"
+    convert(source, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "out", to="ait")
+    ours, theirs = open_run(source), open_run(tmp_path / "out")
+    assert theirs.manifest["format"] == "atb"
+    assert {record.key for record in ours.records} == {record.key for record in theirs.records}
+    (original,) = source.glob("*/tensors/*/0/1_Decoder_layer/before/intensor0.bin")
+    (written,) = (tmp_path / "out").glob("*/tensors/*/0/1_Decoder_layer/before/intensor0.bin")
+    assert written.read_bytes() == original.read_bytes()
+
+
+@pytest.mark.parametrize("to", ["run", "npy", "pt", "safetensors"])
+@pytest.mark.parametrize("kind", ["ge_dump", "fx_dump"])
+def test_graph_dumps_convert_too(tmp_path: Path, kind: str, to: Any) -> None:
+    for at, source in enumerate(sorted((DATA / "ascend" / kind).iterdir())):
+        if not source.is_dir():
+            continue
+        done = convert(source, tmp_path / f"out{at}", to=to)
+        assert done.tensors
+        statuses = {row.status for row in compare(source, tmp_path / f"out{at}").rows}
+        assert statuses <= {"pass", "incomparable", "missing"}
+        assert "pass" in statuses
 
 
 @pytest.fixture

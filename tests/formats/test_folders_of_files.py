@@ -238,7 +238,7 @@ def test_any_bytes_are_no_torch_file(content: bytes) -> None:
 
 
 def _fuzz_in_a_folder(folder: Path, count: int) -> None:
-    """Damaged files of a dump: a member with a reason, or values; nothing else, and nothing huge."""
+    """Damaged files of a dump: a member with a reason, or values; nothing else, nothing huge."""
     dice = random.Random(8)
     arrays = [np.ones((3, 4), np.float32), np.zeros(5, np.int64), np.float16(2.0)]
     wholes: list[tuple[str, bytes]] = []

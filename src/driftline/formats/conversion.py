@@ -8,6 +8,7 @@ the sink that captures into it, found by its address.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ import numpy as np
 
 from driftline.errors import AlreadyThere, BadInput, DriftlineError
 from driftline.formats import exported
+from driftline.formats.atb_export import NAME as ATB
+from driftline.formats.atb_export import AtbTree
 from driftline.formats.exporting import FilePerTensor, TensorList, write_safetensors
 from driftline.formats.opening import open_run
 from driftline.numerics.dtypes import DTYPES
@@ -68,7 +71,7 @@ def convert(
         source: What `open_run` opens.
         output: Folder of the result.
         to: `run` for ours; `npy`, `pt` and `safetensors` for files of these with a list of keys
-            beside them; `ait` for the tree of `ait llm dump`.
+            beside them; `ait` for the tree of `ait llm dump`, that of ATB if it came from there.
         force: Replace an earlier result of the same kind.
         progress: Called with (tensors done, tensors in all).
 
@@ -206,7 +209,26 @@ class _Work:
             self.written += 1
             self._step()
 
+    def into_atb(self) -> None:
+        """The tree that an ATB dump has; our other sink writes that of torch modules."""
+        for rank, process, records in self._parts():
+            tree = AtbTree(self.place, rank, process, os.getpid())
+            for record in records:
+                if not self._has_values(record):
+                    continue
+                raw = self._values(record)
+                reason = raw if isinstance(raw, str) else tree.put(record, raw)
+                if reason or isinstance(raw, str):
+                    self._skip(reason)
+                    continue
+                self.size += raw.nbytes
+                self.written += 1
+                self._step()
+
     def into_ait(self) -> None:
+        if _came_from(self.run) == ATB:
+            self.into_atb()
+            return
         require("torch", install="driftline[torch]")
         tree_of = AIT_TREE.load()
         for rank, process, records in self._parts():
@@ -288,6 +310,17 @@ class _Work:
 
     def _format(self) -> str:
         return str(self.run.manifest.get("format", "run"))
+
+
+def _came_from(run: Run) -> str:
+    """The format of the dump that a run is, or was before it was converted."""
+    for facts in (run.manifest, *run.processes()):
+        before = facts.get("converted_from")
+        if isinstance(before, Mapping):
+            return str(cast("Mapping[str, Any]", before).get("format", ""))
+        if isinstance(before, str):
+            return before.partition(":")[0]
+    return str(run.manifest.get("format", ""))
 
 
 def _words(details: Any) -> dict[str, Any]:
