@@ -14,7 +14,7 @@ from driftline.alignment.recipe import Recipe, Source, Step, start
 from driftline.errors import BadInput
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
-from driftline.runs.run import Loss, Run, Storage
+from driftline.runs.run import Loss, Memory, Run, Storage
 from driftline.runs.sink import JSON
 
 
@@ -85,6 +85,12 @@ class SeenRun(Run):
         if isinstance(origin, Record):
             return self.whole.raw(origin)
         raise BadInput(f"{record.key} is gathered from several ranks when it is compared")
+
+    def memory(self, record: Record) -> Memory | None:
+        origin = self.origins.get(record.key, record)
+        if isinstance(origin, Replicas):
+            origin = origin.records[0]
+        return self.whole.memory(origin) if isinstance(origin, Record) else None
 
     def lost(self, record: Record) -> str:
         origin = self.origins.get(record.key, record)

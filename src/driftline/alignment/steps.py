@@ -160,7 +160,7 @@ def _said(reference: Run, candidate: Run, said: Mapping[int, int]) -> Run:
                 )
     back = {there: here for here, there in said.items()}
     changes = {("", step): new for step, new in back.items()}
-    return _view(candidate, changes, "the step map leaves its step out", whole=True)
+    return _view(candidate, changes, {}, whole=True)
 
 
 def _renumbered(
@@ -173,6 +173,8 @@ def _renumbered(
 ) -> Run:
     """The run with the numbers of the model; itself where they are the same."""
     changes: dict[tuple[str, int], int] = {}
+    reasons: dict[tuple[str, int], str] = {}
+    other = "candidate" if side == "reference" else "reference"
     told: set[str] = set()
     for counters in _alike(lines):
         line = lines[counters[0]]
@@ -195,10 +197,16 @@ def _renumbered(
         for at, execution in enumerate(line):
             partner = at + shift
             step = goal[partner].step if 0 <= partner < len(goal) else -1
-            changes.update({(each, execution.step): step for each in counters})
+            why = f"its step of {execution.tokens} tokens comes before the first of the {other}"
+            if partner < 0 and all(execution.tokens != each.tokens for each in goal):
+                why = f"a warm-up: the {other} has no step of {execution.tokens} tokens"
+            elif partner >= 0:
+                why = f"the {other} ended earlier"
+            for each in counters:
+                changes[each, execution.step] = step
+                reasons[each, execution.step] = why
         notes.append(_change_text(side, counters, line, goal, shift))
-    why = "the other run has no step with as many tokens (a warm-up, or it ended earlier)"
-    return _view(run, changes, why) if changes else run
+    return _view(run, changes, reasons) if changes else run
 
 
 def _alike(lines: Mapping[str, Timeline]) -> list[list[str]]:
@@ -280,7 +288,11 @@ def read_ids(run: Run, record: Record) -> np.ndarray[tuple[int, ...], np.dtype[n
 
 
 def _view(
-    run: Run, changes: Mapping[tuple[str, int], int], why: str, *, whole: bool = False
+    run: Run,
+    changes: Mapping[tuple[str, int], int],
+    reasons: Mapping[tuple[str, int], str],
+    *,
+    whole: bool = False,
 ) -> Run:
     """The run with other step numbers; -1, and with `whole` every step not named, is set aside."""
     records: list[Record] = []
@@ -293,6 +305,7 @@ def _view(
         new = changes.get((counter, key.step), -1 if whole else key.step)
         origin = before.get(key, record)
         if new < 0:
+            why = reasons.get((counter, key.step), "the step map leaves its step out")
             aside.append((record, origin, why))
             continue
         moved = record if new == key.step else record._replace(key=key._replace(step=new))

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Step
@@ -21,8 +18,14 @@ from driftline.alignment.steps import is_ids, read_ids
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from driftline.numerics.late_numpy import np
+
 Shape = tuple[int, ...]
-Mask = npt.NDArray[np.bool_]
+Mask: TypeAlias = "npt.NDArray[np.bool_]"
 MASK_NAME = "attention_mask"
 
 

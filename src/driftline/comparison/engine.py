@@ -243,7 +243,7 @@ class _Work:
         if values.is_square and (off := found.get("relative_l2", 0.0)) > _FAR_OFF:
             from driftline.comparison.cooking import said_of_a_square
 
-            notes += filter(None, [said_of_a_square(pair, values, off)])
+            notes += filter(None, [said_of_a_square(pair, values.arrays(), off)])
         measured = row.measured("values" if values.shape is not None else "sample", found)
         return measured._replace(reason="; ".join(notes)) if notes else measured
 

@@ -7,11 +7,9 @@ Only metrics that the kernel's pass does not hold need the values as float64 arr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from driftline.comparison.metrics.catalogue import KNOWN, Metric
 from driftline.comparison.metrics.derivation import needs_definition
@@ -21,10 +19,16 @@ from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType, to_float64
 from driftline.numerics.moments import PairMoments, merge_moments
 from driftline.runs.record import Record
-from driftline.runs.run import Run
+from driftline.runs.run import Memory, Run
 
-Storage = npt.NDArray[Any]
-F64 = npt.NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from driftline.numerics.late_numpy import np
+
+Storage: TypeAlias = "npt.NDArray[Any]"
+F64: TypeAlias = "npt.NDArray[np.float64]"
 
 BLOCK = 4 << 20
 """Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
@@ -64,7 +68,11 @@ class ValuePair(NamedTuple):
     @property
     def is_square(self) -> bool:
         """Whether it is a matrix that has the same shape when it lies the other way round."""
-        return self.shape is not None and len(self.shape) == 2 and self.shape[0] == self.shape[1]
+        return _is_square(self.shape)
+
+    def arrays(self) -> ValuePair:
+        """The pair itself: what it holds are arrays."""
+        return self
 
     def decoded(self) -> tuple[F64, F64]:
         """Both sides as flat float64, mask sentinels as -inf; a complex number is two reals."""
@@ -74,6 +82,47 @@ class ValuePair(NamedTuple):
         )
 
 
+class MappedPair(NamedTuple):
+    """The same of two tensors that lie in mapped files: measured where they are, without an array.
+
+    Attributes:
+        reference: Where the reference's values lie.
+        reference_dtype: What they mean.
+        count: Logical elements on each side.
+        shape: The tensor's shape.
+        arrays: Opens the same values as arrays, for metrics that need them.
+    """
+
+    reference: Memory
+    reference_dtype: DType
+    candidate: Memory
+    candidate_dtype: DType
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
+    shape: tuple[int, ...]
+    arrays: Callable[[], ValuePair]
+
+    def moments(self, start: int, stop: int, *, atol: float, rtol: float) -> PairMoments:
+        """What one pass over a block knows; blocks start at even elements."""
+        return kernel.pair_moments_at(
+            self.reference.address + start * self.reference_dtype.bits // 8,
+            self.reference_dtype,
+            self.candidate.address + start * self.candidate_dtype.bits // 8,
+            self.candidate_dtype,
+            count=stop - start,
+            atol=atol,
+            rtol=rtol,
+        )
+
+    @property
+    def is_square(self) -> bool:
+        """As `ValuePair.is_square`."""
+        return _is_square(self.shape)
+
+    def decoded(self) -> tuple[F64, F64]:
+        """As `ValuePair.decoded`."""
+        return self.arrays().decoded()
+
+
 def blocks_of(count: int) -> list[tuple[int, int]]:
     """First and last-plus-one element of each block of so many; a single one for most tensors."""
     if count <= 2 * BLOCK:
@@ -81,7 +130,30 @@ def blocks_of(count: int) -> list[tuple[int, int]]:
     return [(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK)]
 
 
-def open_values(reference: Run, ours: Record, candidate: Run, theirs: Record) -> ValuePair:
+def open_values(
+    reference: Run, ours: Record, candidate: Run, theirs: Record
+) -> ValuePair | MappedPair:
+    """The kept values of a pair, as they lie in mapped files where that is enough.
+
+    Raises:
+        DriftlineError: The values of a side cannot be read, or the samples share no elements.
+    """
+    if ours.kept == theirs.kept == "full" and kernel.takes_addresses():
+        here, there = reference.memory(ours), candidate.memory(theirs)
+        our_dtype, their_dtype = DTYPES[ours.dtype], DTYPES[theirs.dtype]
+        count = math.prod(ours.shape)
+        if (
+            here is not None
+            and there is not None
+            and here.length >= our_dtype.byte_count(count)
+            and there.length >= their_dtype.byte_count(count)
+        ):
+            arrays = partial(open_arrays, reference, ours, candidate, theirs)
+            return MappedPair(here, our_dtype, there, their_dtype, count, ours.shape, arrays)
+    return open_arrays(reference, ours, candidate, theirs)
+
+
+def open_arrays(reference: Run, ours: Record, candidate: Run, theirs: Record) -> ValuePair:
     """The kept values of a pair; a sample is set against the same elements of the other side.
 
     Raises:
@@ -114,7 +186,10 @@ def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -
 
 
 def measure_values(
-    pair: ValuePair, found: dict[str, Number], metrics: Sequence[Metric], notes: list[str]
+    pair: ValuePair | MappedPair,
+    found: dict[str, Number],
+    metrics: Sequence[Metric],
+    notes: list[str],
 ) -> dict[str, Number]:
     """Complete the measurements with those that need every value at once.
 
@@ -145,6 +220,10 @@ def measure_values(
     return found
 
 
+def _is_square(shape: tuple[int, ...] | None) -> bool:
+    return shape is not None and len(shape) == 2 and shape[0] == shape[1]
+
+
 def _part(values: Storage, dtype: DType, start: int, stop: int) -> Storage:
     if dtype.bits == 4:
         return values[start // 2 : (stop + 1) // 2]  # blocks start at even elements
@@ -161,7 +240,7 @@ def _decoded(values: Storage, dtype: DType, count: int) -> F64:
     return numbers
 
 
-def _shaped(values: F64, pair: ValuePair) -> F64:
+def _shaped(values: F64, pair: ValuePair | MappedPair) -> F64:
     if pair.shape is None:
         return values
     if pair.reference_dtype.kind == "complex":

@@ -7,20 +7,23 @@ business.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from driftline.numerics.dtypes import DType, to_float64
 from driftline.numerics.moments import PairMoments
 from driftline.numerics.sketch import sketch
 from driftline.numerics.summary import Summary
 
-F64 = npt.NDArray[np.float64]
-U64 = npt.NDArray[np.uint64]
-Mask = npt.NDArray[np.bool_]
-AnyArray = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from driftline.numerics.late_numpy import np
+
+F64: TypeAlias = "npt.NDArray[np.float64]"
+U64: TypeAlias = "npt.NDArray[np.uint64]"
+Mask: TypeAlias = "npt.NDArray[np.bool_]"
+AnyArray: TypeAlias = "npt.NDArray[Any]"
 
 # Stored mantissa bits, exponent of the smallest normal, ordinal past the greatest finite number.
 ULP_FORMATS: dict[str, tuple[int, int, int]] = {

@@ -9,13 +9,16 @@ capture side.
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from driftline.numerics.late_numpy import np
 
 Kind = Literal["float", "complex", "int", "uint", "bool", "bits"]
-F64 = npt.NDArray[np.float64]
+F64: TypeAlias = "npt.NDArray[np.float64]"
 
 
 class DType(NamedTuple):
@@ -58,8 +61,8 @@ def _float(name: str, bits: int, storage: str, tag: str, mantissa: int, largest:
 
 _BF16_MAX = (2 - 2**-7) * 2.0**127
 _F16_MAX = 65504.0
-_F32_MAX = float(np.finfo(np.float32).max)
-_F64_MAX = float(np.finfo(np.float64).max)
+_F32_MAX = (2 - 2**-23) * 2.0**127
+_F64_MAX = (2 - 2**-52) * 2.0**1023
 
 DTYPES: dict[str, DType] = {
     d.name: d

@@ -13,10 +13,7 @@ import functools
 import math
 import struct
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from driftline import settings
 from driftline.errors import BadInput, did_you_mean
@@ -25,7 +22,13 @@ from driftline.numerics.dtypes import DTYPES, DType
 from driftline.numerics.moments import PairMoments, joined_std, merge_moments
 from driftline.numerics.summary import SKETCH_BUCKETS, Summary
 
-AnyArray = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from driftline.numerics.late_numpy import np
+
+AnyArray: TypeAlias = "npt.NDArray[Any]"
 
 ABI_VERSION = 1
 PATHS = ("generic", "avx2", "avx512")
@@ -197,14 +200,49 @@ def pair_moments(
         return _pair_in_blocks(
             *(reference, reference_dtype, candidate, candidate_dtype, count, atol, rtol)
         )
-    r_code, c_code, reals, widen, r_mask, c_mask = _pairing(
-        reference_dtype.name, candidate_dtype.name
-    )
+    places = _address(reference), _address(candidate)
+    names = reference_dtype.name, candidate_dtype.name
+    return _pair(library, places, names, count, atol, rtol, number)
+
+
+def pair_moments_at(
+    reference: int,
+    reference_dtype: DType,
+    candidate: int,
+    candidate_dtype: DType,
+    *,
+    count: int,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+) -> PairMoments:
+    """The same for memory the caller vouches for, by address; only where `takes_addresses()`."""
+    library = _library()
+    assert library is not None
+    names = reference_dtype.name, candidate_dtype.name
+    places = reference, candidate
+    return _pair(library, places, names, count, atol, rtol, _default_number())
+
+
+def takes_addresses() -> bool:
+    """Whether the C kernel is what is used here; numpy wants arrays."""
+    return _default_number() >= 0 and _library() is not None
+
+
+def _pair(
+    library: ctypes.CDLL,
+    places: tuple[int, int],
+    names: tuple[str, str],
+    count: int,
+    atol: float,
+    rtol: float,
+    number: int,
+) -> PairMoments:
+    r_code, c_code, reals, widen, r_mask, c_mask = _pairing(*names)
     out = _MomentsBuffer()
     library.driftline_pair(
-        _address(reference),
+        places[0],
         r_code,
-        _address(candidate),
+        places[1],
         c_code,
         count * reals,
         widen,

@@ -18,14 +18,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, TypeAlias
 
 from driftline.numerics.summary import SKETCH_BUCKETS
 
-F64 = npt.NDArray[np.float64]
-U64 = npt.NDArray[np.uint64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from driftline.numerics.late_numpy import np
+
+F64: TypeAlias = "npt.NDArray[np.float64]"
+U64: TypeAlias = "npt.NDArray[np.uint64]"
 
 
 def group_signs(groups: U64) -> U64:

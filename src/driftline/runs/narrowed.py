@@ -7,7 +7,7 @@ from typing import Any
 
 from driftline.errors import BadInput
 from driftline.runs.record import Record
-from driftline.runs.run import Loss, Run, Storage
+from driftline.runs.run import Loss, Memory, Run, Storage
 from driftline.runs.sink import JSON
 
 
@@ -49,6 +49,9 @@ class _NarrowedRun(Run):
 
     def raw(self, record: Record) -> Storage:
         return self._whole.raw(record)
+
+    def memory(self, record: Record) -> Memory | None:
+        return self._whole.memory(record)
 
     @property
     def manifest(self) -> Mapping[str, Any]:

@@ -7,16 +7,12 @@ allocated. What is missing is listed in `losses`, and everything else stays read
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
-import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, BinaryIO, cast, overload
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
@@ -31,13 +27,18 @@ from driftline.runs.layout import (
     SCHEMA,
     TOPOLOGY,
     folder_name,
-    is_shard_name,
     parse_folder,
 )
 from driftline.runs.lines import Line, check_line, decoder, record_of
 from driftline.runs.record import Record
-from driftline.runs.run import Loss, Run, Storage, no_values
+from driftline.runs.run import Loss, Memory, Run, Storage, no_values
+from driftline.runs.shards import Shards
 from driftline.runs.sink import JSON
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from driftline.numerics.late_numpy import np
 
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
@@ -126,7 +127,7 @@ class _Part:
         self.name = name
         self.folder = root / name
         self.lines: list[Line] = []
-        self._maps: dict[str, mmap.mmap | bytes] = {}
+        self.shards = Shards(root, name)
 
     def load(self, losses: list[Loss]) -> None:
         try:
@@ -159,7 +160,7 @@ class _Part:
             if line.shard and not line.lost:
                 size = sizes.get(line.shard)
                 if size is None:
-                    size = sizes[line.shard] = self._size(line.shard)
+                    size = sizes[line.shard] = self.shards.size(line.shard)
                 if type(size) is str:
                     line.lost = size
                 elif line.offset + line.length > cast("int", size):
@@ -214,48 +215,11 @@ class _Part:
         if isinstance(failure, str) and failure:
             losses.append(Loss(self.name, f"writing stopped before the end: {failure}"))
 
-    def _size(self, shard: str) -> int | str:
-        try:
-            file = open_inside(self.root, self.folder / shard)
-        except FileNotFoundError:
-            return f"{shard} is missing"
-        except OSError as error:
-            return f"{shard} {reason_of(error)}"
-        try:
-            return os.fstat(file).st_size
-        finally:
-            os.close(file)
-
     def facts(self) -> Mapping[str, Any]:
         try:
             return read_object(self.root, self.folder / PROCESS, _SMALL_FILE)
         except (OSError, ValueError, RecursionError):
             return {}
-
-    def map(self, shard: str) -> mmap.mmap | bytes:
-        found = self._maps.get(shard)
-        if found is None:
-            if not is_shard_name(shard):
-                raise BadFile(f"'{shard[:60]}' is not the name of a shard")
-            try:
-                file = open_inside(self.root, self.folder / shard)
-            except OSError as error:
-                raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
-            try:
-                found = (
-                    mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
-                )
-            finally:
-                os.close(file)
-            self._maps[shard] = found
-        return found
-
-    def release(self) -> None:
-        while self._maps:
-            _, content = self._maps.popitem()
-            if isinstance(content, mmap.mmap):
-                with contextlib.suppress(BufferError):  # an array of it lives, and keeps it
-                    content.close()
 
 
 class _Records(Sequence[Record]):
@@ -357,20 +321,26 @@ class DiskRun(Run):
         blob = record.blob
         if blob is None or record.lost:
             return no_values(record)
+        content = self._part_of(record).shards.content(record)
+        storage = np.dtype(DTYPES[record.dtype].storage)
+        return np.frombuffer(content, storage, blob.length // storage.itemsize, blob.offset)
+
+    def memory(self, record: Record) -> Memory | None:
+        if record.blob is None or record.lost:
+            return None
+        return self._part_of(record).shards.memory(record)
+
+    def _part_of(self, record: Record) -> _Part:
         part = self._parts.get((record.key.rank, record.key.process))
         if part is None:
             raise BadFile(
                 f"run '{self.name}' has no {folder_name(record.key.rank, record.key.process)}"
             )
-        content = part.map(blob.shard)
-        storage = np.dtype(DTYPES[record.dtype].storage)
-        if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > len(content):
-            raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
-        return np.frombuffer(content, storage, blob.length // storage.itemsize, blob.offset)
+        return part
 
     def release(self) -> None:
         for part in self._parts.values():
-            part.release()
+            part.shards.release()
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         places = [(part.folder / EVENTS, part.rank, part.process) for part in self._parts.values()]

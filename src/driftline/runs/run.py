@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from driftline.errors import BadInput, NotInstalled, did_you_mean
 from driftline.numerics.dtypes import DTYPES, to_float64, unpack_nibbles
@@ -20,7 +17,13 @@ from driftline.runs.key import TensorKey, usual_moment, usual_phase
 from driftline.runs.record import Record
 from driftline.runs.sink import JSON
 
-Storage = npt.NDArray[np.generic]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from driftline.numerics.late_numpy import np
+
+Storage: TypeAlias = "npt.NDArray[np.generic]"
 
 _ML_DTYPES = {
     "bfloat16": "bfloat16",
@@ -109,6 +112,20 @@ class TensorHandle(NamedTuple):
         return f"<{self.key} {self.dtype}[{shape}]>"
 
 
+class Memory(NamedTuple):
+    """Where the stored values of a tensor lie, for whoever needs no array of them.
+
+    Attributes:
+        address: Of the first byte.
+        length: In bytes.
+        owner: Keeps the memory where it is, as long as it lives.
+    """
+
+    address: int
+    length: int
+    owner: object
+
+
 def kept_elements(record: Record) -> int:
     """How many elements' values a record keeps."""
     elements = 1
@@ -195,6 +212,15 @@ class Run(ABC):
         Raises:
             DriftlineError: They were not kept, or are lost; says why.
         """
+
+    def memory(self, record: Record) -> Memory | None:
+        """Where the bytes lie that `raw` would show; None when that must be asked instead.
+
+        Raises:
+            DriftlineError: As `raw` does.
+        """
+        del record
+        return None
 
     @property
     def manifest(self) -> Mapping[str, Any]:

@@ -1,0 +1,98 @@
+"""The files of bytes that one process left, mapped when they are first asked for.
+
+Knows names and sizes of files, not what their bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+from driftline.errors import BadFile
+from driftline.numerics.addresses import address_of
+from driftline.runs.inside import open_inside, reason_of
+from driftline.runs.layout import is_shard_name
+from driftline.runs.record import Record
+from driftline.runs.run import Memory
+
+
+class Shards:
+    """The shards in one folder of a run.
+
+    Args:
+        root: The run, which no name leads out of.
+        name: Its folder in there.
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root = root
+        self.name = name
+        self._maps: dict[str, mmap.mmap | bytes] = {}
+        self._places: dict[str, tuple[memoryview, int]] = {}
+
+    def size(self, shard: str) -> int | str:
+        """How many bytes a shard has, or why that cannot be said."""
+        try:
+            file = open_inside(self.root, self.root / self.name / shard)
+        except FileNotFoundError:
+            return f"{shard} is missing"
+        except OSError as error:
+            return f"{shard} {reason_of(error)}"
+        try:
+            return os.fstat(file).st_size
+        finally:
+            os.close(file)
+
+    def content(self, record: Record) -> mmap.mmap | bytes:
+        """The mapped shard that holds a record's bytes, which is long enough for them."""
+        assert record.blob is not None
+        content = self._map(record.blob.shard)
+        _check_inside(record, len(content))
+        return content
+
+    def memory(self, record: Record) -> Memory:
+        """Where a record's bytes lie."""
+        blob = record.blob
+        assert blob is not None
+        found = self._places.get(blob.shard)
+        if found is None:
+            view = memoryview(self._map(blob.shard))  # as long as it lives, the shard stays mapped
+            found = self._places[blob.shard] = (view, address_of(view))
+        view, address = found
+        _check_inside(record, len(view))
+        return Memory(address + blob.offset, blob.length, view)
+
+    def release(self) -> None:
+        self._places.clear()
+        while self._maps:
+            _, content = self._maps.popitem()
+            if isinstance(content, mmap.mmap):
+                with contextlib.suppress(BufferError):  # an array of it lives, and keeps it
+                    content.close()
+
+    def _map(self, shard: str) -> mmap.mmap | bytes:
+        found = self._maps.get(shard)
+        if found is None:
+            if not is_shard_name(shard):
+                raise BadFile(f"'{shard[:60]}' is not the name of a shard")
+            try:
+                file = open_inside(self.root, self.root / self.name / shard)
+            except OSError as error:
+                raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
+            try:
+                found = (
+                    mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
+                )
+            finally:
+                os.close(file)
+            self._maps[shard] = found
+        return found
+
+
+def _check_inside(record: Record, size: int) -> None:
+    blob = record.blob
+    assert blob is not None
+    if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > size:
+        raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
