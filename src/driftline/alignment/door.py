@@ -7,13 +7,15 @@ rule knows another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from driftline.alignment.names import align_by_name, select
-from driftline.alignment.plan import Plan
+from driftline.alignment.names import nothing_in_common, pair_by_name, select
+from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.settling import after_matching, before_matching
 from driftline.errors import BadInput
+from driftline.runs.record import Record
 from driftline.runs.run import Run
 
 
@@ -59,11 +61,104 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
         by_graph = align_graphs(reference, candidate, reference.records, candidate.records)
         if by_graph is not None:
             return narrowed(by_graph, options.sites, options.ports)
-    seen = before_matching(reference, candidate, options)
-    here, there = seen.reference.records, seen.candidate.records
+    if options.plan_file is not None:
+        from driftline.alignment.planfile import read_plan
+
+        return read_plan(options.plan_file, reference, candidate)
     if options.sites or options.ports:
-        here = select(here, options.sites, options.ports)
-        # A glob that matches in the reference only is a finding, not a mistake.
-        there = select(there, options.sites, options.ports, strict=False)
-    plan = align_by_name(here, there)
-    return after_matching(plan, seen, options)
+        select(reference.records, options.sites, options.ports)  # says what matches nothing
+    seen = before_matching(reference, candidate, options)
+    plan = after_matching(_match(seen.reference, seen.candidate, options), seen, options)
+    if options.sites or options.ports:
+        # Last, because a site's partner may be called anything.
+        from driftline.alignment.graph import narrowed
+
+        plan = narrowed(plan, options.sites, options.ports)
+    return plan
+
+
+def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
+    """The rules, strongest first; each sees what the ones before left over."""
+    plan = Plan((), tuple(reference.records), tuple(candidate.records))
+    if options.maps or options.mapping_file is not None:
+        plan = _by_map(plan, options)
+    by_name = pair_by_name(plan.missing, plan.extra)
+    plan = _more(plan, by_name.pairs, by_name) if plan.pairs else by_name
+    if plan.missing and plan.extra:
+        plan = _by_plain_name(plan)
+    ordered = reference.ordered and candidate.ordered
+    if plan.missing and plan.extra and options.structural and ordered:
+        from driftline.alignment.structure import align_by_structure
+
+        found = align_by_structure(reference, candidate, plan.pairs, plan.missing, plan.extra)
+        plan = _more(plan, found.pairs)._replace(reasons=found.reasons)
+    if not plan.pairs:
+        raise nothing_in_common(plan.missing, plan.extra)
+    return plan
+
+
+def _by_map(plan: Plan, options: AlignOptions) -> Plan:
+    from driftline.alignment.maps import link_classes, link_sites, parse_map, read_mapping
+
+    maps = [parse_map(text) for text in options.maps]
+    said = None if options.mapping_file is None else read_mapping(options.mapping_file)
+    if said is not None:
+        maps += said.sites
+    sites = [{record.key.site for record in side} for side in (plan.missing, plan.extra)]
+    links = link_sites(maps, (record.key.site for record in plan.missing), sites[1])
+    plan = _more(plan, _of_sites(plan, links, "map", 1.0))
+    if said is not None and said.classes:
+        found = link_classes(said.classes, plan.missing, plan.extra)
+        plan = _more(plan, [Pair(ours, theirs, "map") for ours, theirs in found])
+    return plan
+
+
+def _by_plain_name(plan: Plan) -> Plan:
+    from driftline.alignment.normal import link_names
+
+    known = {pair.reference.key.site for pair in plan.pairs}
+    taken = {pair.candidate.key.site for pair in plan.pairs}
+    links = link_names(
+        dict.fromkeys(r.key.site for r in plan.missing if r.key.site not in known),
+        dict.fromkeys(r.key.site for r in plan.extra if r.key.site not in taken),
+    )
+    return _more(plan, _of_sites(plan, links, "normalised", 0.95)) if links else plan
+
+
+def _of_sites(plan: Plan, links: dict[str, str], by: Rule, confidence: float) -> list[Pair]:
+    """Pairs of the tensors of sites that belong together, call by call."""
+    from driftline.alignment.ports import pair_tensors
+
+    here: dict[tuple[object, ...], list[Record]] = {}
+    there: dict[tuple[object, ...], list[Record]] = {}
+    for side, records, name in (
+        (here, plan.missing, links.get),
+        (there, plan.extra, {site: site for site in links.values()}.get),
+    ):
+        for record in records:
+            key = record.key
+            if (site := name(key.site)) is not None:
+                call = (key.rank, key.process, key.step, site, key.visit)
+                side.setdefault(call, []).append(record)
+    return [
+        Pair(ours, theirs, by, confidence)
+        for call, records in here.items()
+        for ours, theirs in pair_tensors(records, there.get(call, []))
+    ]
+
+
+def _more(plan: Plan, pairs: Sequence[Pair], rest: Plan | None = None) -> Plan:
+    """A plan with more pairs, and what is then still alone."""
+    if rest is None:
+        ours = theirs = {id(record) for pair in pairs for record in pair.records}
+        rest = Plan(
+            (),
+            tuple(record for record in plan.missing if id(record) not in ours),
+            tuple(record for record in plan.extra if id(record) not in theirs),
+        )
+    together = sorted([*plan.pairs, *pairs], key=lambda pair: _execution(pair.reference))
+    return plan._replace(pairs=tuple(together), missing=rest.missing, extra=rest.extra)
+
+
+def _execution(record: Record) -> tuple[int, int, int]:
+    return (record.key.rank, record.key.process, record.order)

@@ -26,6 +26,14 @@ def align_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> P
     Raises:
         BadInput: The two share not a single name, which is a mistake rather than a result.
     """
+    plan = pair_by_name(reference, candidate)
+    if not plan.pairs and plan.missing and plan.extra:
+        raise nothing_in_common(plan.missing, plan.extra)
+    return plan
+
+
+def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
+    """Pair the tensors of two runs, as many as there are; none is an answer too."""
     ours = sorted(reference, key=_execution)
     theirs = sorted(candidate, key=_execution)
     by_key: dict[TensorKey, Record] = {}
@@ -45,8 +53,6 @@ def align_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> P
         found, alone = _by_alias(alone, by_key)
         if found:
             pairs = sorted([*pairs, *found], key=lambda pair: _execution(pair.reference))
-    if not pairs and ours and theirs:
-        raise _nothing_in_common(ours, theirs)
     extra = tuple(sorted([*by_key.values(), *repeated], key=_execution))
     return Plan(tuple(pairs), tuple(alone), extra)
 
@@ -106,7 +112,8 @@ def _by_alias(
     return pairs, still_alone
 
 
-def _nothing_in_common(ours: list[Record], theirs: list[Record]) -> BadInput:
+def nothing_in_common(ours: Sequence[Record], theirs: Sequence[Record]) -> BadInput:
+    """What to say when no tensor has a partner: the likely reason as a hint."""
     our_sites = {record.key.site for record in ours}
     their_sites = {record.key.site for record in theirs}
     return BadInput(
@@ -117,7 +124,7 @@ def _nothing_in_common(ours: list[Record], theirs: list[Record]) -> BadInput:
     )
 
 
-def _why(ours: list[Record], theirs: list[Record]) -> str:
+def _why(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
     """The sites agree, so another part of the key keeps everything apart: name it."""
     for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
         here = {getattr(record.key, part) for record in ours}
@@ -143,10 +150,14 @@ def _prefix_hint(ours: set[str], theirs: set[str]) -> str:
         (side, prefix), hits = found.most_common(1)[0]
         return (
             f"{hits} names differ by the prefix '{prefix}' in the {side}; "
-            f"capture the same (inner) model on both sides"
+            f"try --map '{_map_for(side, prefix)}'"
         )
     here, there = next(iter(sorted(ours))), next(iter(sorted(theirs)))
     return f"the reference has names like '{here}', the candidate like '{there}'"
+
+
+def _map_for(side: str, prefix: str) -> str:
+    return f"*={prefix}*" if side == "candidate" else f"{prefix}*=*"
 
 
 def _some(values: set[object]) -> str:

@@ -39,10 +39,22 @@ class Pair(NamedTuple):
     candidate_recipe: Recipe | None = None
     trouble: str = ""
 
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Every stored tensor that has a part in it."""
+        sources = [
+            recipe.records
+            for recipe in (self.reference_recipe, self.candidate_recipe)
+            if recipe is not None
+        ]
+        return (self.reference, self.candidate, *(record for each in sources for record in each))
+
     def __str__(self) -> str:
         text = str(self.reference.key)
         if self.by == "alias":
             text += f" = {self.candidate.key.slot}"
+        elif self.reference.key != self.candidate.key:
+            text += f" = {self.candidate.key}"
         return text
 
 

@@ -1,0 +1,155 @@
+"""What classes mean: which ones do the same work under other names, and what a name says of a role.
+
+One table for torch, transformers, Paddle, ATB and hand-written models. Knows names only: no shape,
+no order. A class that is not in it is of its own kind, and only its shapes can find it a partner.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+SOLID = frozenset(
+    {"linear", "norm.layer", "norm.rms", "norm", "norm.batch", "embedding", "conv", "mapped"}
+)
+"""Kinds that every implementation of a model has as sites of their own. Activations, dropouts and
+the like may just as well be a line of code, so they are looked for between solid ones."""
+
+WHOLE = frozenset({"linear", "norm.layer", "norm.rms", "norm", "mapped"})
+"""Kinds that are one thing to a model even where they have children: an adapter around a Linear,
+an ATB operation with its kernels."""
+
+# Exact names first: the ends of others' class names are guesses, these are not.
+_EXACT = {
+    "RmsNormOperation": "norm.rms",
+    "LayerNormOperation": "norm.layer",
+    "LinearOperation": "linear",
+    "LinearQuantOperation": "linear",
+    "LinearParallelOperation": "linear",
+    "LinearSparseOperation": "linear",
+    "LinearDequantOnly": "linear",
+    "LinearNoQuant": "linear",
+    "LinearRowParallelNoAdd": "linear",
+    "LinearRowParallelAndAdd": "linear",
+    "MatmulOperation": "linear",
+    "WordEmbedding": "embedding",
+    "WordEmbeddingOperation": "embedding",
+    "GatherOperation": "embedding",
+    "SelfAttentionOperation": "core attention",
+    "PagedAttentionOperation": "core attention",
+    "CoreAttention": "core attention",
+    "DotProductAttention": "core attention",
+    "FlashAttention": "core attention",
+    "RopeOperation": "rope",
+    "ActivationOperation": "activation",
+    "SoftmaxOperation": "softmax",
+    "LmHead": "linear",
+    "Lm_head": "linear",
+    "LMHead": "linear",
+    "Conv1D": "linear",
+    "T5LayerNorm": "norm.rms",
+    "NonDynamicallyQuantizableLinear": "linear",
+    "CommonLayer": "block",
+    "Decoder_layer": "block",
+    "Prefill_layer": "block",
+    "MlpGateLayerV2": "mlp",
+    "Identity": "identity",
+    "Softmax": "softmax",
+    "Flatten": "flatten",
+}
+_ACTIVATIONS = (
+    r"gelu|relu|silu|swish|swiglu|sigmoid|tanh|mish|elu|celu|selu|softplus|activation|glu|act"
+)
+_ENDS = (  # tried in this order on the lower-case class name
+    (r"layer_?norm\w*", "norm.layer"),
+    (r"rms_?norm\w*", "norm.rms"),
+    (r"batch_?norm\w*|group_?norm|instance_?norm\w*", "norm.batch"),
+    (r"t5layernorm|\w*norm", "norm"),
+    (r"rotary\w*|rope\w*|rotaryposition\w*", "rope"),
+    (r"embedding\w*|embed", "embedding"),
+    (r"\w*linear\w*|dense|\w*lmhead|lm_head", "linear"),
+    (r"conv\d*d?|conv2dsame|convtranspose\dd", "conv"),
+    (r"(alpha|feature|attn|stable)?_?dropout\w*|drop_?path", "dropout"),
+    (_ACTIVATIONS, "activation"),
+)
+_COMPILED = tuple((re.compile(rf"(?:\w*?)(?:{end})"), kind) for end, kind in _ENDS)
+_CONTAINERS = (
+    (re.compile(r"\w*attention\w*|\w*attn\w*"), "attention"),
+    (re.compile(r"\w*(mlp|feed_?forward|ffn)\w*"), "mlp"),
+    (re.compile(r"\w*(block|layer|decoderlayer|encoderlayer)(v\d)?"), "block"),
+)
+_NORMS = frozenset({"norm.layer", "norm.rms", "norm"})
+
+TRANSPOSED = frozenset({"Conv1D"})
+"""Linear classes whose weight is (in, out): y = x W + b. torch's own is (out, in)."""
+
+PER_HEAD = ("GPTNeoX", "Bloom", "Falcon", "Persimmon", "CodeGen")
+"""Families whose fused qkv goes head by head (q, k, v of head 0, then of head 1, ...)."""
+
+_ROLES = {
+    "q": "q", "query": "q", "wq": "q", "queries": "q", "qproj": "q", "toq": "q", "querylayer": "q",
+    "k": "k", "key": "k", "wk": "k", "keys": "k", "kproj": "k", "tok": "k",
+    "v": "v", "value": "v", "wv": "v", "values": "v", "vproj": "v", "tov": "v",
+    "gate": "gate", "gateproj": "gate", "wgate": "gate",
+    "up": "up", "upproj": "up", "wup": "up",
+}  # fmt: skip
+ROLE_ORDER = ("q", "k", "v", "gate", "up")
+"""The order in which fused weights hold their parts, wherever they are not interleaved."""
+
+
+@lru_cache(maxsize=4096)
+def kind_of(class_name: str) -> str:
+    """The kind of work a leaf of this class does; its own name where that is not known.
+
+    >>> kind_of("LlamaRMSNorm"), kind_of("RmsNormOperation"), kind_of("Frobnicate")
+    ('norm.rms', 'norm.rms', '?Frobnicate')
+    """
+    if (known := _EXACT.get(class_name)) is not None:
+        return known
+    lower = class_name.lower()
+    for pattern, kind in _COMPILED:
+        if pattern.fullmatch(lower):
+            return kind
+    return f"?{class_name}"
+
+
+@lru_cache(maxsize=4096)
+def container_kind(class_name: str) -> str:
+    """What a container is called by everybody: attention, mlp, block; empty if it is not known."""
+    known = _EXACT.get(class_name)
+    if known in ("block", "mlp"):
+        return known
+    lower = class_name.lower()
+    for pattern, kind in _CONTAINERS:
+        if pattern.fullmatch(lower):
+            return kind
+    return ""
+
+
+def is_known(kind: str) -> bool:
+    """Whether a kind is one of the table's."""
+    return not kind.startswith("?")
+
+
+@lru_cache(maxsize=65536)
+def same_kind(ours: str, theirs: str) -> int:
+    """2 for the same work, 1 where one of the two is not known, 0 for different work."""
+    if ours == theirs:
+        return 2 if ours != "?" else 1  # a run without classes says nothing by them
+    if ours in _NORMS and theirs in _NORMS and "norm" in (ours, theirs):
+        return 2  # "norm" says not which, the other does
+    return 1 if not (is_known(ours) and is_known(theirs)) else 0
+
+
+@lru_cache(maxsize=65536)
+def role_of(site: str) -> str:
+    """Which of several like projections a site says it is; empty if its name does not tell.
+
+    >>> role_of("model.layers.0.self_attn.q_proj"), role_of("h.0.attn.key"), role_of("h.0.fc")
+    ('q', 'k', '')
+    """
+    for part in reversed(site.replace("/", ".").split(".")[-2:]):
+        word = re.sub(r"[^a-z]", "", part.lower().removesuffix("_linear").removesuffix("_layer"))
+        if (role := _ROLES.get(word)) is not None:
+            return role
+    return ""

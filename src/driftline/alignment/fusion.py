@@ -1,0 +1,249 @@
+"""One site on one side, several on the other: qkv against q, k and v; gate_up against gate and up.
+
+Finds the families (projections of one tensor) that the other side has as one site, and says which
+part of the fused tensor each member is. Knows shapes, roles and digests; carries nothing out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from driftline.alignment.calls import Call
+from driftline.alignment.classes import PER_HEAD, ROLE_ORDER, TRANSPOSED
+from driftline.alignment.recipe import Recipe, Step
+from driftline.runs.record import Record
+
+
+class Part(NamedTuple):
+    """A pair that a fused site has a share in; recipes are None for what is taken as it is."""
+
+    fused: Record
+    member: Record
+    fused_recipe: Recipe | None
+    member_recipe: Recipe | None
+
+
+_Family = tuple[Call, ...]
+_Type = tuple[int, tuple[int, ...]]
+
+
+def in_family_order(leaves: Sequence[Call]) -> list[Call]:
+    """Leaves with the members of each family side by side, in the order of their roles.
+
+    Who calls `up` before `gate`, or the activation between the two, computes the same.
+    """
+    placed: set[int] = set()
+    ordered: list[Call] = []
+    by_first = {id(family[0]): family for family in _families(leaves)}
+    for call in leaves:
+        if id(call) in placed:
+            continue
+        family = by_first.get(id(call), (call,))
+        placed.update(map(id, family))
+        ordered.extend(_by_role(family))
+    return ordered
+
+
+def fuse_alike(
+    ours: list[Call], theirs: list[Call], taken: set[int]
+) -> tuple[list[Call], list[Call]]:
+    """Both sequences, with the families that the other side has as one site made one.
+
+    Args:
+        ours: Leaves of the reference.
+        theirs: Leaves of the candidate.
+        taken: What is paired already and stays as it is.
+    """
+    free = [[call for call in side if id(call) not in taken] for side in (ours, theirs)]
+    fuse_here = _to_fuse(free[0], free[1])
+    fuse_there = _to_fuse(free[1], free[0])
+    return _fused(ours, fuse_here), _fused(theirs, fuse_there)
+
+
+def is_certain(call: Call) -> bool:
+    """Whether it is known which member of a family is which: by roles, or by sizes."""
+    if not call.parts:
+        return True
+    roles = [part.role for part in call.parts]
+    sizes = [part.features for part in call.parts]
+    return (all(roles) and len(set(roles)) == len(roles)) or len(set(sizes)) == len(sizes)
+
+
+def _families(leaves: Sequence[Call]) -> list[_Family]:
+    """Projections of one tensor: same digest of the input, or roles that say so."""
+    groups: dict[object, list[Call]] = defaultdict(list)
+    for call in leaves:
+        if call.kind != "linear":
+            continue
+        if call.fed_by:
+            groups[call.fed_by].append(call)
+        elif call.role:
+            which = "qkv" if call.role in "qkv" else "mlp"
+            groups[_holder(call.site), call.visit, which].append(call)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def _holder(site: str) -> str:
+    """The module that holds a projection, through wrappers of its own (`attn.q.linear`)."""
+    head, _, _ = site.rpartition(".")
+    return head
+
+
+def _by_role(family: _Family) -> _Family:
+    roles = [call.role for call in family]
+    if all(roles) and len(set(roles)) == len(roles):
+        return tuple(sorted(family, key=lambda call: ROLE_ORDER.index(call.role)))
+    return family
+
+
+def _type(family: _Family) -> _Type:
+    return (family[0].width, tuple(call.features for call in family))
+
+
+def _shares(leaves: Sequence[Call]) -> list[_Family]:
+    """Every two or three neighbours of a family that could be one site elsewhere."""
+    found: list[_Family] = []
+    for family in _families(leaves):
+        members = _by_role(family)
+        for size in (3, 2):
+            found += [members[at : at + size] for at in range(len(members) - size + 1)]
+    return found
+
+
+def _to_fuse(split: list[Call], fused: list[Call]) -> list[_Family]:
+    """The families of one side that stand against single sites of the other."""
+    shares = _shares(split)
+    if not shares:
+        return []
+    # Widths are not known where inputs were not kept.
+    kept = all(call.width >= 0 for call in (*split, *fused) if call.kind == "linear")
+
+    def look(width: int, features: int) -> tuple[int, int]:
+        return (width if kept else -1, features)
+
+    singles_here = Counter(look(c.width, c.features) for c in split if c.kind == "linear")
+    singles_there = Counter(look(c.width, c.features) for c in fused if c.kind == "linear")
+    types_here = Counter(map(_type, shares))
+    types_there = Counter(map(_type, _shares(fused)))
+    chosen: list[_Family] = []
+    taken: set[int] = set()
+    for share in shares:
+        kind = _type(share)
+        whole = look(kind[0], sum(kind[1]))
+        if types_there[kind] >= types_here[kind] or singles_there[whole] <= singles_here[whole]:
+            continue
+        if not taken.intersection(map(id, share)):
+            chosen.append(share)
+            taken.update(map(id, share))
+    return chosen
+
+
+def _fused(leaves: list[Call], families: list[_Family]) -> list[Call]:
+    if not families:
+        return leaves
+    first = {id(min(family, key=lambda call: call.order)): family for family in families}
+    members = {id(call) for family in families for call in family}
+    result: list[Call] = []
+    for call in leaves:
+        if (family := first.get(id(call))) is not None:
+            result.append(_as_one(family))
+        elif id(call) not in members:
+            result.append(call)
+    return result
+
+
+def _as_one(family: _Family) -> Call:
+    lead = min(family, key=lambda call: call.order)
+    whole = Call(lead.site, lead.visit, lead.records)
+    whole.parts = family
+    whole.role = ""
+    whole.kind = "linear"
+    whole.makes = ""
+    if lead.out is not None:
+        whole.out = (*lead.out[:-1], sum(call.features for call in family))
+    return whole
+
+
+def parts_of(
+    fused: Call, members: Sequence[Call], heads: int | None, holder: str = ""
+) -> tuple[list[Part], str]:
+    """Which part of a fused site's tensors each member's are; and why not, if they cannot be told.
+
+    Args:
+        fused: The one site.
+        members: The several, in the order their parts lie in the fused tensor.
+        heads: Number of attention heads, if the run shows it.
+        holder: Class of the module around the fused site.
+    """
+    interleaved = len(members) == 3 and holder.startswith(PER_HEAD)
+    if interleaved and heads is None:
+        return [], f"the qkv of {holder} goes head by head, and the number of heads is not known"
+    found: list[Part] = []
+    start = 0
+    for which, member in enumerate(members):
+        span = (start, start + member.features)
+        start = span[1]
+        for record in fused.records:
+            partner = _like(record, member.records)
+            if partner is None:
+                continue
+            if record.key.port == "grad_input":  # of what all of them read: their shares add up
+                if which == 0 and (share := _added_up(record, members)) is not None:
+                    found.append(Part(record, partner, None, share))
+                continue
+            axis = _split_axis(record, fused)
+            if axis is None or record.shape[axis] != fused.features:
+                if axis is None:
+                    found.append(Part(record, partner, None, None))
+                continue
+            if interleaved and heads is not None:
+                step = _per_head(axis, which, heads, record.shape[axis])
+            else:
+                step = Step("split", axis, *span)
+            shape = (*record.shape[:axis], member.features, *record.shape[axis + 1 :])
+            mine = Recipe((record,), (step,), shape)
+            theirs = None
+            if shape != partner.shape and shape[::-1] == partner.shape:  # Conv1D against Linear
+                theirs = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), shape)
+            found.append(Part(record, partner, mine, theirs))
+    return found, ""
+
+
+def _like(record: Record, others: Sequence[Record]) -> Record | None:
+    """The tensor of a member that the fused site's tensor has a part in."""
+    key = record.key
+    alike = [
+        other
+        for other in others
+        if (other.key.port, other.key.phase, other.key.moment) == (key.port, key.phase, key.moment)
+    ]
+    by_slot = [other for other in alike if other.key.slot == key.slot]
+    if by_slot or "param" in key.port or key.port == "optimizer_grad":
+        return by_slot[0] if by_slot else None
+    return alike[0] if len(alike) == 1 else None
+
+
+def _added_up(record: Record, members: Sequence[Call]) -> Recipe | None:
+    shares = [_like(record, member.records) for member in members]
+    known = tuple(share for share in shares if share is not None)
+    if len(known) < len(members) or len({share.shape for share in known}) > 1:
+        return None
+    return Recipe(known, (Step("sum"),), known[0].shape)
+
+
+def _split_axis(record: Record, fused: Call) -> int | None:
+    """Along which axis a tensor of a fused site holds its parts; None for one they all share."""
+    if record.key.port in ("output", "grad_output"):
+        return len(record.shape) - 1
+    if record.key.port in ("param", "param_grad", "optimizer_grad"):
+        transposed = fused.class_name in TRANSPOSED and len(record.shape) == 2
+        return 1 if transposed else 0
+    return None
+
+
+def _per_head(axis: int, which: int, heads: int, extent: int) -> Step:
+    size = extent // (3 * heads)
+    places = [(head * 3 + which) * size + offset for head in range(heads) for offset in range(size)]
+    return Step("select", axis, numbers=tuple(places))

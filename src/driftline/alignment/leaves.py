@@ -1,0 +1,209 @@
+"""Leaves of two models, in order: which call does the same work as which.
+
+Solid kinds (linear, norm, embedding, conv) are aligned first, as a sequence; activations, dropouts
+and what is not known are then looked for between them. Order decides, class and shape forbid, and
+values only break ties. Knows nothing of containers and of single tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.alignment.calls import Call
+from driftline.alignment.classes import SOLID, is_known, same_kind
+from driftline.alignment.sequence import Ints, Matched, Scores, align_sequences, increasing
+
+Alike = Callable[[Call, Call], bool]
+"""Whether the outputs of two calls look alike."""
+
+_TIES_READ = 64
+"""So many tied calls of a side have their values looked at; more of them say little anyway."""
+CERTAIN, LIKELY, TIE_BROKEN, UNKNOWN_CLASS = 0.9, 0.8, 0.6, 0.5
+
+
+class Link(NamedTuple):
+    """Two calls that do the same work."""
+
+    ours: Call
+    theirs: Call
+    confidence: float
+
+
+class LeafLinks(NamedTuple):
+    """What was found, and the partners that calls without one could as well have had."""
+
+    links: list[Link]
+    ties_here: dict[int, list[Call]]
+    ties_there: dict[int, list[Call]]
+
+
+def link_leaves(
+    ours: Sequence[Call],
+    theirs: Sequence[Call],
+    anchors: Sequence[tuple[Call, Call]],
+    alike: Alike,
+) -> LeafLinks:
+    """Link the leaves of two models.
+
+    Args:
+        ours: Leaves of the reference in order, families side by side and fused alike.
+        theirs: Those of the candidate.
+        anchors: Leaves that are known to belong together; they stay together.
+        alike: Asked for ties only.
+    """
+    found = LeafLinks([], {}, {})
+    fixed = _places(ours, theirs, anchors)
+    anchored = {id(call) for pair in anchors for call in pair}
+    solid = [
+        _solve(part, anchored, _is_solid, alike, found, exact=False)
+        for part in _between(ours, theirs, fixed)
+    ]
+    firm = [(link.ours, link.theirs) for links in solid for link in links]
+    exact = sum(a.out == b.out for a, b in firm) >= 0.9 * len(firm)
+    fixed = _places(ours, theirs, [*anchors, *firm])
+    done = anchored | {id(call) for pair in firm for call in pair}
+    for links in solid:
+        found.links.extend(links)
+    for part in _between(ours, theirs, fixed):
+        found.links.extend(_solve(part, done, _is_any, alike, found, exact=exact))
+    return found
+
+
+def _places(
+    ours: Sequence[Call], theirs: Sequence[Call], pairs: Sequence[tuple[Call, Call]]
+) -> list[tuple[int, int]]:
+    here = {id(call): at for at, call in enumerate(ours)}
+    there = {id(call): at for at, call in enumerate(theirs)}
+    placed = [(here[id(a)], there[id(b)]) for a, b in pairs if id(a) in here and id(b) in there]
+    return increasing(sorted(placed))
+
+
+def _between(
+    ours: Sequence[Call], theirs: Sequence[Call], fixed: Sequence[tuple[int, int]]
+) -> list[tuple[Sequence[Call], Sequence[Call]]]:
+    """What lies between neighbouring fixed pairs, where both sides have something."""
+    parts: list[tuple[Sequence[Call], Sequence[Call]]] = []
+    i = j = 0
+    for here, there in (*fixed, (len(ours), len(theirs))):
+        if here > i and there > j:
+            parts.append((ours[i:here], theirs[j:there]))
+        i, j = here + 1, there + 1
+    return parts
+
+
+def _is_solid(call: Call) -> bool:
+    return call.kind in SOLID
+
+
+def _is_any(call: Call) -> bool:
+    del call
+    return True
+
+
+def _solve(
+    part: tuple[Sequence[Call], Sequence[Call]],
+    done: set[int],
+    wanted: Callable[[Call], bool],
+    alike: Alike,
+    found: LeafLinks,
+    *,
+    exact: bool,
+) -> list[Link]:
+    """Align what is wanted and not done yet of one stretch; ties go to `found`."""
+    here, there = ([c for c in side if id(c) not in done and wanted(c)] for side in part)
+    if not here or not there:
+        return []
+    if len(here) == len(there) and all(
+        _worth(a, b, exact) > 1 for a, b in zip(here, there, strict=True)
+    ):
+        # All of both sides, in order: no other alignment has as many pairs.
+        return [Link(a, b, _confidence(a, b)) for a, b in zip(here, there, strict=True)]
+    labels_here, looks_here = _labels(here)
+    labels_there, looks_there = _labels(there)
+    worth = np.array([[_worth(a, b, exact) for b in looks_there] for a in looks_here], np.int32)
+    try:
+        first = align_sequences(labels_here, labels_there, worth)
+    except ValueError:
+        return []
+    links = [Link(here[i], there[j], _confidence(here[i], there[j])) for i, j in first.pairs]
+    if first.tied_here:
+        links += _break_ties(here, there, first, (labels_here, labels_there, worth), alike, found)
+    return links
+
+
+def _break_ties(
+    here: Sequence[Call],
+    there: Sequence[Call],
+    first: Matched,
+    problem: tuple[Ints, Ints, Scores],
+    alike: Alike,
+    found: LeafLinks,
+) -> list[Link]:
+    labels_here, labels_there, worth = problem
+    second = first
+    if max(len(first.tied_here), len(first.tied_there)) <= _TIES_READ:
+        extra = np.zeros((len(here), len(there)), np.int32)
+        for i in first.tied_here:
+            for j in first.tied_there:
+                if worth[labels_here[i]][labels_there[j]] and alike(here[i], there[j]):
+                    extra[i, j] = 1
+        if extra.any():
+            scale = len(here) + len(there) + 1  # all of `extra` is less than one unit of worth
+            second = align_sequences(labels_here, labels_there, worth * scale, extra)
+            settled = [(i, j) for i, j in second.pairs if i in first.tied_here and extra[i, j]]
+        else:
+            settled = []
+    else:
+        settled = []
+    taken = {i for i, _ in settled}, {j for _, j in settled}
+    for i, partners in first.tied_here.items():
+        if i not in taken[0]:
+            found.ties_here[id(here[i])] = [there[j] for j in partners]
+    for j, partners in first.tied_there.items():
+        if j not in taken[1]:
+            found.ties_there[id(there[j])] = [here[i] for i in partners]
+    return [Link(here[i], there[j], TIE_BROKEN) for i, j in settled]
+
+
+def _labels(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
+    """A number for each call, equal where nothing that decides differs; and one call of each."""
+    numbers: dict[tuple[object, ...], int] = {}
+    examples: list[Call] = []
+    labels = np.empty(len(calls), np.int64)
+    for at, call in enumerate(calls):
+        look = (call.kind, call.class_name, call.role, call.out, call.into, bool(call.parts))
+        number = numbers.setdefault(look, len(numbers))
+        if number == len(examples):
+            examples.append(call)
+        labels[at] = number
+    return labels, examples
+
+
+def _worth(ours: Call, theirs: Call, exact: bool) -> int:
+    """What two calls are worth as a pair: 0 if they cannot be one."""
+    alike = same_kind(ours.kind, theirs.kind)
+    if not alike or (ours.role and theirs.role and ours.role != theirs.role):
+        return 0
+    if ours.features != theirs.features:
+        return 0
+    if ours.width != theirs.width and -1 not in (ours.width, theirs.width):
+        return 0
+    if alike == 1:
+        # A class nobody knows: only where every shape agrees, and as the last resort.
+        shapes = (ours.out, ours.into, theirs.out, theirs.into)
+        return int(None not in shapes and shapes[:2] == shapes[2:])
+    if exact and ours.kind not in SOLID and ours.out != theirs.out:
+        return 0
+    same_class = ours.class_name == theirs.class_name
+    return 4 + same_class + (bool(ours.role) and ours.role == theirs.role)
+
+
+def _confidence(ours: Call, theirs: Call) -> float:
+    if same_kind(ours.kind, theirs.kind) < 2:
+        return UNKNOWN_CLASS
+    if not is_known(ours.kind):
+        return LIKELY
+    return CERTAIN if ours.kind in SOLID else LIKELY

@@ -1,0 +1,90 @@
+"""Two sites belong together: which tensor of one is which of the other.
+
+Ports, phases and moments must agree; slots by name, by alias, then by place where shapes leave no
+doubt. Knows nothing of why the sites belong together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from driftline.runs.record import Record
+
+Pairs = list[tuple[Record, Record]]
+
+
+def pair_tensors(ours: Sequence[Record], theirs: Sequence[Record]) -> Pairs:
+    """The pairs among the tensors of two calls; what has no partner is left out."""
+    found: Pairs = []
+    there = _by_port(theirs)
+    for port, here in _by_port(ours).items():
+        if (others := there.get(port)) is not None:
+            found += _pair_slots(here, others)
+    return found
+
+
+def _by_port(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
+    grouped: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        key = record.key
+        grouped.setdefault((key.port, key.phase, key.moment), []).append(record)
+    return grouped
+
+
+def _pair_slots(ours: list[Record], theirs: list[Record]) -> Pairs:
+    if len(ours) == 1 and len(theirs) == 1:
+        same = ours[0].key.slot == theirs[0].key.slot
+        return [(ours[0], theirs[0])] if same or _could_be(ours[0], theirs[0]) else []
+    found: Pairs = []
+    for names in (_slots, _any_names):
+        known = {name: record for record in reversed(theirs) for name in names(record)}
+        for record in list(ours):
+            partner = next((known[n] for n in names(record) if n in known), None)
+            if partner is None:
+                continue
+            # By the place alone only what could be the same thing: argument 1 may be a mask here.
+            if names is _slots or _could_be(record, partner):
+                found.append((record, partner))
+                ours = [each for each in ours if each is not record]
+                theirs = [each for each in theirs if each is not partner]
+                known = {name: each for name, each in known.items() if each is not partner}
+    return found + _by_place(ours, theirs)
+
+
+def _slots(record: Record) -> list[str]:
+    return [record.key.slot]
+
+
+def _any_names(record: Record) -> list[str]:
+    return [record.key.slot, record.alias] if record.alias else [record.key.slot]
+
+
+def _by_place(ours: list[Record], theirs: list[Record]) -> Pairs:
+    """What names leave over: in order if all fit, else only what there is one of on each side."""
+    if len(ours) == len(theirs) and all(map(_could_be, ours, theirs)):
+        return list(zip(ours, theirs, strict=True))
+    counts = Counter(map(_look, ours)), Counter(map(_look, theirs))
+    alone = {look for look in counts[0] if counts[0][look] == counts[1][look] == 1}
+    there = {_look(record): record for record in theirs}
+    return [(record, there[_look(record)]) for record in ours if _look(record) in alone]
+
+
+def _look(record: Record) -> tuple[tuple[int, ...], str]:
+    return (record.shape, _family(record.dtype))
+
+
+def _could_be(ours: Record, theirs: Record) -> bool:
+    if _family(ours.dtype) != _family(theirs.dtype):
+        return False
+    if ours.shape == theirs.shape or math.prod(ours.shape) == math.prod(theirs.shape):
+        return True
+    # Another number of tokens or rows: the features stay.
+    return bool(ours.shape and theirs.shape) and ours.shape[-1] == theirs.shape[-1]
+
+
+def _family(dtype: str) -> str:
+    if "float" in dtype:
+        return "float"
+    return "complex" if "complex" in dtype else "whole"

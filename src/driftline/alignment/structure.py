@@ -1,0 +1,278 @@
+"""Structure: pairs for tensors whose names say nothing, by class, shape and order of execution.
+
+Frame by frame (one step of one process): leaves as a sequence, containers by the leaves they hold,
+then tensor by tensor. What stronger rules have paired stays paired and holds the rest in place. A
+wrong pair is worse than none: whatever is not the only answer stays alone, with a reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from driftline.alignment.agreement import Looks
+from driftline.alignment.calls import Call, Frame, calls_of, enclosing, frames_of, main_tensor
+from driftline.alignment.containers import Tree, link_across, link_containers
+from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain, parts_of
+from driftline.alignment.leaves import Link, link_leaves
+from driftline.alignment.plan import Pair
+from driftline.alignment.ports import pair_tensors
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+Reasons = dict[tuple[str, TensorKey], str]
+_Name = tuple[str, int]
+
+
+class Concluded(NamedTuple):
+    """What structure says: new pairs, and why the rest is alone."""
+
+    pairs: list[Pair]
+    reasons: Reasons
+
+
+class _Solution(NamedTuple):
+    """Links between two frames, in names, so that they hold for every frame with these calls."""
+
+    links: list[tuple[_Name, _Name, tuple[_Name, ...], tuple[_Name, ...], float]]
+    why_here: dict[_Name, str]
+    why_there: dict[_Name, str]
+
+
+def align_by_structure(
+    reference: Run,
+    candidate: Run,
+    known: Sequence[Pair],
+    missing: Sequence[Record],
+    extra: Sequence[Record],
+) -> Concluded:
+    """Pair what stronger rules have left over.
+
+    Args:
+        reference: Where values are read from for ties.
+        candidate: The same.
+        known: The pairs there are.
+        missing: What is left over of the reference.
+        extra: What is left over of the candidate.
+    """
+    found = Concluded([], {})
+    here = frames_of([*(pair.reference for pair in known), *missing])
+    there = frames_of([*(pair.candidate for pair in known), *extra])
+    links: dict[Frame, list[Pair]] = {}
+    for pair in known:
+        key = pair.reference.key
+        links.setdefault(Frame(key.rank, key.process, key.step), []).append(pair)
+    solved: dict[object, _Solution] = {}
+    free = {id(record) for record in (*missing, *extra)}
+    looks = Looks(reference, candidate)
+    for frame, other in _frames(here, there):
+        ours, theirs = _in_order(here[frame]), _in_order(there[other])
+        if not (any(id(r) in free for r in ours) and any(id(r) in free for r in theirs)):
+            continue
+        a, b = calls_of(ours), calls_of(theirs)
+        anchors = _anchors(links.get(frame, ()))
+        outline = (_names(a), _names(b), tuple(anchors.items()))
+        if outline not in solved:
+            solved[outline] = _solve(a, b, anchors, looks)
+        _pair_up(solved[outline], a, b, free, found)
+    found.pairs.sort(key=lambda pair: pair.reference.order)
+    return found
+
+
+def _frames(here: Iterable[Frame], there: Iterable[Frame]) -> list[tuple[Frame, Frame]]:
+    ours, theirs = list(here), set(there)
+    common = [(frame, frame) for frame in ours if frame in theirs]
+    if not common and len(ours) == len(theirs) == 1:
+        return [(ours[0], theirs.pop())]
+    return common
+
+
+def _in_order(records: list[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: record.order)
+
+
+def _names(calls: Iterable[Call]) -> tuple[_Name, ...]:
+    return tuple((call.site, call.visit) for call in calls)
+
+
+def _anchors(pairs: Iterable[Pair]) -> dict[_Name, _Name]:
+    found: dict[_Name, _Name] = {}
+    for pair in pairs:
+        ours, theirs = pair.reference.key, pair.candidate.key
+        found.setdefault((ours.site, ours.visit), (theirs.site, theirs.visit))
+    return found
+
+
+def _solve(
+    ours: list[Call], theirs: list[Call], anchors: Mapping[_Name, _Name], looks: Looks
+) -> _Solution:
+    names_there = {(call.site, call.visit): call for call in theirs}
+    fixed = [
+        (call, names_there[partner])
+        for call in ours
+        if (partner := anchors.get((call.site, call.visit))) in names_there
+    ]
+    taken = {id(call) for pair in fixed for call in pair}
+
+    def alike(one: Call, other: Call) -> bool:
+        return looks.alike(main_tensor(one.records, "output"), main_tensor(other.records, "output"))
+
+    a, b = ([call for call in side if call.leaf] for side in (ours, theirs))
+    a, b = in_family_order(a), in_family_order(b)
+    a, b = fuse_alike(a, b, taken)
+    solution = _Solution([], {}, {})
+    leaves = link_leaves(a, b, [pair for pair in fixed if pair[0].leaf and pair[1].leaf], alike)
+    links = list(leaves.links)
+    for link in list(links):  # inside what counts as one: an adapted Linear, an operation's kernels
+        links += _inside(link, ours, theirs, alike)
+    marks_here, marks_there = _marks(fixed, links)
+    here, there = Tree(ours, marks_here), Tree(theirs, marks_there)
+    found, ties = link_containers(here, there, taken)
+    links += found
+    links += [
+        link
+        for link in link_across(here, there, a, b)
+        if id(link.ours) not in taken and id(link.theirs) not in taken
+    ]
+    for link in links:
+        sure = link.confidence if is_certain(link.ours) and is_certain(link.theirs) else 0.7
+        name = (link.ours.site, link.ours.visit), (link.theirs.site, link.theirs.visit)
+        parts = _names(link.ours.parts), _names(link.theirs.parts)
+        solution.links.append((*name, *parts, min(sure, link.confidence)))
+    _explain(solution.why_here, ours, theirs, "candidate", {**leaves.ties_here, **ties})
+    _explain(solution.why_there, theirs, ours, "reference", {**leaves.ties_there, **ties})
+    return solution
+
+
+def _inside(link: Link, ours: Sequence[Call], theirs: Sequence[Call], alike: object) -> list[Link]:
+    here = [c for c in ours if c.inner and c.site.startswith(link.ours.site + ".")]
+    there = [c for c in theirs if c.inner and c.site.startswith(link.theirs.site + ".")]
+    if len(here) != len(there) or not here or link.ours.parts or link.theirs.parts:
+        return []
+    del alike
+    same = all(a.kind == b.kind and a.out == b.out for a, b in zip(here, there, strict=True))
+    pairs = zip(here, there, strict=True)
+    return [Link(a, b, link.confidence) for a, b in pairs] if same else []
+
+
+def _marks(
+    fixed: Sequence[tuple[Call, Call]], links: Sequence[Link]
+) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
+    """Numbers for what is linked; a fused call has those of all its parts."""
+    here: dict[int, frozenset[int]] = {}
+    there: dict[int, frozenset[int]] = {}
+    number = 0
+    for ours, theirs in (*fixed, *((link.ours, link.theirs) for link in links)):
+        if ours.leaf and theirs.leaf:
+            mine, others = ours.parts or (ours,), theirs.parts or (theirs,)
+            many = range(number, number + max(len(mine), len(others)))
+            number += len(many)
+            for side, calls, whole in ((here, mine, ours), (there, others, theirs)):
+                side[id(whole)] = frozenset(many)
+                for place, call in enumerate(calls):
+                    side[id(call)] = frozenset(many if len(calls) == 1 else (many[place],))
+    return here, there
+
+
+def _explain(
+    why: dict[_Name, str],
+    calls: Sequence[Call],
+    others: Sequence[Call],
+    side: str,
+    ties: Mapping[int, list[Call]],
+) -> None:
+    """A reason for every call, used only for those that stay alone."""
+    classes = Counter(call.class_name for call in others)
+    kinds = {call.kind for call in others}
+    for call in calls:
+        if options := ties.get(id(call)):
+            shown = " and ".join(f"'{option.site}'" for option in options[:2])
+            reason = f"{shown} of the {side} are equally good"
+            if len(options) == 1:
+                reason = f"{shown} of the {side} could as well be another's partner"
+        elif not call.leaf and not call.inner:
+            reason = f"no site of the {side} holds the same part of the model"
+        elif call.class_name and not classes[call.class_name] and call.kind not in kinds:
+            reason = f"no site of class {call.class_name} in the {side}"
+        else:
+            reason = f"no site of its class and shape at this place in the {side}"
+        why[call.site, call.visit] = reason
+
+
+def _pair_up(
+    solution: _Solution, ours: list[Call], theirs: list[Call], free: set[int], found: Concluded
+) -> None:
+    here = {(call.site, call.visit): call for call in ours}
+    there = {(call.site, call.visit): call for call in theirs}
+    linked: dict[tuple[str, _Name], str] = {}
+    for name, partner, parts, other_parts, confidence in solution.links:
+        one, other = here[name], there[partner]
+        linked["reference", name] = partner[0]
+        linked["candidate", partner] = name[0]
+        if parts or other_parts:
+            members = [here[part] for part in parts] or [there[part] for part in other_parts]
+            side = "reference" if parts else "candidate"
+            trouble = _pair_parts(
+                other if parts else one, members, bool(parts), confidence, found, (ours, theirs)
+            )
+            for member in members:
+                place = (member.site, member.visit)
+                linked[side, place] = (other if parts else one).site
+                if trouble:
+                    (solution.why_here if parts else solution.why_there)[place] = trouble
+            continue
+        mine = [record for record in one.records if id(record) in free]
+        others = [record for record in other.records if id(record) in free]
+        for record, match in pair_tensors(mine, others):
+            found.pairs.append(Pair(record, match, "structure", confidence))
+    paired = {id(record) for pair in found.pairs for record in pair.records}
+    for side, calls, why in (
+        ("reference", ours, solution.why_here),
+        ("candidate", theirs, solution.why_there),
+    ):
+        for call in calls:
+            name = (call.site, call.visit)
+            for record in call.records:
+                if id(record) in free and id(record) not in paired:
+                    partner = linked.get((side, name))
+                    reason = f"its site goes with '{partner}', which has no such tensor"
+                    found.reasons[side, record.key] = reason if partner else why[name]
+
+
+def _pair_parts(
+    fused: Call,
+    members: list[Call],
+    members_are_ours: bool,
+    confidence: float,
+    found: Concluded,
+    runs: tuple[list[Call], list[Call]],
+) -> str:
+    """Pairs of a fused site and its members; a reason if the parts cannot be told."""
+    side = runs[1] if members_are_ours else runs[0]
+    holder = next(
+        (call.class_name for site in enclosing(fused.site) for call in side if call.site == site),
+        "",
+    )
+    heads = _heads((*runs[0], *runs[1]), members[0].features)
+    parts, trouble = parts_of(fused, members, heads, holder)
+    for part in parts:
+        records = (part.member, part.fused) if members_are_ours else (part.fused, part.member)
+        recipes = (
+            (part.member_recipe, part.fused_recipe)
+            if members_are_ours
+            else (part.fused_recipe, part.member_recipe)
+        )
+        found.pairs.append(Pair(*records, "structure", confidence, *recipes))
+    return trouble
+
+
+def _heads(calls: Iterable[Call], features: int) -> int | None:
+    """The number of heads, where some tensor of the runs shows it: (batch, heads, tokens, size)."""
+    for call in calls:
+        for record in call.records:
+            shape = record.shape
+            if len(shape) == 4 and "float" in record.dtype and shape[1] * shape[3] == features:
+                return shape[1]
+    return None
