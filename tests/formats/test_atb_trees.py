@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -382,3 +383,71 @@ def test_a_pass_by_statistics_alone_says_so(tmp_path: Path) -> None:
     table = driftline.compare(tmp_path / "good", tmp_path / "wrong")
     assert table.first is not None
     assert table.first.key.site == "2_Decoder_layer.1_LinearOperation"
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
+def test_damaged_text_beside_the_tensors_never_raises(tmp_path: Path, count: int) -> None:
+    dice = random.Random(count)
+    dump = AtbDump(tmp_path / "dump", "G3")
+    dump.execute(two_layers())
+    dump.topology("Toy", two_layers())
+    dump.operation_csv(two_layers())
+    dump.profile("[Add_1]:totalTime:5, runnerSetupTime:2\n[Add_1]:kernelExecuteTime:3\n")
+    table = dump.profile("opname,execute_totalTime\nAdd_1,7\n", execution=1)
+    table.rename(table.with_suffix(".csv"))
+    newest = AtbDump(tmp_path / "newest", "G4", keep="statistics")
+    newest.execute(two_layers())
+    victims = [
+        path
+        for path in sorted(tmp_path.rglob("*"))
+        if path.suffix in (".json", ".csv", ".txt") and path.is_file()
+    ]
+    words = (b"|", b";", b",", b"\n", b"\0", b'"', b"{", b"[" * 2000, b"9" * 5000, b"\xff", b"-1")
+    words += ("²".encode(), b"../../etc", b"/" * 300, b"x" * 200_000)
+    for _ in range(count):
+        victim = dice.choice(victims)
+        whole = victim.read_bytes()
+        hurt = bytearray(whole)
+        for _ in range(dice.randint(1, 5)):
+            at = dice.randrange(len(hurt) + 1)
+            if dice.random() < 0.3:
+                del hurt[at : at + dice.randint(1, 30)]
+            else:
+                hurt[at:at] = dice.choice(words)
+        victim.write_bytes(hurt)
+        run = opened(tmp_path / victim.relative_to(tmp_path).parts[0])
+        assert len(run) >= 1
+        run.topology()
+        run.param("0_Decoder_layer.0_RmsNormOperation")
+        assert len(run.operations()) + len(run.kernels()) + len(run.tables()) >= 0
+        assert all("\n" not in str(loss) for loss in run.losses)
+        json.dumps(run.topology())
+        victim.write_bytes(whole)
+
+
+def test_folders_may_be_called_anything(tmp_path: Path) -> None:
+    dump = AtbDump(tmp_path)
+    for name in (b"1_a\nb", b"2_\xff\xfe", b"no number", b"3_a.b", b"\x1b[31m4_red"):
+        write_bin(dump.execution(0) / os.fsdecode(name) / "after" / "outtensor0.bin", np.ones(2))
+    run = opened(tmp_path)
+    assert len(run) == 5 and not run.losses
+    for handle in run.tensors():
+        assert handle.key.site.isprintable() and handle.numpy().sum() == 2
+    assert driftline.compare(tmp_path, tmp_path).verdict == "pass"
+
+
+def test_numbered_folders_of_other_things_are_left_alone(tmp_path: Path) -> None:
+    for name in ("data/2024_12/1", "tensors/0_1/0", "2024_11/3"):
+        (tmp_path / name).mkdir(parents=True)
+        np.save(tmp_path / name / "x.npy", np.ones(2))
+    for name in ("", "data", "tensors", "2024_11", "data/2024_12"):
+        assert not isinstance(driftline.open_run(tmp_path / name), AtbRun)
+
+
+def test_a_torch_dump_beside_a_topology_is_still_one(tmp_path: Path) -> None:
+    torch_twin(tmp_path, toy_decoder(2), PROMPT, root="ait_dump")
+    AtbDump(tmp_path, "G2").topology("Toy", two_layers())
+    assert driftline.open_run(tmp_path).get("lm_head").shape == (1, 4, 64)
+    atb_twin(tmp_path, toy_decoder(2), PROMPT, generation="G2")
+    both = opened(tmp_path)
+    assert "torch_tensors/" in str(list(both.events()))

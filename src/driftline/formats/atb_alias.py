@@ -17,6 +17,8 @@ from driftline.runs.key import TensorKey
 
 _ALIAS = re.compile(r"(\d{1,9}(?:_\d{1,9}){0,62})_((?:in|out)[tT]ensor\d{1,6}(?:_\w{1,200})?\.bin)")
 _LONGEST_CHAIN = 8
+_LEVELS = 12
+"""Folders above a file in which its execution's is looked for."""
 
 Place = tuple[str, str, str]
 """Operation id, port, slot."""
@@ -79,8 +81,8 @@ def beside(path: Path, key: TensorKey) -> Leaf | None:
     None when the file does not lie in the folder of an execution.
     """
     real = path.resolve()
-    for folder in real.parents[1:DEEPEST_SEARCH]:
-        if folder.name.isdigit():
+    for folder in real.parents[1:_LEVELS]:
+        if folder.name.isdecimal():
             break
     else:
         return None
@@ -95,6 +97,3 @@ def beside(path: Path, key: TensorKey) -> Leaf | None:
                     return None
                 return leaf_of(key, found.header, found.path, found.source)
     return None
-
-
-DEEPEST_SEARCH = 12

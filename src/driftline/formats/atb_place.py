@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ _EXECUTION = re.compile(r"(?:\d{1,12}_)?(\d{1,9})")
 _OPERATION = re.compile(r"\d{1,9}_.+")
 _LOOKS = 4000
 """Entries looked at before a folder counts as one without tensors."""
+_TRIED = 20
+"""Executions of a process that are looked into for a tensor."""
 _DEEPEST = 40
 
 
@@ -81,7 +84,7 @@ def locate(path: Path) -> Place | None:
         return _whole(real / inside[0])
     if _is_root(real):
         return _whole(real)
-    if real.name in TENSORS and _processes(real):
+    if real.name in TENSORS and _holds_tensors(real):
         return _whole(real.parent)
     return _part(real)
 
@@ -98,8 +101,8 @@ def _whole(root: Path) -> Place:
 
 def _part(real: Path) -> Place | None:
     """A process, an execution, or something inside one."""
-    if (process := _process(real)) is not None and (found := list(_executions(*process, real))):
-        return _placed(real, found)
+    if (process := _process(real)) is not None and _any_tensors(_executions(*process, real)):
+        return _placed(real, list(_executions(*process, real)))
     for depth, folder in enumerate((real, *real.parents)):
         if depth > _DEEPEST:
             break
@@ -142,11 +145,22 @@ def _generation(root: Path) -> str:
 def _is_root(folder: Path) -> bool:
     """Has tensors of processes, or is called like a dump and has what a dump may have besides."""
     names = set(_folders(folder))
-    if any(_processes(folder / name) for name in TENSORS if name in names):
+    if any(_holds_tensors(folder / name) for name in TENSORS if name in names):
         return True
-    return folder.name.startswith(ROOTS) and any(
-        _folders(folder / name) for name in BESIDE if name in names
+    # Torch dumps are called the same; topology beside one of those does not make it ATB's.
+    return (
+        folder.name.startswith(ROOTS)
+        and "torch_tensors" not in names
+        and any(_folders(folder / name) for name in BESIDE if name in names)
     )
+
+
+def _holds_tensors(tensors: Path) -> bool:
+    return any(_any_tensors(_executions(*process)) for process in _processes(tensors))
+
+
+def _any_tensors(executions: Iterator[Execution]) -> bool:
+    return any(_has_tensors(execution.folder) for execution in islice(executions, _TRIED))
 
 
 def _processes(tensors: Path) -> list[tuple[int, str, Path]]:

@@ -27,7 +27,7 @@ from driftline.formats.atb_sheets import (
 )
 from driftline.formats.atb_topology import Topology
 from driftline.formats.atb_types import ACL_TYPES, type_named
-from driftline.formats.atb_walk import OperationFolder, TensorFile, Walk
+from driftline.formats.atb_walk import DEEPEST, OperationFolder, TensorFile, Walk
 from driftline.formats.folder import natural
 from driftline.formats.tree import DumpTable, Leaf, TreeRun
 from driftline.runs.inside import read_inside, reason_of
@@ -68,6 +68,13 @@ class AtbRun(TreeRun):
             {"kind": "note", "message": text + (f" ({count} tensors)" if count > 1 else "")}
             for text, count in self._notes.items()
         ]
+
+    def source(self, record: Record) -> str:
+        """Relative to what was opened, which may lie above the dump's root or inside it."""
+        opened = Path(self.name).resolve()
+        if opened == self.place.root:
+            return super().source(record)
+        return os.path.relpath(self.place.root / super().source(record), opened)
 
     def _leaves_of(self, place: Place) -> Iterator[Leaf]:
         numbers = _processes(place.executions)
@@ -121,6 +128,8 @@ class AtbRun(TreeRun):
             self._unreadable[self._walk.below(path)] = reason_of(trouble)
             return
         for line in read_statistics(text):
+            if len(line.folders) > DEEPEST:
+                continue
             operation = top
             for name in line.folders:
                 operation = operation.child(name)

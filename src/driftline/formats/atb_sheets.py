@@ -6,6 +6,7 @@ is left out, a `|` inside a parameter is put back. Knows no folders.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from driftline.formats.atb_types import type_named
+from driftline.formats.atb_walk import shown
 from driftline.formats.tree import DumpTable
 
 _COLUMNS = 21
@@ -20,6 +22,7 @@ _PARAM = 3
 _NAME = re.compile(r"(.+?)((?:_\d{1,9})+)")
 _FOLDER = re.compile(r"/(\d{1,9})_[^/]+")
 _PROCESS = re.compile(r"/-?\d+_\d+/\d+(?=/)")
+_SIZE = re.compile(r"\d{1,18}")
 _LINE = re.compile(r"\[([A-Za-z0-9_]+)\]:(.*)")
 _BLOCK = re.compile(r"([A-Za-z0-9_]+):\s*")
 _PART = re.compile(r"\[(execute|setup)\]\s*:?\s*(.*)")
@@ -99,7 +102,7 @@ def _described(cells: Sequence[str]) -> tuple[Described, ...]:
     found: list[Described] = []
     for dtype, layout, sizes in zip(*columns, strict=False):
         known = type_named(dtype)
-        shape = tuple(int(size) for size in sizes.split(",") if size.strip().isdigit())
+        shape = tuple(int(size) for size in sizes.split(",") if _SIZE.fullmatch(size.strip()))
         name = layout.strip().lower().removeprefix("acl_format_")
         found.append(Described(known.dtype or known.name if known else dtype.strip(), name, shape))
     return tuple(found)
@@ -142,7 +145,7 @@ def read_statistics(text: str) -> Iterator[StatisticLine]:
             folders = tuple((row.get("Op Name") or "").split("/"))
             slot = (row.get("Index") or "").strip()
             side = (row.get("Input/Output") or "").strip().lower()
-            if not all(folders) or not slot.isdigit() or side[:2] not in ("in", "ou"):
+            if not all(folders) or not _SIZE.fullmatch(slot) or side[:2] not in ("in", "ou"):
                 continue
             sizes = (row.get("Shape") or "").strip()
             readable = re.fullmatch(r"(\d{1,18}(x\d{1,18})*)?", sizes) is not None
@@ -172,10 +175,12 @@ def read_profile(text: str, title: str) -> DumpTable:
     """What the host spent its time on, in µs: raw text, text in blocks, or csv."""
     rows: dict[str, dict[str, str]] = {}
     if text.lstrip().startswith("opname"):
-        for row in csv.DictReader(text.splitlines()):
-            name = row.pop("opname", None)
-            if name:
-                rows[name] = {str(key): value or "" for key, value in row.items()}
+        with contextlib.suppress(csv.Error):  # the lines before the damage are shown
+            for row in csv.DictReader(text.splitlines()):
+                name = row.pop("opname", None)
+                if name:
+                    figures = ((k, v or "") for k, v in row.items() if isinstance(k, str))
+                    rows[shown(name)] = {shown(key): shown(value) for key, value in figures}
     else:
         current = ""
         for line in text.split("\n"):
@@ -205,7 +210,11 @@ def _set(rows: dict[str, dict[str, str]], name: str, part: str, figures: dict[st
 
 def _figures(text: str) -> dict[str, str]:
     pairs = (part.partition(":") for part in text.split(","))
-    return {name.strip(): value.strip() for name, sign, value in pairs if sign and name.strip()}
+    return {
+        shown(name.strip()): shown(value.strip())
+        for name, sign, value in pairs
+        if sign and name.strip()
+    }
 
 
 def _number(text: str) -> float | int | str | None:

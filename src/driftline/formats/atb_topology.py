@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from driftline.formats.atb_walk import OperationFolder, kind_of
+from driftline.formats.atb_walk import OperationFolder, kind_of, shown
 from driftline.runs.sink import JSON
 
 ROOT = "(root)"
@@ -73,7 +73,7 @@ class Topology:
         found = above.children.get(name)
         if found is None:
             number = name.partition("_")[0]
-            own = number if number.isdigit() else ""
+            own = number if number.isdecimal() else ""
             ids = f"{above.ids}_{own}" if above.ids else own
             found = above.children[name] = self._sites[site] = Node(site, kind_of(name), ids)
         return found
@@ -175,22 +175,24 @@ def _name_of(node: Object, index: int) -> str:
 def _last_number(name: str, kind: str) -> int | None:
     """The last id in an operation's name: 3 of `RmsNormOperation_1_3`."""
     last = name.rpartition("_")[2]
-    return int(last) if name.startswith(f"{kind}_") and last.isdigit() and len(last) < 10 else None
+    return (
+        int(last) if name.startswith(f"{kind}_") and last.isdecimal() and len(last) < 10 else None
+    )
 
 
 def _by_id(item: tuple[str, Node]) -> tuple[int, str]:
     number = item[0].partition("_")[0]
-    return (int(number) if number.isdigit() else 1 << 30, item[0])
+    return (int(number) if number.isdecimal() else 1 << 30, item[0])
 
 
 def _by_first(model: tuple[str, list[str]]) -> int:
     """Operations are numbered in the order in which they were first set up."""
     first = model[1][0].partition("_")[0] if model[1] else ""
-    return int(first) if first.isdigit() else 1 << 30
+    return int(first) if first.isdecimal() else 1 << 30
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    return shown(value) if isinstance(value, str) else ""
 
 
 def _texts(value: object) -> list[str]:

@@ -67,7 +67,7 @@ class OperationFolder:
     __slots__ = ("children", "files", "ids", "kind", "name", "param", "site")
 
     def __init__(self, name: str, above: OperationFolder | None = None) -> None:
-        self.name = name
+        name = self.name = shown(name)
         self.site = f"{above.site}.{name}" if above and above.site else name
         number, self.kind = _split(name)
         own = "" if number is None else str(number)
@@ -78,6 +78,7 @@ class OperationFolder:
 
     def child(self, name: str) -> OperationFolder:
         """The one of this name, made if need be."""
+        name = shown(name)
         found = self.children.get(name)
         if found is None:
             found = self.children[name] = OperationFolder(name, self)
@@ -103,6 +104,13 @@ class OperationFolder:
             yield from child.in_order()
         for file in late:
             yield self, file
+
+
+def shown(name: str) -> str:
+    """A name that a terminal can print: a stranger's folder may be called anything."""
+    if name.isprintable():
+        return name
+    return "".join(letter if letter.isprintable() else "�" for letter in name)
 
 
 def _split(name: str) -> tuple[int | None, str]:
@@ -164,7 +172,7 @@ class Walk:
 
     def below(self, path: str) -> str:
         """A path as a person should see it: relative to the dump."""
-        return path[len(self._root) + 1 :] if path.startswith(self._root + "/") else path
+        return shown(path[len(self._root) + 1 :] if path.startswith(self._root + "/") else path)
 
     def _enter(
         self, folder: str, operation: OperationFolder, moment: Moment | None, depth: int
