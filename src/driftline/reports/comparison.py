@@ -5,6 +5,7 @@ Only chooses and words; whether a row fails was decided in gating.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 from driftline.comparison.metrics.catalogue import STANDARD
@@ -57,6 +58,8 @@ def view(table: Table, *, everything: bool = False) -> View:
         if rows:
             blocks.append(_others(title, rows, everything))
     blocks += [Sentence(f"alignment: {note}", "doubtful") for note in table.notes]
+    if said := _recipes(table):
+        blocks.append(Sentence(said, "doubtful"))
     for name, side in (("reference", table.reference), ("candidate", table.candidate)):
         blocks += [Sentence(f"{name} run: {loss}", "doubtful") for loss in side.losses]
     return View(tuple(blocks))
@@ -132,6 +135,21 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
     return Grid(
         title, tuple(headings), tuple(lines), len(worst) - len(shown), "--all shows every row"
     )
+
+
+def _recipes(table: Table) -> str:
+    """How many tensors were not compared as they are stored, and what was done to them."""
+    made = [row for row in table.rows if row.reference_recipe or row.candidate_recipe]
+    if not made:
+        return ""
+    steps: dict[str, int] = {}
+    for row in made:
+        text = f"{row.reference_recipe} then {row.candidate_recipe}"
+        for kind in dict.fromkeys(re.findall(r"(?:^|then |\()([a-z]+)(?=\(| of)", text)):
+            steps[kind] = steps.get(kind, 0) + 1
+    shown = ", ".join(f"{count} {kind}" for kind, count in steps.items())
+    were = "tensor was" if len(made) == 1 else "tensors were"
+    return f"alignment: {len(made)} {were} not compared as stored ({shown}); rows.csv says each"
 
 
 def _site(row: Row) -> str:
