@@ -13,13 +13,13 @@ def convert(
     path: Path,
     /,
     *,
-    output: Annotated[Path, Option(names=("--output", "-o"), metavar="DIR")],
+    output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="DIR")] = None,
     to: Literal["run", "npy", "pt", "safetensors", "ait"] = "run",
     force: bool = False,
 ) -> int:
     """Write a dump as a run, or a run as files that other programs read.
 
-        driftline convert ait_dump -o run
+        driftline convert tree/ait_dump -o run
         driftline convert run -o files --to npy
 
     Takes whatever `driftline show` shows. Tensors go through one by one, so a dump may be larger
@@ -33,9 +33,12 @@ def convert(
         force: Replace an earlier result.
     """
     from driftline.cli.progress import on_terminal
+    from driftline.errors import BadInput
     from driftline.formats import conversion
     from driftline.reports.wording import counted, size
 
+    if output is None:
+        raise BadInput("`driftline convert` needs -o DIR", hint="see driftline convert --help")
     progress = on_terminal("tensors")
     try:
         done = conversion.convert(path, output, to=to, force=force, progress=progress)

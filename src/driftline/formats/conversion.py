@@ -97,6 +97,7 @@ def convert(
             work.into_run()
         elif to == "ait":
             _make_room(place / "ait_dump", force, of_ours=True)
+            (place / "ait_dump").mkdir(parents=True, exist_ok=True)
             work.into_ait()
         else:
             _make_room(place, force, of_ours=exported.is_there(place))
@@ -104,7 +105,7 @@ def convert(
     except OSError as trouble:
         raise BadInput(
             f"{place} cannot be written: {reason_of(trouble)}",
-            hint="what was written so far is incomplete",
+            hint="what was written so far is incomplete" if work.written else "",
         ) from trouble
     if not work.written:
         why = next(iter(work.skipped), "it has no values")

@@ -106,6 +106,12 @@ def open_run(path: StrPath) -> Run:
             for format_ in chain(_trees(), _announced()):
                 if format_.sniff(place):
                     return _opened(format_, place)
+            if not (place / MANIFEST).exists():
+                raise BadRun(
+                    f"'{place}' is no run, and no dump of another program that is known",
+                    hint="give the folder that `driftline dump -o` made, or one that "
+                    "docs/formats.md describes",
+                ) from None
         raise not_ours
 
 
@@ -121,6 +127,12 @@ def open_file(path: Path) -> Run:
     if path.name in (MANIFEST, INDEX):
         folder = path.parent if path.name == MANIFEST else path.parent.parent
         raise BadFile(f"{path} is a part of a run", hint=f"give the run's folder: {folder}")
+    for format_ in _trees():
+        if format_.NAME != "files" and format_.sniff(path.parent):
+            raise BadFile(
+                f"{path} is a part of a dump ({format_.NAME})",
+                hint=f"give the dump's folder: {path.parent}",
+            )
     raise BadFile(
         f"{path} is no tensor file that driftline can read",
         hint="it reads folders written by `driftline dump`, and .npy, .npz, .pt, .pth, "

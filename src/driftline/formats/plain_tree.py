@@ -8,6 +8,7 @@ files, that list says what each one is instead. The order of the files means not
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from driftline.errors import BadFile
@@ -16,11 +17,13 @@ from driftline.formats.folder import Folder
 from driftline.formats.parts import describe, leaf
 from driftline.formats.tree import Leaf, TreeRun
 from driftline.runs.key import TensorKey
+from driftline.runs.layout import INDEX, MANIFEST
 
 NAME = "files"
 SUFFIXES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".bin")
 _LOOKED_AT = 10_000
-_OF_A_RUN = ("manifest.json", "index.jsonl", "table.json")
+_CHILDREN = 16
+_OF_A_RUN = (MANIFEST, INDEX, "table.json")
 
 
 def sniff(path: Path) -> bool:
@@ -69,7 +72,21 @@ def open(path: Path) -> TreeRun:
     if not leaves:
         raise BadFile(f"{path} holds no tensor file")
     events = [{"kind": "skipped", "message": text} for text in folder.not_entered]
+    events += [{"kind": "dump", "message": text} for text in _dumps_inside(path)]
     return TreeRun(path, NAME, leaves, ordered=False, events=events)
+
+
+def _dumps_inside(path: Path) -> Iterator[str]:
+    """A sentence for each folder that is a dump by itself: opened so, its names say more."""
+    from driftline.formats.opening import TREES
+
+    with os.scandir(path) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    for name in folders[:_CHILDREN]:
+        for key, address in TREES.items():
+            if key != "files" and address.load().sniff(path / name):
+                yield f"{name} is a dump by itself ({address.load().NAME}); open it by its own path"
+                break
 
 
 def _is_tensor_file(name: str) -> bool:

@@ -143,6 +143,9 @@ def sheet(run: Run, *, globs: Sequence[str] = (), statistics: bool = False) -> S
     return Sheet(headings, lines)
 
 
+_PROVENANCE = ("created", "framework", "python", "platform")
+
+
 def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     # What the launched process said of itself goes before what its launcher said.
     processes = run.processes()
@@ -150,7 +153,7 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     command = run.manifest.get("command")
     if isinstance(command, (list, tuple)):
         yield "command", shlex.join(str(word) for word in cast(list[Any], command))
-    for name in ("format", "generation", "created", "framework", "python", "platform"):
+    for name in ("format", "generation", "task", "level", *_PROVENANCE):
         if manifest.get(name):
             yield name, str(manifest[name])
     git = manifest.get("git")
@@ -171,7 +174,7 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     yield "steps", ranges(record.key.step for record in records)
     for name, counts in (
         ("ports", Counter(record.key.port for record in records)),
-        ("dtypes", Counter(record.dtype for record in records)),
+        ("dtypes", Counter(record.dtype or "unknown" for record in records)),
         ("kept", Counter(record.kept for record in records)),
     ):
         yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
