@@ -238,6 +238,30 @@ def test_a_fused_dump_without_graph_texts_pairs_by_names_shape_and_order(tmp_pat
     assert {pair.confidence for pair in plan.pairs} == {0.7}
 
 
+def test_a_tensor_that_two_members_read_and_the_fused_operator_once_is_one_input(tmp_path):
+    x = np.linspace(-1, 1, 6, dtype=np.float32)
+    nodes = [
+        GraphNode("Add_2", "Add", (("x", 0), ("x", 0)), ("add-aten.add.OUTPUT.0",)),
+        GraphNode("Mul_1", "Mul", (("Add_2", 0), ("x", 0)), ("mul-aten.mul.OUTPUT.0",)),
+    ]
+    plain, fused = GeDump(tmp_path / "plain"), GeDump(tmp_path / "fused")
+    plain.operator("Add", "Add_2", [x, x], [x + x])
+    plain.operator("Mul", "Mul_1", [x + x, x], [(x + x) * x])
+    fused.operator("AutomaticBufferFusionOp", "Add_2Mul_1", [x], [(x + x) * x])
+    fx = tmp_path / "fx" / "gm_20240130064200000001_dump" / "1"
+    write_fx(fx, "add", "aten.add", [x, x], [x + x])
+    write_fx(fx, "mul", "aten.mul", [x + x, x], [(x + x) * x])
+    for dump in (plain, fused):
+        dump.graph_text(nodes)
+    plan = planned(plain.folder, fused.folder)
+    assert sites(plan) == {
+        ("Add_2", "input", "0", "Add_2Mul_1", "input", "0"),
+        ("Mul_1", "output", "0", "Add_2Mul_1", "output", "0"),
+    }
+    assert {pair.confidence for pair in plan.pairs} == {1.0}
+    assert len(planned(tmp_path / "fx", fused.folder).pairs) == 2
+
+
 def test_names_that_begin_alike_are_taken_apart_as_the_graph_has_them() -> None:
     nodes = [
         Node("Add_1", "Add", (("x", 0), ("y", 0))),

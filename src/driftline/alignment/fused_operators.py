@@ -64,7 +64,8 @@ def _fused(
             found.ours.setdefault(record.key, "the other dump has no operator of this name")
         return
     known = all(name in graph.nodes for name in members)
-    inputs, outputs = _ends(members, dumped, others, graph if known else None)
+    shown = len(operator.inputs)
+    inputs, outputs = _ends(members, dumped, others, graph if known else None, shown)
     matched = [
         *_matched(operator.inputs, inputs, known),
         *_matched(operator.outputs, outputs, known),
@@ -86,6 +87,7 @@ def _ends(
     dumped: list[str],
     others: Mapping[str, Operator],
     graph: OperatorGraph | None,
+    shown: int,
 ) -> tuple[list[Record | None], list[Record | None]]:
     """What goes into and comes out of the members as a whole; None for what was not dumped."""
     if graph is None:
@@ -93,7 +95,7 @@ def _ends(
         return inputs, list(others[dumped[-1]].outputs)
     read = [
         at_slot(others[one.node].inputs, str(one.position)) if one.node in others else None
-        for one in graph.inputs_of(members)
+        for one in graph.inputs_of(members, shown)
     ]
     made = [
         at_slot(others[name].outputs, str(output)) if name in others else None

@@ -102,12 +102,9 @@ def _inputs(
     same: Same,
     found: Found,
 ) -> None:
-    read = graph.inputs_of(members)
-    if len(read) != len(operator.inputs):
-        # A fused operator may read a tensor once that several of its members read.
-        once = list({one.source: one for one in reversed(read)}.values())[::-1]
-        read = once if len(once) == len(operator.inputs) else []
-    places: list[Input | None] = list(read) if read else [None] * len(operator.inputs)
+    read = graph.inputs_of(members, len(operator.inputs))
+    known = len(read) == len(operator.inputs)
+    places: list[Input | None] = list(read) if known else [None] * len(operator.inputs)
     wanted: dict[str, list[tuple[Record, Input | None]]] = defaultdict(list)
     first = next((owner for name in members if (owner := graph.owner(name))), "")
     for record, place in zip(operator.inputs, places, strict=True):

@@ -127,16 +127,26 @@ class OperatorGraph:
             and self.owner(source[0]) == owner
         )
 
-    def inputs_of(self, members: Sequence[str]) -> list[Input]:
-        """What several operators read that none of them made, in their order."""
+    def inputs_of(self, members: Sequence[str], shown: int) -> list[Input]:
+        """What several operators read that none of them made, in their order.
+
+        Args:
+            members: Their names.
+            shown: How many inputs a dump has of them. A fused operator may read a tensor once that
+                several of its members read.
+        """
         inside = set(members)
-        return [
+        read = [
             Input(name, position, source)
             for name in members
             if name in self.nodes
             for position, source in enumerate(self.nodes[name].inputs)
             if source[0] not in inside
         ]
+        if len(read) != shown:
+            once = list({one.source: one for one in reversed(read)}.values())[::-1]
+            read = once if len(once) == shown else read
+        return read
 
     def outputs_of(self, members: Sequence[str]) -> list[Tensor]:
         """What several operators make that others read, or nobody does, in their order."""

@@ -1,0 +1,117 @@
+"""The commands that docs/formats.md shows for torchair dumps, and what they say of bad ones."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from driftline.formats.ge_graph import GraphNode
+from driftline.testing.ge import GeDump, ge_bytes, write_fx
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "ascend"
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+NODES = [
+    GraphNode("x", "Data"),
+    GraphNode("Add_2", "Add", (("x", 0), ("x", 0)), ("add_2-aten.add.Tensor.OUTPUT.0",)),
+    GraphNode("Relu_1", "Relu", (("Add_2", 0),), ("relu_1-aten.relu.default.OUTPUT.0",)),
+]
+
+
+@pytest.fixture
+def dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(DATA / "ge_dump", tmp_path / "ge_dump")
+    shutil.copytree(DATA / "fx_dump", tmp_path / "fx_dump")
+    unfused, fused = GeDump(tmp_path / "unfused_ge"), GeDump(tmp_path / "fused_ge")
+    unfused.operator("Add", "Add_2", [X, X], [X + X])
+    unfused.operator("Relu", "Relu_1", [X + X], [np.maximum(X + X, 0)])
+    fused.operator("AutomaticBufferFusionOp", "Add_2Relu_1", [X], [np.maximum(X + X, 0)])
+    for dump in (unfused, fused):
+        dump.graph_text(NODES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_documented_commands_pass_on_sound_dumps(dumps, driftline) -> None:
+    page = (ROOT / "docs" / "formats.md").read_text("utf-8")
+    section = page.partition("## torchair")[2].partition("\n## ")[0]
+    shown = re.findall(r"^    driftline (.+?)(?:\s+#.*)?$", section, re.MULTILINE)
+    assert len(shown) == 3
+    for text in shown:
+        said = driftline(*shlex.split(text))
+        assert said.code == 0, text + said.out + said.err
+
+
+def test_a_fault_is_named_and_the_exit_code_says_so(dumps, driftline) -> None:
+    path = next((dumps / "ge_dump").rglob("AutomaticBufferFusionOp.*"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x0F
+    path.write_bytes(bytes(data))
+    said = driftline("compare", "fx_dump", "ge_dump")
+    assert said.code == 1
+    assert "FAIL: the drift starts at 'relu_1'" in said.out
+    assert "Add_2Relu_1" in said.out
+    said = driftline("compare", "ge_dump", "fx_dump")
+    assert said.code == 1
+    assert "the drift starts at 'Add_2Relu_1'" in said.out
+
+
+def test_the_plan_says_what_is_left_over_and_why(dumps, driftline) -> None:
+    said = driftline("compare", "unfused_ge", "fused_ge", "--dry-run")
+    assert said.code == 0
+    assert "inside the fused operator Add_2Relu_1" in said.out
+
+
+def test_show_lists_operators_losses_and_what_the_dump_says_of_itself(dumps, driftline) -> None:
+    said = driftline("show", "ge_dump")
+    assert said.code == 0
+    assert "Add_2Relu_1" in said.out
+    assert "AutomaticBufferFusionOp" in said.out
+    hurt = next((dumps / "ge_dump").rglob("Cast.*"))
+    hurt.write_bytes(hurt.read_bytes()[:30])
+    said = driftline("show", "ge_dump")
+    assert "missing: " in said.out
+    assert "its header claims 70 bytes and 22 follow" in said.out
+
+
+def test_two_operator_files_are_compared_as_they_are(dumps, driftline) -> None:
+    for name, value in (("a", X), ("b", X * 1.5)):
+        Path(name).write_bytes(ge_bytes("Neg_1", [X], [value]))
+    said = driftline("compare", "a", "b")
+    assert said.code == 1
+    assert "the drift starts at 'Neg_1', in its output" in said.out
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda ge: next(ge.glob("*.txt")).unlink(), "no graph text"),
+        (lambda ge: next(ge.glob("*.txt")).write_text("op {{"), "no graph text"),
+        (lambda ge: shutil.rmtree(ge / "20240130064151"), "holds no tensor"),
+    ],
+)
+def test_what_cannot_be_compared_is_a_sentence_and_exit_code_two(
+    spoil, reason, dumps, driftline
+) -> None:
+    spoil(dumps / "ge_dump")
+    said = driftline("compare", "fx_dump", "ge_dump")
+    assert said.code == 2
+    assert reason in said.err
+    assert "Traceback" not in said.err
+
+
+def test_dumps_of_other_steps_say_so(tmp_path, driftline) -> None:
+    dump = GeDump(tmp_path / "ge")
+    for step in (0, 1):
+        dump.operator("Relu", "Relu_1", [X], [X], step=step)
+        place = tmp_path / "fx" / "gm_20240130064200000001_dump" / str(step + 5)
+        write_fx(place, "relu_1", "aten.relu.default", [X], [X])
+    dump.graph_text(NODES)
+    said = driftline("compare", tmp_path / "fx", tmp_path / "ge")
+    assert said.code == 2
+    assert "are they of one model, step and rank?" in said.err
