@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from driftline.dialects.labels import set_task_id as set_task_id
     from driftline.formats.conversion import convert as convert
     from driftline.formats.opening import open_run as open_run
+    from driftline.gating.door import align as align
     from driftline.gating.door import compare as compare
     from driftline.gating.models import compare_models as compare_models
 
@@ -31,6 +32,7 @@ _DOORS = {
     "capture": "driftline.adapters.torch.door:capture",
     "step": "driftline.adapters.torch.door:step",
     "convert": "driftline.formats.conversion:convert",
+    "align": "driftline.gating.door:align",
     "open_run": "driftline.formats.opening:open_run",
     "compare": "driftline.gating.door:compare",
     "compare_models": "driftline.gating.models:compare_models",
@@ -46,6 +48,7 @@ _DOORS = {
 __all__ = [
     "DumpConfig",
     "__version__",
+    "align",
     "capture",
     "compare",
     "compare_models",

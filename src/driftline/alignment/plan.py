@@ -13,6 +13,15 @@ from driftline.runs.record import Record
 Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure"]
 """Why two tensors are a pair, strongest first after what the user said."""
 
+_BY: dict[Rule, str] = {
+    "plan": "by the plan",
+    "map": "by the map",
+    "name": "by name",
+    "alias": "by the alias of their slot",
+    "normalised": "by normalised name",
+    "graph": "by the graph",
+    "structure": "by structure",
+}
 _NO_REASONS: Mapping[tuple[str, TensorKey], str] = {}
 
 
@@ -89,7 +98,8 @@ class Plan(NamedTuple):
                 _dims(ours) if ours.shape == theirs.shape else f"{_dims(ours)} | {_dims(theirs)}"
             )
             kept = ours.kept if ours.kept == theirs.kept else f"{ours.kept} | {theirs.kept}"
-            yield f"  pair     {pair}  {dtypes} {shapes} {kept}"
+            how = "" if pair.by == "name" else f"  by {pair.by}, {pair.confidence:.2f}"
+            yield f"  pair     {pair}  {dtypes} {shapes} {kept}{how}"
             if pair.reference_recipe is not None:
                 yield f"           reference first: {pair.reference_recipe}"
             if pair.candidate_recipe is not None:
@@ -111,9 +121,10 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         ways = Counter(pair.by for pair in self.pairs)
-        by_alias = f" ({ways['alias']} by the alias of their slot)" if ways["alias"] else ""
+        shown = [f"{ways[rule]} {_BY[rule]}" for rule in _BY if ways[rule]]
+        how = f" ({', '.join(shown)})" if set(ways) - {"name"} else ""
         return (
-            f"{len(self.pairs)} pairs{by_alias}, {len(self.missing)} only in the reference, "
+            f"{len(self.pairs)} pairs{how}, {len(self.missing)} only in the reference, "
             f"{len(self.extra)} only in the candidate"
         )
 

@@ -76,7 +76,7 @@ def align_by_structure(
         outline = (_names(a), _names(b), tuple(anchors.items()))
         if outline not in solved:
             solved[outline] = _solve(a, b, anchors, looks)
-        _pair_up(solved[outline], a, b, free, found)
+        _pair_up(solved[outline], a, b, anchors, free, found)
     found.pairs.sort(key=lambda pair: pair.reference.order)
     return found
 
@@ -202,11 +202,19 @@ def _explain(
 
 
 def _pair_up(
-    solution: _Solution, ours: list[Call], theirs: list[Call], free: set[int], found: Concluded
+    solution: _Solution,
+    ours: list[Call],
+    theirs: list[Call],
+    anchors: Mapping[_Name, _Name],
+    free: set[int],
+    found: Concluded,
 ) -> None:
     here = {(call.site, call.visit): call for call in ours}
     there = {(call.site, call.visit): call for call in theirs}
     linked: dict[tuple[str, _Name], str] = {}
+    for name, partner in anchors.items():
+        linked["reference", name] = partner[0]
+        linked["candidate", partner] = name[0]
     for name, partner, parts, other_parts, confidence in solution.links:
         one, other = here[name], there[partner]
         linked["reference", name] = partner[0]

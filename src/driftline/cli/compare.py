@@ -13,6 +13,7 @@ from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from driftline.alignment.plan import Plan
     from driftline.comparison.table import Table
     from driftline.runs.run import Run
 
@@ -42,6 +43,13 @@ def compare(
     port: Annotated[list[str] | None, Option(group=_WHICH)] = None,
     step: Annotated[list[str] | None, Option(metavar="N[-M]", group=_WHICH)] = None,
     rank: Annotated[list[str] | None, Option(metavar="N[-M]", group=_WHICH)] = None,
+    map: Annotated[list[str] | None, Option(metavar="REF=CAND", group=_HOW)] = None,
+    op_mapping_file: Annotated[
+        Path | None, Option(names=("--op-mapping-file", "-mf"), metavar="FILE|DIR", group=_HOW)
+    ] = None,
+    no_structure: Annotated[bool, Option(group=_HOW)] = False,
+    plan: Annotated[Path | None, Option(metavar="FILE.toml", group=_HOW)] = None,
+    save_plan: Annotated[Path | None, Option(metavar="FILE.toml", group=_HOW)] = None,
     step_map: Annotated[list[str] | None, Option(metavar="REF=CAND,...", group=_HOW)] = None,
     placement: Annotated[list[str] | None, Option(metavar="SITE=shard(AXIS)", group=_HOW)] = None,
     mask: Annotated[list[str] | None, Option(metavar="FILE.npy|captured", group=_HOW)] = None,
@@ -84,6 +92,13 @@ def compare(
         port: Only this side: input, output, grad_input, grad_output, param, ...; may be repeated.
         step: Only these steps, such as 0 or 3-5; may be repeated.
         rank: Only these ranks; may be repeated.
+        map: Sites that are called differently, such as 'model.*=*'; each star stands for the same
+            text on both sides; may be repeated.
+        op_mapping_file: A file of such pairs (.toml or .json), or the folder of ait's
+            op_mapping_file.json, which maps classes.
+        no_structure: Pair by names only, never by class, shape and order of execution.
+        plan: Compare what this saved plan says, and nothing else.
+        save_plan: Write the plan to this file, to be edited and given back with --plan.
         step_map: Which step is which where the runs count differently, such as 0=1,1=2.
         placement: How tensors lie over ranks when one side is sharded: shard(AXIS), replicate or
             partial(sum), such as 'attn.*=shard(1)'; may be repeated.
@@ -108,6 +123,8 @@ def compare(
     output = None if seed else output
     quiet = quiet or log_level == "error"
     _refuse_overwriting(output, csv, force, report)
+    if save_plan is not None and save_plan.exists() and not force:
+        raise AlreadyThere(f"{save_plan} exists", hint="give another --save-plan, or --force")
     from driftline.alignment.door import AlignOptions, align_runs
     from driftline.formats.opening import open_run
     from driftline.gating.door import compare as compare_runs
@@ -119,15 +136,21 @@ def compare(
     options = AlignOptions(
         sites=tuple(site or ()),
         ports=tuple(port or ()),
+        maps=tuple(map or ()),
+        mapping_file=op_mapping_file,
+        plan_file=plan,
+        structural=not no_structure,
         placements=tuple(placement or ()),
         masks=tuple(mask or ()),
         step_map=tuple(step_map or ()),
     )
-    plan = align_runs(ours, theirs, options)
+    pairing = align_runs(ours, theirs, options)
+    if save_plan is not None:
+        _save(pairing, save_plan, ref, cand, quiet)
     if dry_run:
         from driftline.reports.terminal import printable
 
-        for line in plan.lines():
+        for line in pairing.lines():
             print(printable(line))
         return EXIT_FINE
     from driftline.comparison.metrics.catalogue import requested
@@ -145,8 +168,10 @@ def compare(
     if log_level == "debug":
         from driftline.reports.terminal import printable
 
-        for line in plan.lines():
+        for line in pairing.lines():
             print(printable(line), file=sys.stderr)
+    elif not quiet and any(pair.by not in ("name", "alias") for pair in pairing.pairs):
+        print(f"driftline: {pairing}", file=sys.stderr)
     progress = None if quiet else on_terminal("pairs")
     try:
         table = compare_runs(
@@ -157,7 +182,7 @@ def compare(
             rtol=rtol,
             atol=atol,
             min_coverage=min_coverage,
-            plan=plan,
+            plan=pairing,
             threads=threads,
             progress=progress,
         )
@@ -167,7 +192,7 @@ def compare(
     if report is not None:
         from driftline.dialects.ait_report import write_report
 
-        written = write_report(table, plan, ours, theirs, report)
+        written = write_report(table, pairing, ours, theirs, report)
         if not quiet:
             print(f"driftline: the report is in {written}", file=sys.stderr)
     _release(ours, theirs)
@@ -187,6 +212,14 @@ def _other_steps(steps: frozenset[int], step_map: list[str] | None) -> frozenset
 
     known = parse_step_map(",".join(step_map))
     return frozenset(known[step] for step in steps if step in known)
+
+
+def _save(plan: Plan, path: Path, ref: Path, cand: Path, quiet: bool) -> None:
+    from driftline.alignment.planfile import write_plan
+
+    write_plan(plan, path, str(ref), str(cand))
+    if not quiet:
+        print(f"driftline: the plan is in {path}", file=sys.stderr)
 
 
 def _release(*runs: Run) -> None:
