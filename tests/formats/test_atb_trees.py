@@ -121,8 +121,21 @@ def test_operation_and_kernel_csv_are_resolved_by_id() -> None:
     assert (line.kind, line.ids, line.execution) == ("RmsNormOperation", "1_0", 0)
     assert line.param["normParam"]["epsilon"] == 1e-05
     assert [(d.dtype, d.shape) for d in line.inputs] == [("float16", (2, 4))]
+    assert run.site_of(line.ids) == "1_Decoder_layer.0_RmsNormOperation"
+    assert run.site_of("99_1") is None
     (kernel,) = run.kernels()
     assert (kernel.kind, kernel.ids, kernel.param) == ("RmsNormOperation", "1_0", {})
+
+
+def test_csv_lines_know_their_process(tmp_path: Path) -> None:
+    for pid in (7, 10):
+        dump = AtbDump(tmp_path, pid=pid)
+        dump.execute(two_layers())
+        dump.operation_csv(two_layers())
+    assert {(line.rank, line.process) for line in opened(tmp_path).operations()} == {(0, 0), (0, 1)}
+    part = opened(AtbDump(tmp_path, pid=10).execution(0))
+    assert {(line.rank, line.process) for line in part.operations()} == {(0, 0)}
+    assert len(part.operations()) == 4
 
 
 def test_faulty_csv_lines_are_tolerated(tmp_path: Path) -> None:

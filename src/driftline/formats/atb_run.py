@@ -183,6 +183,14 @@ class AtbRun(TreeRun):
         """The kernel csv files."""
         return self._lines("kernel_io_tensors")
 
+    def site_of(self, ids: str, rank: int = 0, process: int = 0) -> str | None:
+        """The site of an operation id: `1_Decoder_layer.0_RmsNormOperation` of `1_0`."""
+        for _, top in self._tops.get((rank, process), ()):
+            for operation in top.walk():
+                if operation.ids == ids and ids:
+                    return operation.site
+        return None
+
     def tables(self) -> Sequence[DumpTable]:
         """cpu profiling: times of operations on the host, in µs."""
         found: list[DumpTable] = []
@@ -236,10 +244,23 @@ class AtbRun(TreeRun):
 
     def _lines(self, what: str) -> list[OperationLine]:
         found: list[OperationLine] = []
+        places = {
+            name: place
+            for place, tops in self._tops.items()
+            for execution, _ in tops
+            for name in (execution.pid, f"{execution.device}_{execution.pid}")
+        }
         for path in self._files(what, ".csv"):
+            folder = Path(path).parent.name
+            if not self.place.whole and folder not in places:
+                continue  # another process's, and only a part of the dump was asked for
+            rank, process = places.get(folder, (0, 0))
             number = _NUMBER.search(path)
             text = self._readable(path, LARGEST_TABLE)
-            found += read_operations(text, int(number[1]) if number else 0)
+            found += [
+                line._replace(rank=rank, process=process)
+                for line in read_operations(text, int(number[1]) if number else 0)
+            ]
         return found
 
     def _files(self, what: str, *suffixes: str) -> list[str]:

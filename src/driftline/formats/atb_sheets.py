@@ -49,6 +49,8 @@ class OperationLine(NamedTuple):
         outputs: What comes out.
         files: Paths as written. Not to be trusted: they name folders of another machine, and often
             the wrong moment.
+        rank: Of the process whose folder the file lies in.
+        process: Likewise.
     """
 
     execution: int
@@ -59,6 +61,8 @@ class OperationLine(NamedTuple):
     inputs: tuple[Described, ...]
     outputs: tuple[Described, ...]
     files: tuple[str, ...]
+    rank: int = 0
+    process: int = 0
 
 
 def read_operations(text: str, execution: int) -> list[OperationLine]:
