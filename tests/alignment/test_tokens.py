@@ -312,6 +312,19 @@ def test_an_accelerators_own_dump_gets_the_numbers_of_the_torch_dump(
     assert layers == {(0, 5), (1, 1), (2, 1)}
 
 
+def test_two_dumps_of_an_accelerator_are_told_apart_from_their_warm_up(tmp_path: Path) -> None:
+    model, prompt = toy_decoder(layers=2), np.array([3, 1, 4, 1, 5])
+    atb_twin(tmp_path / "cold", model, prompt, then=(9, 2))
+    atb_twin(tmp_path / "warm", model, prompt, then=(9, 2), warm_up=True)
+    table = driftline.compare(tmp_path / "cold", tmp_path / "warm")
+    assert table.verdict == "pass"
+    assert table.coverage.missing == 0
+    assert all(row.metrics["different"] == 0 for row in table.rows if row.compared)
+    left = {row.reason for row in table.rows if row.status == "extra"}
+    assert left
+    assert all("comes before the first" in reason for reason in left)
+
+
 def test_a_step_map_is_obeyed_and_printed() -> None:
     reference, candidate = run_of(timeline(4, 4)), run_of(timeline(4, 4, 4))
     plan = align_runs(reference, candidate, AlignOptions(step_map=("0=1,1=2",)))

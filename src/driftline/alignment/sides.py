@@ -122,9 +122,9 @@ def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
     if not ours and not theirs and not any(aside):
         return plan
     pairs = [real for pair in plan.pairs for real in _real_pairs(pair, ours, theirs)]
-    reasons = dict(plan.reasons)
-    missing = list(_real_records(plan.missing, ours, "reference", reasons))
-    extra = list(_real_records(plan.extra, theirs, "candidate", reasons))
+    seen, reasons = plan.reasons, dict[tuple[str, TensorKey], str]()  # by views; by real keys
+    missing = list(_real_records(plan.missing, ours, "reference", seen, reasons))
+    extra = list(_real_records(plan.extra, theirs, "candidate", seen, reasons))
     for side, found, left in (("reference", missing, aside[0]), ("candidate", extra, aside[1])):
         for _, origin, reason in left:
             for record in _parts(origin):
@@ -218,11 +218,12 @@ def _real_records(
     records: Iterable[Record],
     origins: Mapping[TensorKey, Origin],
     side: str,
+    seen: Mapping[tuple[str, TensorKey], str],
     reasons: dict[tuple[str, TensorKey], str],
 ) -> Iterator[Record]:
     for record in records:
         origin = origins.get(record.key, record)
-        reason = reasons.get((side, record.key), "")
+        reason = seen.get((side, record.key), "")
         if isinstance(origin, Apart):
             reason = reason or origin.reason
         for real in _parts(origin):

@@ -29,6 +29,7 @@ ID_NAMES = frozenset({"input_ids", "ids", "token_ids", "tokens", "x_ids", "input
 _COUNTER = re.compile(r"\d+_[^.]+")
 """An outermost operation of an accelerator library's dump: each counts its own executions."""
 _MOST_IDS = 1 << 20
+_MOST_FITS = 32
 _MOST_EXECUTIONS = 256
 """A warm-up comes early; so many executions of a run are looked at."""
 
@@ -84,7 +85,7 @@ def timelines(run: Run) -> dict[str, Timeline]:
         key = record.key
         if key.port not in ("input", "output"):
             continue
-        counter = _counter(key.site)
+        counter = counter_of(key.site)
         steps = found.setdefault(counter, {})
         known = steps.get(key.step)
         if known is None:
@@ -100,7 +101,14 @@ def timelines(run: Run) -> dict[str, Timeline]:
     }
 
 
-def _counter(site: str) -> str:
+def counters_alike(run: Run) -> dict[str, str]:
+    """Every counter of a run → the one that speaks for all that count like it."""
+    lines = timelines(run)
+    return {counter: group[0] for group in _alike(lines) for counter in group}
+
+
+def counter_of(site: str) -> str:
+    """The outermost operation that counts the executions of a site; empty for the run's steps."""
     first = site.partition(".")[0]
     return first if _COUNTER.fullmatch(first) else ""
 
@@ -231,9 +239,14 @@ def _shift(
     common = [execution for execution in line if execution.step in by_step]
     agrees = bool(common) and all(each.tokens == by_step[each.step] for each in common)
     varied = own or len({each.tokens for each in (*goal, *line)}) > 1
-    if agrees and not varied:
-        return None, ""  # steps of training, all alike
     fits = _fitting(goal, line)
+    if agrees and not varied:  # steps of training, all alike: only their ids can say otherwise
+        at = line.index(common[0])
+        taken = next(n for n, each in enumerate(goal) if each.step == common[0].step) - at
+        if len(fits) == 1 or _same_ids(model, goal, run, line, taken):
+            return None, ""
+        found = [shift for shift in fits[:_MOST_FITS] if _same_ids(model, goal, run, line, shift)]
+        return (found[0] if len(found) == 1 else None), ""
     if len(fits) > 1 and varied:
         by_ids = [shift for shift in fits if _same_ids(model, goal, run, line, shift)]
         if len(by_ids) == 1:
@@ -301,7 +314,7 @@ def _view(
     origins: dict[TensorKey, Origin] = {}
     for record in run.records:
         key = record.key
-        counter = "" if whole else _counter(key.site)
+        counter = "" if whole else counter_of(key.site)
         new = changes.get((counter, key.step), -1 if whole else key.step)
         origin = before.get(key, record)
         if new < 0:

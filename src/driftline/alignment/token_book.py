@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from driftline.alignment.plan import Pair
+from driftline.alignment.steps import counter_of, counters_alike
 from driftline.alignment.tokens import Batch, Common, batch_of, common_part, cut
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
-Place = tuple[int, int, int]
+Place = tuple[int, int, int, str]
+"""Step, rank, process, and the counter that the step is one of."""
 
 
 class TokenBook:
@@ -16,6 +18,7 @@ class TokenBook:
     def __init__(self, reference: Run, candidate: Run) -> None:
         self._runs = (reference, candidate)
         self._records: list[dict[Place, list[Record]] | None] = [None, None]
+        self._counters: list[dict[str, str]] = [{}, {}]
         self._known: dict[tuple[int, Place], Batch | None] = {}
         self._common: dict[tuple[Place, Place], Common | None] = {}
         self.notes: list[str] = []
@@ -30,23 +33,36 @@ class TokenBook:
 
     def batches(self, pair: Pair) -> tuple[Batch | None, Batch | None]:
         """What both sides of a pair worked on."""
-        return self._batch(0, _place(pair, 0)), self._batch(1, _place(pair, 1))
+        ours, theirs = self._places(pair)
+        return self._batch(0, ours), self._batch(1, theirs)
 
     def common(self, pair: Pair) -> Common | None:
         """What both sides of a pair share; None when that is everything, or not known."""
         ours, theirs = self.batches(pair)
         if ours is None or theirs is None:
             return None
-        places = _place(pair, 0), _place(pair, 1)
+        places = self._places(pair)
         if places not in self._common:
             self._common[places] = self._compared(places, ours, theirs)
         return self._common[places]
 
+    def _places(self, pair: Pair) -> tuple[Place, Place]:
+        return self._place(0, pair.reference), self._place(1, pair.candidate)
+
+    def _place(self, side: int, record: Record) -> Place:
+        steps = self._records[side]
+        if steps is None:
+            steps = self._records[side] = {}
+            self._counters[side] = counters_alike(self._runs[side])
+            for each in self._runs[side].records:
+                steps.setdefault(self._place(side, each), []).append(each)
+        key = record.key
+        counter = counter_of(key.site)
+        return key.step, key.rank, key.process, self._counters[side].get(counter, counter)
+
     def _batch(self, side: int, place: Place) -> Batch | None:
         if (side, place) not in self._known:
-            steps = self._records[side]
-            if steps is None:
-                steps = self._records[side] = _by_place(self._runs[side])
+            steps = self._records[side] or {}
             self._known[side, place] = batch_of(self._runs[side], steps.get(place, ()))
         return self._known[side, place]
 
@@ -63,19 +79,6 @@ class TokenBook:
         elif common.said:
             self.notes.append(f"step {step}: {sizes}; compared: {common.said}")
         return common
-
-
-def _by_place(run: Run) -> dict[Place, list[Record]]:
-    found: dict[Place, list[Record]] = {}
-    for record in run.records:
-        key = record.key
-        found.setdefault((key.step, key.rank, key.process), []).append(record)
-    return found
-
-
-def _place(pair: Pair, side: int) -> Place:
-    key = (pair.reference, pair.candidate)[side].key
-    return key.step, key.rank, key.process
 
 
 def _size(batch: Batch) -> str:
