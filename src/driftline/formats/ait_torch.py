@@ -139,6 +139,7 @@ class _Reader:
         self.topologies: dict[tuple[int, int], dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
+        self._prefixes: dict[Path, str | None] = {}
 
     def note(self, message: str, rank: int, process: int) -> None:
         self.events.append({"kind": "dump", "message": message, "rank": rank, "process": process})
@@ -226,10 +227,15 @@ class _Reader:
             self.facts["golden_tensor"] = paired
 
     def _source(self, folder: Folder, name: str) -> str:
-        try:
-            return str((folder.path / name).relative_to(self.path))
-        except ValueError:  # one token was opened: its files lie below that
+        """The file relative to what was opened."""
+        if folder.path not in self._prefixes:
+            inside = folder.path.is_relative_to(self.path)
+            prefix = str(folder.path.relative_to(self.path)) if inside else None
+            self._prefixes[folder.path] = "" if prefix == "." else prefix
+        prefix = self._prefixes[folder.path]
+        if prefix is None:  # one token was opened: its files lie below that
             return name.partition("/")[2]
+        return f"{prefix}/{name}" if prefix else name
 
 
 def _order(key: TensorKey, place: Place | None) -> tuple[Any, ...]:
