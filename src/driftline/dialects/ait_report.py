@@ -258,7 +258,9 @@ def figures_of(run: Run, record: Record) -> Figures | None:
 def data_path(run: Run, record: Record, *, lone: bool = False) -> str:
     """Where a tensor lies: its file; where many share one, the tensor's address behind it."""
     if source := run.source(record):
-        return f"{run.name}/{source}"
+        place = Path(run.name)
+        # A single file names itself, with what stands behind its name: `...,inputs,0`.
+        return str(place.with_name(source) if place.is_file() else place / source)
     if run.manifest.get("format") and "path" in run.manifest:  # a file of tensors
         return run.name if lone else f"{run.name}:{record.key.site}"
     return f"{run.name}/{record.key}"
