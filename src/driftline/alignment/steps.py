@@ -213,7 +213,8 @@ def _renumbered(
             for each in counters:
                 changes[each, execution.step] = step
                 reasons[each, execution.step] = why
-        notes.append(_change_text(side, counters, line, goal, shift))
+        said = _change_text(side, counters, line, goal, shift)
+        notes += [said] if said else []
     return _view(run, changes, reasons) if changes else run
 
 
@@ -341,13 +342,17 @@ def _change_text(
     if counters[0]:
         more = f" and {len(counters) - 1} more" if len(counters) > 1 else ""
         whose = f"of '{counters[0]}'{more} in the {side}"
-    pairs = [
-        f"{execution.step} is {goal[at + shift].step}"
+    same = [
+        (execution.step, goal[at + shift].step)
         for at, execution in enumerate(line)
         if 0 <= at + shift < len(goal)
     ]
+    if len(same) == len(line) and all(own == its for own, its in same):
+        return ""  # nothing was moved and nothing is left out
+    pairs = [f"{own} is {its}" for own, its in same]
     shown = ", ".join(pairs[:4]) + (", ..." if len(pairs) > 4 else "")
-    text = f"steps {whose}, by their numbers of tokens: {shown}"
+    how = "numbers of tokens" + (" and their ids" if line[0].ids and goal[0].ids else "")
+    text = f"steps {whose}, by their {how}: {shown}"
     lengths = {execution.tokens for execution in goal}
     before = [e for at, e in enumerate(line) if at + shift < 0]
     if before:

@@ -136,7 +136,8 @@ def common_part(ours: Batch, theirs: Batch) -> Common | None:
             said = f"the {side} has the {flat.tokens} tokens that the other side's mask keeps"
             return whole._replace(packed=side, said=said)
     if ours.tokens == theirs.tokens:
-        said = "" if ours.rows == theirs.rows else f"the first {rows} of the larger batch"
+        first = "the first row" if rows == 1 else f"the first {rows} rows"
+        said = "" if ours.rows == theirs.rows else f"{first} of the larger batch"
         return whole._replace(said=said)
     longer, shorter = (ours, theirs) if ours.tokens > theirs.tokens else (theirs, ours)
     kept, why = _kept(longer, shorter, rows)

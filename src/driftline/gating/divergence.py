@@ -172,10 +172,14 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
 
 def _named(site: str, row: Row | None) -> str:
     shown = _SELVES.get(site, f"'{site}'")
-    if row is None or not row.class_name:
+    if row is None:
         return shown
-    other = f", in the candidate {row.candidate_class}" if row.candidate_class else ""
-    return f"{shown} ({row.class_name}{other})"
+    # Only for a site's own row: of the module around it, the row's partner is not known.
+    place = f"'{row.candidate_site}'" if row.candidate_site and row.key.site == site else ""
+    other = " ".join(filter(None, (row.candidate_class, place)))
+    about = filter(None, (row.class_name, f"in the candidate {other}" if other else ""))
+    said = ", ".join(about)
+    return f"{shown} ({said})" if said else shown
 
 
 def _all_fine(rows: Sequence[Row], compared: int) -> str:
