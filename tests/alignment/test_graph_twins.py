@@ -13,7 +13,7 @@ from torch import nn
 import driftline
 from driftline.alignment.door import AlignOptions, align_runs
 from driftline.alignment.graph import conversions
-from driftline.alignment.operator_graph import Node, OperatorGraph, taken_apart
+from driftline.alignment.operator_graph import Node, OperatorGraph, Vocabulary
 from driftline.alignment.plan import Plan
 from driftline.errors import BadInput
 from driftline.formats.ge_graph import GraphNode
@@ -262,6 +262,31 @@ def test_a_tensor_that_two_members_read_and_the_fused_operator_once_is_one_input
     assert len(planned(tmp_path / "fx", fused.folder).pairs) == 2
 
 
+def test_what_the_user_says_goes_before_the_graph(graph, inputs, tmp_path):
+    twins = write_twins(graph, inputs, tmp_path)
+    runs = open_run(twins.fx), open_run(twins.ge)
+    wrong = twins.names["relu_2"]
+    plan = align_runs(*runs, AlignOptions(maps=(f"relu={wrong}",)))
+    said = [pair for pair in plan.pairs if pair.by == "map"]
+    assert {(p.reference.key.site, p.candidate.key.site) for p in said} == {("relu", wrong)}
+    assert sum(pair.by == "graph" for pair in plan.pairs) > 50
+    mapped = align_runs(*runs, AlignOptions(step_map=("0=0",)))
+    assert {pair.by for pair in mapped.pairs} == {"graph"}
+
+
+def test_a_text_that_names_the_fused_operator_itself_does_not_hide_its_members() -> None:
+    nodes = [
+        Node("Add_2", "Add", (("x", 0),), (("add", "0"),)),
+        Node("Relu_1", "Relu", (("Add_2", 0),), (("relu", "0"),)),
+        Node("Add_2Relu_1", "Fused", (("x", 0),), (None,)),
+        Node("Cast_1", "Cast", (("x", 0),), (None,)),
+    ]
+    graph = OperatorGraph("ge", "g", "", nodes)
+    assert graph.members("Add_2Relu_1") == ["Add_2", "Relu_1"]
+    assert graph.members("Cast_1") == ["Cast_1"]
+    assert graph.members("Relu_1") == ["Relu_1"]
+
+
 def test_names_that_begin_alike_are_taken_apart_as_the_graph_has_them() -> None:
     nodes = [
         Node("Add_1", "Add", (("x", 0), ("y", 0))),
@@ -277,13 +302,13 @@ def test_names_that_begin_alike_are_taken_apart_as_the_graph_has_them() -> None:
     assert graph.members("Add_12") == ["Add_12"]
     assert graph.members("Sub") == []
     # A dead end of the longest name is left again.
-    assert list(taken_apart("ababc", {"abab", "ab", "abc"})) == [["ab", "abc"]]
+    assert list(Vocabulary({"abab", "ab", "abc"}).ways("ababc")) == [["ab", "abc"]]
 
 
 def test_a_name_with_very_many_readings_is_taken_apart_in_no_time() -> None:
-    words = {"a" * n for n in range(1, 40)}
-    assert len(list(taken_apart("a" * 5000, words))) == 64
-    assert list(taken_apart("a" * 5000 + "b", words)) == []
+    words = Vocabulary({"a" * n for n in range(1, 40)})
+    assert len(list(words.ways("a" * 5000))) == 64
+    assert list(words.ways("a" * 5000 + "b")) == []
 
 
 def test_several_outputs_each_pair_with_their_own_fx_tensor(tmp_path):

@@ -1,8 +1,8 @@
 """The door to alignment: two runs and what the user said become one plan.
 
 Rules are tried strongest first; each sees only what the stronger ones left over. What is not needed
-is not imported: runs whose names agree never pay for the rest. Values are never read here, and no
-rule knows another.
+is not imported: runs whose names agree never pay for the rest. No rule knows another, and none
+reads values, but for the bytes that tell two inputs of one graph node apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from driftline.alignment.names import nothing_in_common, pair_by_name, select
 from driftline.alignment.plan import Pair, Plan, Rule
-from driftline.alignment.settling import after_matching, before_matching
+from driftline.alignment.settling import Seen, after_matching, before_matching
 from driftline.errors import BadInput
 from driftline.runs.record import Record
 from driftline.runs.run import Run
@@ -55,16 +55,14 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
     for run in (reference, candidate):
         if not len(run):
             raise BadInput(f"run '{run.name}' holds no tensor", hint="was anything captured?")
-    if reference.manifest.get("graphs") and candidate.manifest.get("graphs"):
-        from driftline.alignment.graph import align_graphs, narrowed
-
-        by_graph = align_graphs(reference, candidate, reference.records, candidate.records)
-        if by_graph is not None:
-            return narrowed(by_graph, options.sites, options.ports)
     if options.plan_file is not None:
         from driftline.alignment.planfile import read_plan
 
         return read_plan(options.plan_file, reference, candidate)
+    if reference.manifest.get("graphs") and candidate.manifest.get("graphs"):
+        by_graph = _by_graph(reference, candidate, options)
+        if by_graph is not None:
+            return by_graph
     if options.sites or options.ports:
         select(reference.records, options.sites, options.ports)  # says what matches nothing
     seen = before_matching(reference, candidate, options)
@@ -75,6 +73,26 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
 
         plan = narrowed(plan, options.sites, options.ports)
     return plan
+
+
+def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
+    """Two dumps of compiled graphs, whose own names say more than all other rules."""
+    from driftline.alignment.graph import align_graphs, narrowed
+
+    # The graphs know their ranks and steps; only what the user says about them is done first.
+    said = bool(options.placements or options.step_map or options.masks)
+    seen = before_matching(reference, candidate, options) if said else Seen(reference, candidate)
+    plan = Plan((), tuple(seen.reference.records), tuple(seen.candidate.records))
+    if options.maps or options.mapping_file is not None:
+        plan = _by_map(plan, options)
+    found = align_graphs(seen.reference, seen.candidate, plan.missing, plan.extra)
+    if found is None:
+        return None
+    together = sorted([*plan.pairs, *found.pairs], key=lambda pair: _execution(pair.reference))
+    plan = found._replace(pairs=tuple(together))
+    if said:
+        plan = after_matching(plan, seen, options)
+    return narrowed(plan, options.sites, options.ports)
 
 
 def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:

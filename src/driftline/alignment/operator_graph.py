@@ -72,6 +72,7 @@ class OperatorGraph:
             for tensor in node.inputs:
                 self.readers[tensor].append(node.name)
         self._owners: dict[str, str] | None = None
+        self._known: tuple[Collection[str], Vocabulary, dict[str, list[str]]] | None = None
 
     @classmethod
     def from_json(cls, shown: Mapping[str, Any]) -> OperatorGraph:
@@ -168,17 +169,30 @@ class OperatorGraph:
 
         Args:
             name: Of a dumped operator.
-            also: Names besides the graph's own.
+            also: Names besides the graph's own; the same object for every name.
 
         Returns:
             Nothing when the name is none of these.
         """
         name = flat(name)
-        if name in self.nodes or name in also:
+        if self._known is None or self._known[0] is not also:
+            self._known = (also, Vocabulary({*self.nodes, *also}), {})
+        _, words, found = self._known
+        if name not in found:
+            found[name] = self._members(name, also, words)
+        return found[name]
+
+    def _members(self, name: str, also: Collection[str], words: Vocabulary) -> list[str]:
+        own = self.nodes.get(name)
+        if name in also or (own is not None and any(own.fx)):
             return [name]
-        known: Collection[str] = {*self.nodes, *also} if also else self.nodes
-        ways = list(taken_apart(name, known))
-        return max(ways, key=self._linked) if ways else []
+        ways = [way for way in words.ways(name) if way != [name]]
+        if own is not None:
+            # The text after optimisation may have the fused operator itself, which says nothing.
+            ways = [way for way in ways if any(any(self.nodes[part].fx) for part in way)]
+        if ways:
+            return max(ways, key=self._linked)
+        return [name] if own is not None else []
 
     def _linked(self, members: list[str]) -> float:
         """The share of operators after the first that read from another one of them."""
@@ -188,36 +202,44 @@ class OperatorGraph:
         return linked / (len(members) - 1) if len(members) > 1 else 0.0
 
 
-def taken_apart(name: str, known: Collection[str]) -> Iterator[list[str]]:
-    """Ways to write a name as known names side by side, longest first ones first.
+class Vocabulary:
+    """Known names, and how a longer one is written with them."""
 
-    >>> list(taken_apart("Add_12Relu", {"Add_1", "Add_12", "2Relu", "Relu"}))
-    [['Add_12', 'Relu'], ['Add_1', '2Relu']]
-    """
-    if len(name) > LONGEST_NAME:
-        return
-    lengths = sorted({len(word) for word in known if word and len(word) <= len(name)}, reverse=True)
-    # From which positions the rest can be written at all: without it, dead ends multiply.
-    alive = bytearray(len(name) + 1)
-    alive[len(name)] = 1
-    words = set(known)
-    for at in range(len(name) - 1, -1, -1):
-        alive[at] = any(
-            at + length <= len(name) and alive[at + length] and name[at : at + length] in words
-            for length in lengths
-        )
-    ways = 0
-    stack: list[tuple[int, list[str]]] = [(0, [])] if alive[0] else []
-    while stack and ways < MOST_WAYS:
-        at, parts = stack.pop()
-        if at == len(name):
-            ways += 1
-            yield parts
-            continue
-        for length in reversed(lengths):  # the longest is put last, so taken first
-            end = at + length
-            if end <= len(name) and alive[end] and name[at:end] in words:
-                stack.append((end, [*parts, name[at:end]]))
+    def __init__(self, words: Collection[str]) -> None:
+        self.words = frozenset(words) - {""}
+        self._lengths = sorted({len(word) for word in self.words}, reverse=True)
+
+    def ways(self, name: str) -> Iterator[list[str]]:
+        """Ways to write a name as known names side by side, longest first ones first.
+
+        >>> list(Vocabulary({"Add_1", "Add_12", "2Relu", "Relu"}).ways("Add_12Relu"))
+        [['Add_12', 'Relu'], ['Add_1', '2Relu']]
+        """
+        end, words = len(name), self.words
+        if end > LONGEST_NAME:
+            return
+        lengths = [length for length in self._lengths if length <= end]
+        # From which positions the rest can be written at all: without it, dead ends multiply.
+        alive = bytearray(end + 1)
+        alive[end] = 1
+        for at in range(end - 1, -1, -1):
+            for length in lengths:
+                stop = at + length
+                if stop <= end and alive[stop] and name[at:stop] in words:
+                    alive[at] = 1
+                    break
+        ways = 0
+        stack: list[tuple[int, list[str]]] = [(0, [])] if alive[0] else []
+        while stack and ways < MOST_WAYS:
+            at, parts = stack.pop()
+            if at == end:
+                ways += 1
+                yield parts
+                continue
+            for length in reversed(lengths):  # the longest is put last, so taken first
+                stop = at + length
+                if stop <= end and alive[stop] and name[at:stop] in words:
+                    stack.append((stop, [*parts, name[at:stop]]))
 
 
 def _fx_of(name: str) -> tuple[str, str] | None:
