@@ -58,8 +58,13 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
     if options.plan_file is not None:
         from driftline.alignment.planfile import read_plan
 
-        return read_plan(options.plan_file, reference, candidate)
-    if reference.manifest.get("graphs") and candidate.manifest.get("graphs"):
+        plan = read_plan(options.plan_file, reference, candidate)
+        if options.masks:
+            from driftline.alignment.masks import masked
+
+            plan = masked(plan, reference, candidate, options.masks)
+        return plan
+    if _has_graphs(reference, candidate):
         by_graph = _by_graph(reference, candidate, options)
         if by_graph is not None:
             return by_graph
@@ -73,6 +78,19 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
 
         plan = narrowed(plan, options.sites, options.ports)
     return plan
+
+
+def _has_graphs(reference: Run, candidate: Run) -> bool:
+    """Whether both sides left the graph of a compiler, as a dump or, converted, in their tree."""
+    if all("graphs" in run.manifest for run in (reference, candidate)):
+        return True
+    if set(reference.sites()) == set(candidate.sites()):
+        return False  # names say it all, and the trees stay unread
+    for run in (reference, candidate):
+        key = run.records[0].key
+        if not (run.topology(key.rank, key.process) or {}).get("graphs"):
+            return False
+    return True
 
 
 def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:

@@ -22,7 +22,10 @@ from driftline.runs.run import Run
 VERSION = 1
 _LARGEST = 1 << 30
 _TABLES = {
-    "pair": ("reference", "candidate", "by", "confidence", "reference_recipe", "candidate_recipe"),
+    "pair": (
+        *("reference", "candidate", "by", "confidence"),
+        *("reference_recipe", "candidate_recipe", "trouble"),
+    ),
     "missing": ("reference", "reason"),
     "extra": ("candidate", "reason"),
 }
@@ -69,6 +72,8 @@ def _lines(plan: Plan, reference: str, candidate: str) -> Iterator[str]:
         ):
             if recipe is not None:
                 yield f"{side}_recipe = {_value(recipe.as_json())}"
+        if pair.trouble:
+            yield f"trouble = {_text(pair.trouble)}"
     for table, side, records in (
         ("missing", "reference", plan.missing),
         ("extra", "candidate", plan.extra),
@@ -180,7 +185,8 @@ class _Reader:
         if isinstance(confidence, bool) or not isinstance(confidence, (int, float)):
             raise self._bad(f"confidence is a number, not {confidence!r}", "pair", at, "confidence")
         first, second = (self._recipe(at, about, side) for side in ("reference", "candidate"))
-        return Pair(ours, theirs, cast(Rule, by), float(confidence), first, second)
+        trouble = str(about.get("trouble", ""))
+        return Pair(ours, theirs, cast(Rule, by), float(confidence), first, second, trouble)
 
     def _recipe(self, at: int, about: Mapping[str, Any], side: str) -> Recipe | None:
         field = f"{side}_recipe"

@@ -79,12 +79,22 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
             rules.settled(pair) if apart else pair
             for pair, apart in zip(plan.pairs, unlike, strict=True)
         )
-        plan = plan._replace(pairs=pairs, notes=(*plan.notes, *rules.notes))
+        plan = _without_sources(plan._replace(pairs=pairs, notes=(*plan.notes, *rules.notes)))
     if options.masks:
         from driftline.alignment.masks import masked
 
         plan = masked(plan, reference, candidate, options.masks)
     return _explained(plan)
+
+
+def _without_sources(plan: Plan) -> Plan:
+    """The plan without lone tensors that a recipe uses: a scale is part of what it scales."""
+    ours = {r.key for p in plan.pairs if p.reference_recipe for r in p.reference_recipe.records}
+    theirs = {r.key for p in plan.pairs if p.candidate_recipe for r in p.candidate_recipe.records}
+    return plan._replace(
+        missing=tuple(record for record in plan.missing if record.key not in ours),
+        extra=tuple(record for record in plan.extra if record.key not in theirs),
+    )
 
 
 def _unlike(pair: Pair, foreign: bool) -> bool:
