@@ -157,20 +157,24 @@ def compare(
     from driftline.gating.judge import exit_code
     from driftline.tolerance.limits import limits_from
 
-    limits = None
-    if max or min:
-        columns = [each.column for each in requested(metric or ())]
-        limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
     if seed:
         from driftline.dialects.ait_report import METRICS
 
         metric = [*(metric or ()), *METRICS]
+    limits = None
+    if max or min:
+        columns = [each.column for each in requested(metric or ())]
+        limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
     if log_level == "debug":
         from driftline.reports.terminal import printable
 
         for line in pairing.lines():
             print(printable(line), file=sys.stderr)
-    elif not quiet and any(pair.by not in ("name", "alias") for pair in pairing.pairs):
+    elif (
+        log_level in (None, "info")
+        and not quiet
+        and any(pair.by not in ("name", "alias") for pair in pairing.pairs)
+    ):
         print(f"driftline: {pairing}", file=sys.stderr)
     progress = None if quiet else on_terminal("pairs")
     try:
@@ -193,7 +197,7 @@ def compare(
         from driftline.dialects.ait_report import write_report
 
         written = write_report(table, pairing, ours, theirs, report)
-        if not quiet:
+        if not quiet and log_level not in ("warning", "warn"):
             print(f"driftline: the report is in {written}", file=sys.stderr)
     _release(ours, theirs)
     _write(table, output, csv, force, quiet)
