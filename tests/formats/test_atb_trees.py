@@ -429,7 +429,7 @@ def test_damaged_text_beside_the_tensors_never_raises(tmp_path: Path, count: int
                 hurt[at:at] = dice.choice(words)
         victim.write_bytes(hurt)
         run = opened(tmp_path / victim.relative_to(tmp_path).parts[0])
-        assert len(run) >= 1
+        assert len(run) or run.losses
         run.topology()
         run.param("0_Decoder_layer.0_RmsNormOperation")
         assert len(run.operations()) + len(run.kernels()) + len(run.tables()) >= 0

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from driftline.errors import BadFile
-from driftline.formats.atb_header import START, STATISTICS, Header, Refused, header_of, open_regular
+from driftline.formats.atb_header import START, STATISTICS, Header, Refused, header_of, open_file
 from driftline.formats.atb_types import NZ_FORMATS, recode
 from driftline.formats.fractal import nz_shape, nz_to_nd
 from driftline.formats.member import Member
@@ -154,7 +154,7 @@ def read_header(path: Path) -> Header:
         BadFile: It cannot be believed.
     """
     try:
-        file = open_regular(path)
+        file = open_file(path)
         try:
             return header_of(file)
         finally:
@@ -187,13 +187,11 @@ def fetch(path: Path | str, header: Header) -> AnyArray:
 
 def _bytes(path: Path | str, header: Header) -> np.ndarray[Any, np.dtype[np.uint8]]:
     try:
-        file = open_regular(path)
-    except Refused as why:
-        raise BadFile(f"{path} {why}") from None
+        file = open_file(path)
     except OSError as trouble:
         raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
     try:
-        # A file that shrank would end the process when the mapping is touched.
+        # A file that shrank would end the process when the mapping is touched. A pipe has no size.
         if os.fstat(file).st_size != header.start + header.length:
             raise BadFile(f"{path} has changed since it was opened")
         if header.length < _WORTH_MAPPING:

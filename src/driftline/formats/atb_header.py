@@ -97,13 +97,9 @@ class Header(NamedTuple):
         return f"elements of the type {self.kind.name} are no numbers that can be compared"
 
 
-def open_regular(path: Path | str) -> int:
-    """Opens a file for reading, unless it is something that blocks or never ends."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise Refused("is not a regular file")
-    return file
+def open_file(path: Path | str) -> int:
+    """Opens a file for reading; what would block, a pipe say, is opened too and found out later."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
 
 
 def header_of(file: int) -> Header:
@@ -112,7 +108,10 @@ def header_of(file: int) -> Header:
     Raises:
         Refused: It cannot be believed.
     """
-    total = os.fstat(file).st_size
+    about = os.fstat(file)
+    if not stat.S_ISREG(about.st_mode):
+        raise Refused("is not a regular file")
+    total = about.st_size
     head = os.pread(file, USUAL_HEADER, 0)
     end = head.find(END)
     if end < 0 and len(head) < total:

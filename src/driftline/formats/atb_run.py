@@ -127,9 +127,10 @@ class AtbRun(TreeRun):
         except OSError as trouble:
             self._unreadable[self._walk.below(path)] = reason_of(trouble)
             return
-        for line in read_statistics(text):
-            if len(line.folders) > DEEPEST:
-                continue
+        lines = [line for line in read_statistics(text) if len(line.folders) <= DEEPEST]
+        if not lines and text.strip():
+            self._unreadable[self._walk.below(path)] = "has no line that makes sense"
+        for line in lines:
             operation = top
             for name in line.folders:
                 operation = operation.child(name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from driftline.formats.atb_bin import FILE_NAME
-from driftline.formats.atb_header import Header, Refused, header_of, open_regular
+from driftline.formats.atb_header import Header, Refused, header_of, open_file
 from driftline.runs.inside import reason_of
 from driftline.runs.key import Moment, Port
 
@@ -225,7 +225,7 @@ class Walk:
                 return _unread(match, moment, source, "is a link that leads out of the dump")
             path = real
         try:
-            file = open_regular(path)
+            file = open_file(path)
             try:
                 header = header_of(file)
             finally:

@@ -137,7 +137,7 @@ def sheet(run: Run, *, globs: Sequence[str] = (), statistics: bool = False) -> S
                 *(key.rank, key.process, key.step, key.site, key.visit, key.port, key.slot),
                 *(key.phase, key.moment, record.order, record.class_name, record.dtype),
                 *(shape(record.shape), record.device, record.kept, record.digest),
-                *(getattr(summary, name) if summary else None for name in _STATISTICS),
+                *_figures(summary),
             )
         )
     return Sheet(headings, lines)
@@ -342,24 +342,9 @@ def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
     lines: list[Line] = []
     for record in shown:
         found = _summary(run, record)
-        statistics: tuple[Value, ...] = (None,) * 7
-        if found is not None:
-            infinite = found.pos_inf + found.neg_inf
-            statistics = (
-                found.min,
-                found.max,
-                found.mean,
-                found.std,
-                found.l2,
-                found.nan,
-                infinite,
-            )
-            # What a dump did not keep is an empty cell: NaN would read as a finding.
-            if math.isnan(found.nan):
-                statistics = tuple(
-                    None if isinstance(value, float) and math.isnan(value) else value
-                    for value in statistics
-                )
+        low, high, mean, std, l2, _, nan, pos_inf, neg_inf = _figures(found)
+        infinite = None if pos_inf is None else cast(int, pos_inf) + cast(int, neg_inf)
+        statistics: tuple[Value, ...] = (low, high, mean, std, l2, nan, infinite)
         tone = "bad" if found is not None and (found.nan > 0 or found.pos_inf > 0) else "plain"
         lines.append(
             Line(
@@ -368,6 +353,16 @@ def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
         )
     left = len(records) - len(shown)
     return Grid("Tensors", headings, tuple(lines), left, "--all shows every one")
+
+
+def _figures(summary: Summary | None) -> tuple[Value, ...]:
+    """The values of `_STATISTICS`; None for what a dump did not keep, as NaN reads as a finding."""
+    if summary is None:
+        return (None,) * len(_STATISTICS)
+    values = [getattr(summary, name) for name in _STATISTICS]
+    if math.isnan(summary.nan):
+        return tuple(None if math.isnan(value) else value for value in values)
+    return tuple(values)
 
 
 def _summary(run: Run, record: Record) -> Summary | None:
