@@ -391,3 +391,14 @@ def test_a_site_is_chosen_by_the_name_of_either_side(graph, inputs, tmp_path):
         assert {pair.reference.key.site for pair in plan.pairs} == {"relu_1"}
     with pytest.raises(BadInput, match="no site matches 'nothing'"):
         align_runs(*runs, AlignOptions(sites=("nothing",)))
+
+
+def test_converted_dumps_pair_as_the_dumps_do(graph, inputs, tmp_path):
+    from driftline.cli.main import main
+
+    twins = write_twins(graph, inputs, tmp_path, fused=[["mul", "add", "relu"]])
+    for name, dump in (("fx_run", twins.fx), ("ge_run", twins.ge)):
+        assert main(["convert", str(dump), "-o", str(tmp_path / name)]) == 0
+    whole = sites(planned(twins.fx, twins.ge))
+    assert sites(planned(tmp_path / "fx_run", tmp_path / "ge_run")) == whole
+    assert sites(planned(twins.fx, tmp_path / "ge_run")) == whole

@@ -29,13 +29,13 @@ def conversions_of(run: Run, metrics: Sequence[str]) -> dict[TensorKey, Conversi
         run: Perhaps a GE dump; any other run has no conversions.
         metrics: Measured besides the standard ones.
     """
-    if not run.manifest.get("graphs"):
-        return {}
     from driftline.alignment.graph import conversions
     from driftline.comparison.engine import measure
     from driftline.comparison.metrics.catalogue import requested
 
     pairs = tuple(Pair(got, gave, "graph") for got, gave in conversions(run))
+    if not pairs:
+        return {}
     table = measure(Plan(pairs), run, run, metrics=requested(metrics))
     found: dict[TensorKey, Conversion | None] = {}
     for pair, row in zip(pairs, table.rows, strict=True):
