@@ -7,30 +7,26 @@ no width, no colour and no markup; a painter knows no run and no table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Tone: TypeAlias = Literal["plain", "good", "bad", "doubtful", "quiet", "strong"]
 Value: TypeAlias = str | int | float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Sentence:
+class Sentence(NamedTuple):
     """A line of text; the first one of a view is its headline."""
 
     text: str
     tone: Tone = "plain"
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """Names and what is known under them."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
+class Heading(NamedTuple):
     """A column of a grid.
 
     Attributes:
@@ -44,16 +40,14 @@ class Heading:
     stretch: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A row of a grid: one value per heading, and how the whole row should strike the eye."""
 
     values: tuple[Value, ...]
     tone: Tone = "plain"
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """Rows under headings.
 
     Attributes:
@@ -71,8 +65,7 @@ class Grid:
     how_to_see: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """A place in a tree with a remark, and what is below it."""
 
     label: str
@@ -81,8 +74,7 @@ class Branch:
     below: tuple[Branch, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(NamedTuple):
     """Where things sit."""
 
     title: str
@@ -92,15 +84,13 @@ class Tree:
 Block: TypeAlias = Sentence | Facts | Grid | Tree
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """A whole report, from top to bottom."""
 
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
+class Sheet(NamedTuple):
     """Data for a spreadsheet: everything, unabridged and unrounded."""
 
     headings: tuple[str, ...]

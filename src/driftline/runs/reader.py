@@ -43,6 +43,7 @@ else:
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
 _LONGEST_LINE = 16 << 20
+_KEPT_RECORDS = 10_000
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
 
@@ -225,11 +226,12 @@ class _Part:
 class _Records(Sequence[Record]):
     """The records of a run, built from its lines when asked for.
 
-    A hundred thousand cost nothing until then.
+    A hundred thousand cost nothing until then; a few thousand are kept once all were asked for.
     """
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self._lines = [(line, part) for part in parts for line in part.lines]
+        self._built: list[Record] = []
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -239,14 +241,19 @@ class _Records(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if self._built:
+            return self._built[index]
         if isinstance(index, slice):
             return [record_of(line, p.rank, p.process) for line, p in self._lines[index]]
         line, part = self._lines[index]
         return record_of(line, part.rank, part.process)
 
     def __iter__(self) -> Iterator[Record]:
-        for line, part in self._lines:
-            yield record_of(line, part.rank, part.process)
+        if not self._built and len(self._lines) <= _KEPT_RECORDS:
+            self._built = [record_of(line, p.rank, p.process) for line, p in self._lines]
+        if self._built:
+            return iter(self._built)
+        return (record_of(line, p.rank, p.process) for line, p in self._lines)
 
     def sites(self) -> Iterator[str]:
         for line, _ in self._lines:
