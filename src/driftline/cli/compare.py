@@ -132,7 +132,8 @@ def compare(
 
     steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
     ours = narrowed(open_run(ref), steps=steps, ranks=ranks)
-    theirs = narrowed(open_run(cand), steps=_other_steps(steps, step_map), ranks=ranks)
+    their_steps, map_words = _mapped_steps(steps, step_map)
+    theirs = narrowed(open_run(cand), steps=their_steps, ranks=ranks)
     options = AlignOptions(
         sites=tuple(site or ()),
         ports=tuple(port or ()),
@@ -142,7 +143,7 @@ def compare(
         structural=not no_structure,
         placements=tuple(placement or ()),
         masks=tuple(mask or ()),
-        step_map=tuple(step_map or ()),
+        step_map=map_words,
     )
     pairing = align_runs(ours, theirs, options)
     if save_plan is not None:
@@ -208,14 +209,19 @@ def compare(
     return exit_code(table)
 
 
-def _other_steps(steps: frozenset[int], step_map: list[str] | None) -> frozenset[int]:
-    """The candidate's own numbers of the steps that were asked for."""
+def _mapped_steps(
+    steps: frozenset[int], step_map: Sequence[str] | None
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """The candidate's own numbers of the steps that were asked for, and the map of just those."""
     if not steps or not step_map:
-        return steps
+        return steps, tuple(step_map or ())
     from driftline.alignment.steps import parse_step_map
 
     known = parse_step_map(",".join(step_map))
-    return frozenset(known[step] for step in steps if step in known)
+    asked = {here: there for here, there in known.items() if here in steps}
+    if not asked:
+        raise BadInput("--step-map names none of the steps that --step asks for")
+    return frozenset(asked.values()), tuple(f"{here}={there}" for here, there in asked.items())
 
 
 def _save(plan: Plan, path: Path, ref: Path, cand: Path, quiet: bool) -> None:
