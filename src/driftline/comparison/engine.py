@@ -15,7 +15,7 @@ from typing import Any
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
-from driftline.comparison.row import Row
+from driftline.comparison.row import LOST, Row
 from driftline.comparison.summaries import (
     ESTIMATED,
     FROM_STATISTICS,
@@ -303,7 +303,7 @@ def _undescribed(pair: Pair) -> str:
     """Why a tensor is lost of which not even type and shape are known; empty otherwise."""
     for record in (pair.reference, pair.candidate):
         if record.lost and record.dtype not in DTYPES:
-            return f"the values are lost: {record.lost}"
+            return f"{LOST}: {record.lost}"
     return ""
 
 
@@ -320,7 +320,7 @@ def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
     here, there = _summary(reference, ours), _summary(candidate, theirs)
     lost = reference.lost(ours) or candidate.lost(theirs)
     if lost and (here is None or there is None):
-        return row._replace(status="incomparable", reason=f"the values are lost: {lost}")
+        return row._replace(status="incomparable", reason=f"{LOST}: {lost}")
     exact = not DTYPES[ours.dtype].is_floating
     if known_apart and (exact or here is None or there is None):
         return row._replace(

@@ -25,6 +25,9 @@ JSON: TypeAlias = Any
 STATUSES: tuple[Status, ...] = ("fail", "incomparable", "missing", "extra", "pass", "unjudged")
 """Worst first, as reports list them."""
 
+LOST = "the values are lost"
+"""Begins or ends the reason of a row of which a side should have values and has none."""
+
 _NO_METRICS: Mapping[str, Number] = {}
 
 

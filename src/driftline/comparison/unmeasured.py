@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.row import Row
+from driftline.comparison.row import LOST, Row
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.record import Record
 
@@ -81,6 +81,8 @@ def has_recipe(pair: Pair) -> bool:
 
 
 def lone(record: Record, status: Literal["missing", "extra"], reason: str) -> Row:
+    if record.lost:
+        reason += f"; {LOST}: {record.lost}"
     row = Row(record.key, status, reason, order=record.order, class_name=record.class_name)
     if status == "missing":
         return row._replace(reference_dtype=record.dtype, reference_shape=record.shape)

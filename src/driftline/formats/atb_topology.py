@@ -181,14 +181,17 @@ def _last_number(name: str, kind: str) -> int | None:
 
 
 def _by_id(item: tuple[str, Node]) -> tuple[int, str]:
-    number = item[0].partition("_")[0]
-    return (int(number) if number.isdecimal() else 1 << 30, item[0])
+    return (_first_number(item[0]), item[0])
 
 
 def _by_first(model: tuple[str, list[str]]) -> int:
     """Operations are numbered in the order in which they were first set up."""
-    first = model[1][0].partition("_")[0] if model[1] else ""
-    return int(first) if first.isdecimal() else 1 << 30
+    return _first_number(model[1][0] if model[1] else "")
+
+
+def _first_number(name: str) -> int:
+    number = name.partition("_")[0]
+    return int(number) if number.isdecimal() and len(number) < 10 else 1 << 30
 
 
 def _text(value: object) -> str:
