@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from driftline import compare, open_run, register_saving_hook
@@ -100,3 +101,29 @@ def test_what_our_own_hook_saves_reads_back_and_a_planted_error_is_found(tmp_pat
     table = compare(ours, tmp_path / "b")
     failed = [row.key.site for row in table.rows if row.status == "fail"]
     assert failed == ["2"]
+
+
+def _numbered(root: Path, first: int, *, error_at: int | None = None) -> Path:
+    """A program whose first saved layer has this number, since it built others before."""
+    values = np.random.default_rng(4)
+    for step in range(2):
+        for at in range(4):
+            place = root / "tensors" / "rank_0"
+            place.mkdir(parents=True, exist_ok=True)
+            for half, kind in enumerate(("LayerNorm", "Linear")):
+                array = values.standard_normal((3, 4)).astype(np.float32)
+                if error_at == at and kind == "Linear" and step:
+                    array += 0.5
+                name = f"{kind.lower()}_{first + at}"
+                file = f"tensor_idx_{step * 8 + at * 2 + half}_layer_class_{kind}_layer_name_{name}"
+                np.save(place / f"{file}_micro_step_{step}.npy", array)
+    return root
+
+
+@pytest.mark.parametrize("first", [0, 1, 9])
+def test_layers_numbered_differently_pair_by_class_and_order(tmp_path: Path, first: int) -> None:
+    ours = _numbered(tmp_path / "a", 0)
+    table = compare(ours, _numbered(tmp_path / "b", first, error_at=2))
+    failed = [(row.key.site, row.key.step) for row in table.rows if row.status == "fail"]
+    assert failed == [("linear_2", 1)]
+    assert sum(row.status == "pass" for row in table.rows) == 15

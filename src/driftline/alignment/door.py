@@ -118,11 +118,12 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     plan = Plan((), tuple(reference.records), tuple(candidate.records))
     if options.maps or options.mapping_file is not None:
         plan = _by_map(plan, options)
-    by_name = pair_by_name(plan.missing, plan.extra)
-    plan = _more(plan, by_name.pairs, by_name) if plan.pairs else by_name
-    if plan.missing and plan.extra:
-        plan = _by_plain_name(plan)
     ordered = reference.ordered and candidate.ordered
+    if not (options.structural and ordered and _only_numbered(reference, candidate)):
+        by_name = pair_by_name(plan.missing, plan.extra)
+        plan = _more(plan, by_name.pairs, by_name) if plan.pairs else by_name
+        if plan.missing and plan.extra:
+            plan = _by_plain_name(plan)
     if plan.missing and plan.extra and options.structural and ordered:
         from driftline.alignment.structure import align_by_structure
 
@@ -131,6 +132,16 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     if not plan.pairs:
         raise nothing_in_common(plan.missing, plan.extra)
     return plan
+
+
+def _only_numbered(reference: Run, candidate: Run) -> bool:
+    """Whether layers are numbered as their program built them, and the two built different ones.
+
+    Equal names are then as good as accidents: the second `linear` of one is the third of the other.
+    """
+    if not all(run.manifest.get("numbered_names") for run in (reference, candidate)):
+        return False
+    return set(reference.sites()) != set(candidate.sites())
 
 
 def _by_map(plan: Plan, options: AlignOptions) -> Plan:

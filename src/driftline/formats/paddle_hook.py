@@ -29,6 +29,8 @@ _TENSOR = re.compile(
     r"tensor_idx_(\d+)_layer_class_(.+?)_layer_name_(.+)_micro_step_(-?\d+)\.npy", re.DOTALL
 )
 _GRAD = re.compile(r"grad_idx_(\d+)_of_param_name_(.+)_micro_step_(-?\d+)\.npy", re.DOTALL)
+_NUMBERED = re.compile(r"\w+_\d+", re.ASCII)
+"""Paddle's own names; a torch program's are paths."""
 _LOOKED_AT = 200
 
 Kind = Literal["tensors", "grads"]
@@ -49,7 +51,8 @@ def open(path: Path) -> TreeRun:
         leaves += _read(path, place, kind, rank, events)
     if not leaves:
         raise BadFile(f"{path} is laid out like a tree of the saving hook and holds no tensor")
-    return TreeRun(path, NAME, leaves, events=events)
+    numbered = all(_NUMBERED.fullmatch(leaf.record.key.site) for leaf in leaves)
+    return TreeRun(path, NAME, leaves, events=events, facts={"numbered_names": numbered})
 
 
 def _ranks(path: Path) -> list[tuple[Kind, Path]]:
