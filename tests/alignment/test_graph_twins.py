@@ -238,6 +238,20 @@ def test_a_fused_dump_without_graph_texts_pairs_by_names_shape_and_order(tmp_pat
     assert {pair.confidence for pair in plan.pairs} == {0.7}
 
 
+def test_steps_that_only_one_side_has_are_said(tmp_path):
+    x = np.ones(3, np.float32)
+    dump = GeDump(tmp_path / "ge")
+    for step in (0, 1):
+        dump.operator("Neg", "Neg_1", [x], [-x], step=step)
+    dump.graph_text([GraphNode("Neg_1", "Neg", (("x", 0),), ("neg-aten.neg.OUTPUT.0",))])
+    for step in (1, 4):
+        place = tmp_path / "fx" / "gm_20240130064200000001_dump" / str(step)
+        write_fx(place, "neg", "aten.neg", [x], [-x])
+    plan = planned(tmp_path / "fx", tmp_path / "ge")
+    assert len(plan.pairs) == 2
+    assert plan.notes == ("only the reference has step 3", "only the candidate has step 1")
+
+
 def test_a_tensor_that_two_members_read_and_the_fused_operator_once_is_one_input(tmp_path):
     x = np.linspace(-1, 1, 6, dtype=np.float32)
     nodes = [

@@ -38,7 +38,7 @@ def match_fx(
             _say_inside(operator, members, fx, graph, found)
     for node in fx.values():
         for record in node.records:
-            found.theirs.setdefault(record.key, "no GE operator that was dumped stands for it")
+            found.theirs.setdefault(record.key, "no tensor of the GE dump stands for it")
     return found
 
 
@@ -141,13 +141,14 @@ def _assign(
         if alike:
             chosen[at] = Match(record, alike[0])
             free.remove(alike[0])
+    left = list(free)
     for at, (record, _) in enumerate(takers):
         if at not in chosen:
             partner = next((one for one in free if _alike(one, record)), None)
             if partner is None:
                 _say(found, [record], "no FX input of this shape is left for it")
                 continue
-            others = sum(_alike(one, record) for one in free)
+            others = sum(_alike(one, record) for one in left)
             chosen[at] = Match(record, partner, 1.0 if others == 1 else IN_ORDER)
             free.remove(partner)
     found.matches.extend(chosen[at] for at in sorted(chosen))

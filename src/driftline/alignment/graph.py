@@ -73,6 +73,7 @@ def align_graphs(
             notes.append(f"rank {mine[0]} of the reference is rank {other[0]} of the candidate")
         for first, second in _graph_partners(ours.graphs[mine], theirs.graphs[other], notes):
             _steps(ours, theirs, (mine, other), (first, second), pairs, notes, reasons)
+    notes += _unpaired("rank", [mine[0] for mine in ours.records], [o[0] for o in theirs.records])
     if not pairs and ours.kind != theirs.kind:
         raise _silent(ours if ours.kind == "ge" else theirs)
     used_here = {pair.reference.key for pair in pairs}
@@ -177,6 +178,18 @@ def _partners(ours: list[T], theirs: list[T]) -> list[tuple[T, T]]:
     return [(one, one) for one in ours if one in theirs]
 
 
+def _unpaired(what: str, ours: list[int], theirs: list[int]) -> list[str]:
+    """Which numbers only one side has, where there is more than one to choose from."""
+    if len(ours) == len(theirs) == 1:
+        return []
+    sides = (("reference", set(ours) - set(theirs)), ("candidate", set(theirs) - set(ours)))
+    return [
+        f"only the {side} has {what} {', '.join(map(str, sorted(numbers)))}"
+        for side, numbers in sides
+        if numbers
+    ]
+
+
 def _graph_partners(
     ours: list[OperatorGraph], theirs: list[OperatorGraph], notes: list[str]
 ) -> list[tuple[OperatorGraph, OperatorGraph]]:
@@ -218,6 +231,7 @@ def _steps(
 ) -> None:
     here = _by_step(ours.records[owners[0]], graphs[0], ours.graphs[owners[0]])
     there = _by_step(theirs.records[owners[1]], graphs[1], theirs.graphs[owners[1]])
+    notes += _unpaired("step", sorted(here), sorted(there))
     for mine, other in _partners(sorted(here), sorted(there)):
         if mine != other:
             notes.append(f"step {mine} of the reference is step {other} of the candidate")

@@ -104,6 +104,7 @@ def open(path: Path) -> TreeRun:
         for rank in classes
     }
     facts = {"graphs": graphs, "note": "bfloat16 is widened to float32 in FX dumps"}
+    events.sort(key=lambda event: event["kind"] == "argument")  # what is wrong goes first
     return TreeRun(path, NAME, leaves, topologies=topologies, events=events, facts=facts)
 
 

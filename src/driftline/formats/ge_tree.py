@@ -81,7 +81,8 @@ def open(path: Path) -> TreeRun:
         NAME,
         leaves,
         topologies=dump.topologies(leaves),
-        events=dump.events,
+        # An overflow must not drown among notes on files.
+        events=sorted(dump.events, key=lambda event: event["kind"] != "overflow"),
         facts={"graphs": sorted(set(dump.prefixes)), "graph_texts": dump.texts_read},
     )
 
