@@ -49,14 +49,29 @@ with torch.no_grad():
 """
 
 
+LABELS = """
+import numpy
+from driftline import gen_id, set_label, set_task_id
+
+set_task_id()
+data_id = gen_id()
+set_label("pta", data_id, data_val=numpy.ones(4))
+set_label("acl", data_id, data_val=numpy.ones(4))
+"""
+
+
 def test_every_shown_command_works(tmp_path: Path) -> None:
     (tmp_path / "infer.py").write_text(PROGRAM)
+    (tmp_path / "label.py").write_text(LABELS)
+    for tree in ("tmp_tensors", "tmp_tensors_0"):
+        (tmp_path / tree / "tensors" / "rank_0").mkdir(parents=True)
+        np.save(tmp_path / tree / "tensors" / "rank_0" / "a.npy", np.ones(4))
     np.save(tmp_path / "a.npy", np.ones(4, np.float32))
     torch.save(torch.ones(4), tmp_path / "b.pt")
     shown = re.findall(r"^    driftline (.+)$", DOCS.read_text("utf-8"), re.MULTILINE)
     assert len(shown) >= 8
     for text in shown:
-        words = shlex.split(text.replace("python infer.py", f"{sys.executable} infer.py"))
+        words = shlex.split(re.sub(r"python (infer|label)\.py", rf"{sys.executable} \1.py", text))
         done = subprocess.run(
             [sys.executable, "-m", "driftline", *words],
             cwd=tmp_path,
