@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-SUITES = ("startup", "kernel", "files", "compare", "capture", "npy_tree", "foreign")
+SUITES = ("startup", "kernel", "files", "compare", "capture", "npy_tree", "foreign", "alignment")
 
 
 class Figure(TypedDict):

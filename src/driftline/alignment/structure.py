@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from driftline.alignment.agreement import Looks
 from driftline.alignment.calls import Call, Frame, calls_of, enclosing, frames_of, main_tensor
+from driftline.alignment.classes import PER_HEAD
 from driftline.alignment.containers import Tree, link_across, link_containers
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain, parts_of
 from driftline.alignment.leaves import Link, link_leaves
@@ -24,6 +25,7 @@ from driftline.runs.run import Run
 
 Reasons = dict[tuple[str, TensorKey], str]
 _Name = tuple[str, int]
+_Inner = dict[_Name, list[Call]]
 
 
 class Concluded(NamedTuple):
@@ -125,8 +127,9 @@ def _solve(
     solution = _Solution([], {}, {})
     leaves = link_leaves(a, b, [pair for pair in fixed if pair[0].leaf and pair[1].leaf], alike)
     links = list(leaves.links)
+    inside = _inner(ours), _inner(theirs)
     for link in list(links):  # inside what counts as one: an adapted Linear, an operation's kernels
-        links += _inside(link, ours, theirs, alike)
+        links += _inside(link, inside)
     marks_here, marks_there = _marks(fixed, links)
     here, there = Tree(ours, marks_here), Tree(theirs, marks_there)
     found, ties = link_containers(here, there, taken)
@@ -146,12 +149,21 @@ def _solve(
     return solution
 
 
-def _inside(link: Link, ours: Sequence[Call], theirs: Sequence[Call], alike: object) -> list[Link]:
-    here = [c for c in ours if c.inner and c.site.startswith(link.ours.site + ".")]
-    there = [c for c in theirs if c.inner and c.site.startswith(link.theirs.site + ".")]
+def _inner(calls: Iterable[Call]) -> _Inner:
+    """What stands inside calls that count as one, by the site around it and the visit."""
+    found: _Inner = {}
+    for call in calls:
+        if call.inner:
+            for site in enclosing(call.site):
+                found.setdefault((site, call.visit), []).append(call)
+    return found
+
+
+def _inside(link: Link, inside: tuple[_Inner, _Inner]) -> list[Link]:
+    here = inside[0].get((link.ours.site, link.ours.visit), [])
+    there = inside[1].get((link.theirs.site, link.theirs.visit), [])
     if len(here) != len(there) or not here or link.ours.parts or link.theirs.parts:
         return []
-    del alike
     same = all(a.kind == b.kind and a.out == b.out for a, b in zip(here, there, strict=True))
     pairs = zip(here, there, strict=True)
     return [Link(a, b, link.confidence) for a, b in pairs] if same else []
@@ -223,7 +235,7 @@ def _pair_up(
             members = [here[part] for part in parts] or [there[part] for part in other_parts]
             side = "reference" if parts else "candidate"
             trouble = _pair_parts(
-                other if parts else one, members, bool(parts), confidence, found, (ours, theirs)
+                other if parts else one, members, bool(parts), confidence, found, (here, there)
             )
             for member in members:
                 place = (member.site, member.visit)
@@ -255,15 +267,16 @@ def _pair_parts(
     members_are_ours: bool,
     confidence: float,
     found: Concluded,
-    runs: tuple[list[Call], list[Call]],
+    sides: tuple[Mapping[_Name, Call], Mapping[_Name, Call]],
 ) -> str:
     """Pairs of a fused site and its members; a reason if the parts cannot be told."""
-    side = runs[1] if members_are_ours else runs[0]
-    holder = next(
-        (call.class_name for site in enclosing(fused.site) for call in side if call.site == site),
-        "",
-    )
-    heads = _heads((*runs[0], *runs[1]), members[0].features)
+    around = sides[1] if members_are_ours else sides[0]
+    holders = (around.get((site, fused.visit)) for site in enclosing(fused.site))
+    holder = next((call.class_name for call in holders if call is not None), "")
+    heads = None
+    if holder.startswith(PER_HEAD):
+        every = (call for side in sides for call in side.values())
+        heads = _heads(every, members[0].features)
     parts, trouble = parts_of(fused, members, heads, holder)
     for part in parts:
         records = (part.member, part.fused) if members_are_ours else (part.fused, part.member)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -225,22 +226,36 @@ class OurLlama(nn.Module):
         return self.out(self.n(x))
 
 
-def renamed(model: nn.Module, seed: int) -> nn.Module:
-    """The same model with random names and random order of registration, and wrappers around."""
+def disguised(model: nn.Module, seed: int) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """A copy with random names, random order of registration, wrappers and dropouts left out.
+
+    Also says which module of the copy is which of the model, by the id of the copy's.
+    """
     chance = random.Random(seed)
-    for module in list(model.modules()):
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) or not module._modules:
+    twin = copy.deepcopy(model)
+    truth = {id(b): a for a, b in zip(model.modules(), twin.modules(), strict=True)}
+    for module in list(twin.modules()):
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             continue
         items = list(module._modules.items())
         chance.shuffle(items)
         module._modules.clear()
         for name, child in items:
-            alias = f"{chance.choice('abcdefgh')}{chance.randrange(10**6)}"
-            if chance.random() < 0.2 and child is not None:
-                child = Shell(child)
-            module._modules[alias] = child
+            if isinstance(child, nn.Dropout) and chance.random() < 0.5:
+                module.__dict__[name] = _same
+                continue
+            many = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if chance.random() < 0.2 and child is not None and not many:
+                shell = Shell(child)
+                truth[id(shell)] = truth[id(child)]
+                child = shell
+            module._modules[f"{chance.choice('abcdefgh')}x{chance.randrange(10**6)}"] = child
             module.__dict__[name] = child  # what forward() asks for
-    return model
+    return twin, truth
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class Shell(nn.Module):
@@ -250,5 +265,55 @@ class Shell(nn.Module):
         super().__init__()
         self.inner = inner
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
+
+
+class OurBert(nn.Module):
+    """BERT written again: fused qkv, post-norm, other names, no dropouts and no pooler module."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        config = theirs.config
+        size = config.hidden_size
+        self.tables = nn.ModuleList(
+            copy.deepcopy(table)
+            for table in (
+                theirs.embeddings.word_embeddings,
+                theirs.embeddings.token_type_embeddings,
+                theirs.embeddings.position_embeddings,
+            )
+        )
+        self.start = copy.deepcopy(theirs.embeddings.LayerNorm)
+        self.stack = nn.ModuleList(nn.ModuleDict() for _ in theirs.encoder.layer)
+        self.end = copy.deepcopy(theirs.pooler.dense)
+        self.heads = config.num_attention_heads
+        for mine, layer in zip(self.stack, theirs.encoder.layer, strict=True):
+            attention = layer.attention
+            three = [getattr(attention.self, name) for name in ("query", "key", "value")]
+            fused = nn.Linear(size, 3 * size)
+            with torch.no_grad():
+                fused.weight.copy_(torch.cat([linear.weight for linear in three]))
+                fused.bias.copy_(torch.cat([linear.bias for linear in three]))
+            mine["fused"] = fused
+            mine["out"] = copy.deepcopy(attention.output.dense)
+            mine["n1"] = copy.deepcopy(attention.output.LayerNorm)
+            mine["wide"] = copy.deepcopy(layer.intermediate.dense)
+            mine["narrow"] = copy.deepcopy(layer.output.dense)
+            mine["n2"] = copy.deepcopy(layer.output.LayerNorm)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        words, kinds, places = self.tables
+        at = torch.arange(ids.shape[1])[None]
+        x = self.start(words(ids) + kinds(torch.zeros_like(ids)) + places(at))
+        for layer in self.stack:
+            q, k, v = layer["fused"](x).chunk(3, -1)
+            x = layer["n1"](layer["out"](attend(q, k, v, self.heads, causal=False)) + x)
+            x = layer["n2"](layer["narrow"](nn.functional.gelu(layer["wide"](x))) + x)
+        return torch.tanh(self.end(x[:, 0]))

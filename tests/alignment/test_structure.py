@@ -1,0 +1,259 @@
+"""Models under other names: who belongs to whom, and what a fault is then called."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import driftline
+from driftline.alignment.plan import Plan
+from driftline.runs.run import Run
+
+sys.path.insert(0, str(Path(__file__).parent))
+import twins
+
+DATA = Path(__file__).parents[1] / "data" / "ascend"
+
+
+def partners(plan: Plan) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for pair in plan.pairs:
+        found.setdefault(pair.reference.key.site, set()).add(pair.candidate.key.site)
+    return found
+
+
+def gpt_truth(layers: int) -> dict[str, set[str]]:
+    truth = {
+        "transformer.wte": {"words"}, "transformer.wpe": {"places"},
+        "transformer.ln_f": {"closing"}, "lm_head": {"reader"},
+    }  # fmt: skip
+    for n in range(layers):
+        here, there = f"transformer.h.{n}", f"trunk.{n}"
+        core = f"{there}.mixing.core"
+        truth |= {
+            f"{here}.ln_1": {f"{there}.mixing.scale"},
+            f"{here}.attn.c_attn": {f"{core}.first", f"{core}.second", f"{core}.third"},
+            f"{here}.attn.c_proj": {f"{core}.mix"},
+            f"{here}.ln_2": {f"{there}.thinking.0"},
+            f"{here}.mlp.c_fc": {f"{there}.thinking.1"},
+            f"{here}.mlp.act": {f"{there}.thinking.2"},
+            f"{here}.mlp.c_proj": {f"{there}.thinking.3"},
+        }
+    return truth
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Run]:
+    model = twins.gpt2()
+    return model, twins.captured(model, tmp_path_factory.mktemp("gpt") / "ref")
+
+
+def test_a_hand_written_gpt2_aligns_completely_and_passes(
+    gpt: tuple[Any, Run], tmp_path: Path
+) -> None:
+    model, reference = gpt
+    candidate = twins.captured(twins.our_gpt(model), tmp_path / "cand")
+    plan = driftline.align(reference, candidate)
+    found, truth = partners(plan), gpt_truth(12)
+    assert {site: found.get(site) for site in truth} == truth
+    leaves = {s for r in candidate.records if (s := r.key.site) and _is_leaf(s, candidate)}
+    assert leaves == set().union(*truth.values())  # 100 % of its leaf sites
+    table = driftline.compare(reference, candidate, plan=plan)
+    assert table.verdict == "pass", table.finding
+    assert sum(row.compared for row in table.rows) > 250
+
+
+def _is_leaf(site: str, run: Run) -> bool:
+    return site != "(root)" and not any(other.startswith(site + ".") for other in run.sites())
+
+
+def test_the_same_holds_with_the_sides_exchanged(gpt: tuple[Any, Run], tmp_path: Path) -> None:
+    model, theirs = gpt
+    ours = twins.captured(twins.our_gpt(model), tmp_path / "ref")
+    found = partners(driftline.align(ours, theirs))
+    assert found["trunk.11.mixing.core.second"] == {"transformer.h.11.attn.c_attn"}
+    assert driftline.compare(ours, theirs).verdict == "pass"
+
+
+def test_a_fault_is_named_at_its_own_layer(gpt: tuple[Any, Run], tmp_path: Path) -> None:
+    model, reference = gpt
+    twin = twins.our_gpt(model)
+    with torch.no_grad():
+        twin.trunk[7].mixing["core"].second.weight[3] *= 3.0
+    table = driftline.compare(reference, twins.captured(twin, tmp_path / "cand"))
+    assert table.verdict == "fail"
+    assert table.first is not None
+    assert table.first.key.site == "transformer.h.7.attn.c_attn"
+    assert table.first.candidate_site == "trunk.7.mixing.core.second"
+
+
+def test_two_swapped_layers_fail(gpt: tuple[Any, Run], tmp_path: Path) -> None:
+    model, reference = gpt
+    twin = twins.our_gpt(model)
+    layers = list(twin.trunk)
+    layers[4], layers[5] = layers[5], layers[4]
+    twin.trunk = torch.nn.ModuleList(layers)
+    candidate = twins.captured(twin, tmp_path / "cand")
+    found = partners(driftline.align(reference, candidate))
+    assert found["transformer.h.4.ln_1"] == {"trunk.4.mixing.scale"}
+    table = driftline.compare(reference, candidate)
+    assert table.verdict == "fail"
+    assert table.first.key.site.startswith("transformer.h.4.")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_swapped_q_and_k_fail_and_do_not_align_crosswise(
+    gpt: tuple[Any, Run], tmp_path: Path, named: bool
+) -> None:
+    model, reference = gpt
+    twin = twins.our_gpt(model)
+    core = twin.trunk[2].mixing["core"]
+    weights = core.first.state_dict(), core.second.state_dict()
+    first, second = copy.deepcopy(weights[0]), copy.deepcopy(weights[1])
+    core.first.load_state_dict(second)
+    core.second.load_state_dict(first)
+    if named:
+        for block in twin.trunk:
+            inner = block.mixing["core"]
+            inner._modules["query"] = inner._modules.pop("first")
+            inner._modules["key"] = inner._modules.pop("second")
+            inner.__dict__.update(first=inner.query, second=inner.key)
+    table = driftline.compare(reference, twins.captured(twin, tmp_path / "cand"))
+    assert table.verdict == "fail"
+    assert table.first.key.site == "transformer.h.2.attn.c_attn"
+
+
+def test_a_llama_of_two_layers_aligns_with_gate_and_up_fused(tmp_path: Path) -> None:
+    model = twins.llama()
+    reference = twins.captured(model, tmp_path / "ref")
+    candidate = twins.captured(twins.OurLlama(model), tmp_path / "cand")
+    found = partners(driftline.align(reference, candidate))
+    for n in range(2):
+        here, there = f"model.layers.{n}", f"parts.{n}"
+        truth = {
+            "input_layernorm": "n1", "self_attn.q_proj": "a", "self_attn.k_proj": "b",
+            "self_attn.v_proj": "c", "self_attn.o_proj": "d", "post_attention_layernorm": "n2",
+            "mlp.gate_proj": "wide", "mlp.up_proj": "wide", "mlp.down_proj": "back",
+        }  # fmt: skip
+        for ours, theirs in truth.items():
+            assert found[f"{here}.{ours}"] == {f"{there}.{theirs}"}
+    table = driftline.compare(reference, candidate)
+    assert table.verdict == "pass", table.finding
+
+
+def test_a_bert_aligns_with_its_qkv_fused(tmp_path: Path) -> None:
+    model = twins.bert()
+    reference = twins.captured(model, tmp_path / "ref")
+    candidate = twins.captured(twins.OurBert(model), tmp_path / "cand")
+    found = partners(driftline.align(reference, candidate))
+    layer = "encoder.layer.2"
+    assert found[f"{layer}.attention.self.key"] == {"stack.2.fused"}
+    assert found[f"{layer}.attention.output.LayerNorm"] == {"stack.2.n1"}
+    assert found[f"{layer}.output.dense"] == {"stack.2.narrow"}
+    table = driftline.compare(reference, candidate)
+    assert table.verdict == "pass", table.finding
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("which", ["gpt2", "llama", "bert"])
+def test_a_disguised_model_never_gets_a_wrong_pair(which: str, seed: int, tmp_path: Path) -> None:
+    changes = {"gpt2": {"n_layer": 3}}.get(which, {})
+    model = getattr(twins, which)(**changes)
+    twin, truth = twins.disguised(model, seed)
+    reference = twins.captured(model, tmp_path / "ref")
+    candidate = twins.captured(twin, tmp_path / "cand")
+    plan = driftline.align(reference, candidate)
+    ours = dict(model.named_modules())
+    theirs = dict(twin.named_modules())
+    wrong = [
+        str(pair)
+        for pair in plan.pairs
+        if (here := ours.get(pair.reference.key.site.replace("(root)", "")))
+        and truth[id(theirs[pair.candidate.key.site.replace("(root)", "")])] is not here
+        and not _same_bytes(pair)
+    ]
+    assert not wrong
+    leaves = [s for s in reference.sites() if _is_leaf(s, reference) and "drop" not in s]
+    found = partners(plan)
+    assert sum(site in found for site in leaves) >= 0.95 * len(leaves)
+    assert driftline.compare(reference, candidate, plan=plan).verdict == "pass"
+
+
+def _same_bytes(pair: Any) -> bool:
+    """A level that hands on what it is given has the same tensors as what is inside."""
+    return pair.reference.digest == pair.candidate.digest
+
+
+def test_a_missing_layer_leaves_ties_rather_than_wrong_pairs(tmp_path: Path) -> None:
+    model = twins.gpt2(n_layer=4)
+    twin = twins.our_gpt(model)
+    twin.trunk = torch.nn.ModuleList([twin.trunk[0], twin.trunk[1], twin.trunk[3]])
+    reference = twins.captured(model, tmp_path / "ref")
+    candidate = twins.captured(twin, tmp_path / "cand")
+    plan = driftline.align(reference, candidate)
+    found = partners(plan)
+    for site, partner in found.items():
+        if site.startswith("transformer.h.3."):
+            assert not any(p.startswith(("trunk.0", "trunk.1")) for p in partner)
+    assert any("equally good" in reason for reason in plan.reasons.values())
+
+
+def test_every_tensor_left_over_has_a_reason(gpt: tuple[Any, Run], tmp_path: Path) -> None:
+    model, reference = gpt
+    plan = driftline.align(reference, twins.captured(twins.our_gpt(model), tmp_path / "cand"))
+    for side, records in (("reference", plan.missing), ("candidate", plan.extra)):
+        assert all(plan.reasons[side, record.key] for record in records)
+    drop = next(r.key for r in plan.missing if r.class_name == "Dropout")
+    assert plan.reasons["reference", drop] == "no site of class Dropout in the candidate"
+    assert "by structure, 0.90" in "\n".join(plan.lines())
+
+
+def test_without_structure_names_decide_alone(gpt: tuple[Any, Run], tmp_path: Path) -> None:
+    model, reference = gpt
+    candidate = twins.captured(twins.our_gpt(model), tmp_path / "cand")
+    plan = driftline.align(reference, candidate, structural=False)
+    assert set(partners(plan)) == {"(root)"}
+
+
+def test_params_and_gradients_of_fused_projections_are_compared(tmp_path: Path) -> None:
+    model = twins.gpt2(n_layer=2, tie_word_embeddings=False)
+    reference, candidate = (_trained(m, tmp_path) for m in (model, twins.our_gpt(model)))
+    plan = driftline.align(reference, candidate)
+    ports = {p.reference.key.port for p in plan.pairs if "c_attn" in p.reference.key.site}
+    assert {"input", "output", "param", "grad_output", "param_grad"} <= ports
+    table = driftline.compare(reference, candidate, plan=plan)
+    assert table.verdict == "pass", table.finding
+
+
+def _trained(model: Any, folder: Path) -> Run:
+    path = folder / type(model).__name__
+    with driftline.capture(model, path, levels=("modules", "gradients", "params")):
+        out = model(torch.arange(8)[None])
+        (out if isinstance(out, torch.Tensor) else out.logits).square().mean().backward()
+    return driftline.open_run(path)
+
+
+@pytest.mark.parametrize("layers", [11, 2])
+def test_a_torch_dump_aligns_with_an_atb_dump_and_the_error_is_named(
+    layers: int, tmp_path: Path
+) -> None:
+    for name in ("mini_torch", "mini_atb"):
+        shutil.copytree(DATA / name, tmp_path / name)
+    if layers == 2:  # layers 5 and 6, the first of which has the planted error
+        for n in {*range(11)} - {5, 6}:
+            for path in (tmp_path / "mini_torch").rglob(f"root.model.layers.{n}*"):
+                if path.name.split(".")[3] == str(n):
+                    shutil.rmtree(path)
+            for path in (tmp_path / "mini_atb").rglob(f"{n + 1}_Decoder_layer"):
+                shutil.rmtree(path)
+    table = driftline.compare(tmp_path / "mini_torch", tmp_path / "mini_atb")
+    assert sum(row.compared for row in table.rows) == 3 * layers + 2
+    assert table.first is not None
+    assert table.first.key.site == "model.layers.5.proj"
+    assert table.first.candidate_site == "6_Decoder_layer.1_LinearOperation"
