@@ -177,6 +177,32 @@ def test_batch_and_pads_may_differ_at_once_and_lists_are_taken_apart() -> None:
     assert row.candidate_recipe.startswith("reshape(2,8,6) then trim(axis 0, 0:1) then trim(axis 1")
 
 
+def test_keys_of_earlier_tokens_lose_their_pads_too() -> None:
+    def later(pads: int, spoil: bool = False) -> Run:
+        keys = np.random.default_rng(1).standard_normal((1, 2, 5 + pads, 3)).astype(np.float32)
+        keys = keys[:, :, pads:] if not pads else keys
+        same = np.random.default_rng(2).standard_normal((1, 2, 5, 3)).astype(np.float32)
+        keys[:, :, pads:] = same
+        if spoil:
+            keys[0, 1, pads + 2, 0] += 1
+        mask = np.ones((1, 6 + pads), np.int64)
+        mask[0, :pads] = 0
+        return run_of(
+            {
+                "model/input/input_ids": np.array([[9]]),
+                "model/input/attention_mask": mask,
+                "model/input/past.0": keys,
+            }
+        )
+
+    table = driftline.compare(later(0), later(3))
+    row = next(row for row in table.rows if row.slot == "past.0")
+    assert row.metrics["different"] == 0
+    assert "trim(axis 2, 3:8)" in row.candidate_recipe
+    table = driftline.compare(later(0), later(3, spoil=True))
+    assert [row.slot for row in table.failing] == ["past.0"]
+
+
 def timeline(*lengths: int, first: int = 0, text: int = 11) -> dict[Any, np.ndarray[Any, Any]]:
     """Steps of so many tokens: consecutive ids, so that every step has a text of its own."""
     tensors: dict[Any, np.ndarray[Any, Any]] = {}

@@ -37,7 +37,7 @@ class TokenBook:
         return self._batch(0, ours), self._batch(1, theirs)
 
     def common(self, pair: Pair) -> Common | None:
-        """What both sides of a pair share; None when that is everything, or not known."""
+        """What both sides of a pair share; None when that is not known."""
         ours, theirs = self.batches(pair)
         if ours is None or theirs is None:
             return None
@@ -68,7 +68,8 @@ class TokenBook:
 
     def _compared(self, places: tuple[Place, Place], ours: Batch, theirs: Batch) -> Common | None:
         if (ours.rows, ours.tokens) == (theirs.rows, theirs.tokens):
-            return None
+            whole = (0, ours.tokens)
+            return Common(ours.rows, whole, whole)
         common = common_part(ours, theirs)
         if common is None:
             return None

@@ -38,6 +38,7 @@ class Batch(NamedTuple):
         flat: Whether that is not known to be more than one list of tokens.
         ids: The token ids, [rows, tokens], if they were captured.
         mask: True for what is no pad, [rows, tokens], if it was captured.
+        cached: The same with the tokens of earlier steps in front: what keys and values are of.
     """
 
     rows: int
@@ -45,6 +46,7 @@ class Batch(NamedTuple):
     flat: bool = False
     ids: npt.NDArray[np.int64] | None = None
     mask: Mask | None = None
+    cached: Mask | None = None
 
 
 def batch_of(run: Run, records: Iterable[Record]) -> Batch | None:
@@ -81,10 +83,11 @@ def batch_of(run: Run, records: Iterable[Record]) -> Batch | None:
     else:
         return None
     rows, tokens = int(shape[0]), int(shape[1])
+    cached = found
     if found is not None:  # of a later token: the mask covers what is in the cache, too
         found = found[:, -tokens:] if tokens else found
         found = found if found.shape == (rows, tokens) else None
-    return Batch(rows, tokens, flat, known, found)
+    return Batch(rows, tokens, flat, known, found, cached)
 
 
 def is_mask(record: Record) -> bool:
@@ -202,6 +205,8 @@ def cut(pair: Pair, ours: Batch, theirs: Batch, common: Common) -> Pair | None:
             kept = ((0, common.rows), (0, common.rows))
         elif (a, b) == (ours.tokens, theirs.tokens) and not common.trouble:
             kept = (common.ours, common.theirs)
+        elif (found := _cache(ours, theirs, a, b, common.rows)) is not None:
+            kept = found
         else:
             return None
         for steps, (begin, end), size in ((left, kept[0], a), (right, kept[1], b)):
@@ -213,6 +218,21 @@ def cut(pair: Pair, ours: Batch, theirs: Batch, common: Common) -> Pair | None:
     if right:
         pair = with_steps(pair, "candidate", *right, shape=tuple(shape))
     return pair
+
+
+def _cache(
+    ours: Batch, theirs: Batch, a: int, b: int, rows: int
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """An axis of keys: what the longer side's mask keeps of it, if that is as many as the other."""
+    longer, size, other = (ours, a, b) if a > b else (theirs, b, a)
+    if longer.cached is None or longer.cached.shape[1] < size:
+        return None
+    mask = longer.cached[:rows, :size]
+    kept = np.flatnonzero(mask.any(axis=0))
+    if kept.size != other or not other or int(kept[-1]) - int(kept[0]) + 1 != other:
+        return None
+    cut, whole = (int(kept[0]), int(kept[-1]) + 1), (0, other)
+    return (cut, whole) if a > b else (whole, cut)
 
 
 def _unfolded(shape: Shape, other: Shape, batch: Batch) -> tuple[Shape, Step | None]:
