@@ -6,6 +6,7 @@ read when somebody wants them. A file that cannot be read is a loss with a reaso
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -167,14 +168,14 @@ class AtbRun(TreeRun):
             "operation csv": len(self._files("operation_io_tensors", ".csv")),
             "kernel csv": len(self._files("kernel_io_tensors", ".csv")),
             "cpu profiling": len(self._files("cpu_profiling", ".txt", ".csv")),
-            "tiling": len(self._walk.tilings) + len(self._tiling_files()),
+            "tiling": len(self._walk.tilings) + len(self._tiling_files),
         }
         return {name: count for name, count in counts.items() if count}
 
     def tilings(self) -> list[str]:
         """Files of tiling data, below the dump: bytes without a type, so no tensors."""
         walk = self._walk
-        return sorted([*map(walk.below, walk.tilings), *map(walk.below, self._tiling_files())])
+        return sorted([*map(walk.below, walk.tilings), *map(walk.below, self._tiling_files)])
 
     def operations(self) -> list[OperationLine]:
         """The operation csv files: every leaf operation, resolved by its id, not by its paths."""
@@ -279,6 +280,7 @@ class AtbRun(TreeRun):
             path for path in self._beside if middle in path[prefix:] and path.endswith(suffixes)
         ]
 
+    @functools.cached_property
     def _tiling_files(self) -> list[str]:
         folder = self.place.root / "tiling"
         if folder.is_symlink() or not folder.is_dir():
