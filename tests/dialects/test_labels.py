@@ -22,6 +22,7 @@ import driftline
 from driftline.dialects import labels as door
 from driftline.dialects.labels_report import COLUMNS, paired, report_tasks
 from driftline.dialects.labels_store import Label, LabelWriter, Value, file_stem, read_labels
+from driftline.testing.atb_files import write_bin
 
 SOURCE = Path(driftline.__file__).parents[1]
 HEAD = "import sys, os, numpy as np\nfrom driftline import set_label, gen_id, set_task_id\n"
@@ -244,6 +245,41 @@ def test_bare_bytes_of_another_size_are_a_row_with_a_reason(start: Start, tmp_pa
     (row,) = rows_of(tmp_path / "_cmp_result.csv")
     assert row["cmp_flag"] == "False"
     assert "it has 4, not the 16" in row["cmp_fail_reason"]
+
+
+def test_atb_files_are_read_with_their_own_type_and_damaged_ones_say_why(
+    start: Start, tmp_path: Path
+) -> None:
+    values = np.arange(6, dtype=np.float16).reshape(2, 3)
+    write_bin(tmp_path / "outtensor0.bin", values)
+    whole = (tmp_path / "outtensor0.bin").read_bytes()
+    (tmp_path / "cut.bin").write_bytes(whole[:-3])
+    (tmp_path / "twice.bin").write_bytes(whole + whole)
+    write_bin(tmp_path / "told.bin", values, keep="description")
+    end(
+        start(
+            "for name in ('outtensor0', 'cut', 'twice', 'told'):\n"
+            "    set_label('pta', name, np.arange(6, dtype=np.float32).reshape(1, 2, 3))\n"
+            "    set_label('acl', name, tensor_path=os.path.abspath(name + '.bin'))\n"
+        )
+    )
+    rows = by_id(tmp_path)
+    whole_row = rows.pop("outtensor0")
+    assert (whole_row["acl_dtype"], whole_row["acl_shape"]) == ("torch.float16", "[2, 3]")
+    assert float(whole_row["relative_euclidean_distance"]) == 0.0
+    for name, row in rows.items():
+        assert row["cmp_flag"] == "False", name
+        assert row["cmp_fail_reason"].startswith("acl: "), name
+        assert row["acl_data_path"].endswith(f"{name}.bin")
+
+
+def test_old_labels_in_a_run_of_the_command_are_found_by_the_hint(tmp_path: Path) -> None:
+    body = "set_label('pta', 'x', np.ones(1)); set_label('acl', 'x', np.ones(1))"
+    command(tmp_path, "-q", "--", sys.executable, "-c", HEAD + body)
+    code, _, err = command(tmp_path, "--from", "cmp_dump_data")
+    assert code == 2
+    folder = err.split("--from ")[1].strip()
+    assert command(tmp_path, "--from", folder)[0] == 0
 
 
 def test_unpaired_labels_are_rows_with_reasons(start: Start, tmp_path: Path) -> None:

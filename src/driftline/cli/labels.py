@@ -57,6 +57,12 @@ def labels(
     outcomes = report_tasks(store, Path.cwd()) if store.is_dir() else []
     if status:
         print(f"driftline: the program ended with status {status}", file=sys.stderr)
+    if from_ is not None and not outcomes:
+        inner = sorted(path.name for path in store.iterdir() if any(path.glob("labels-*.jsonl")))
+        raise BadInput(
+            f"{store} holds no labels",
+            hint=f"give one of its runs: --from {store / inner[-1]}" if inner else "",
+        )
     if not outcomes:
         print("driftline: no tensor was labelled", file=sys.stderr)
         print(

@@ -106,7 +106,11 @@ def read_dumped(path: Path, expected: tuple[str, tuple[int, ...]] | None) -> Dum
     if len(run) != 1:
         raise BadFile(f"{path} holds {len(run)} tensors, not one")
     record = run.records[0]
-    return Dumped(record.dtype, record.shape, run.lost(record), partial(run.raw, record))
+    known = record.dtype in DTYPES
+    trouble = run.lost(record)
+    if not trouble and record.kept != "full":
+        trouble = f"{path} holds a description of the tensor and no values"
+    return Dumped(record.dtype if known else "", record.shape, trouble, partial(run.raw, record))
 
 
 def _raw(path: Path, expected: tuple[str, tuple[int, ...]], refused: BadFile) -> Dumped:
