@@ -123,6 +123,12 @@ def test_sessions_of_one_rank_are_one_process_unless_they_dumped_the_same_step(
     assert keys(tmp_path / "two") == ["rank0/step0/a/output/0", "rank0.p1/step0/a/output/0"]
 
 
+def test_graphs_whose_names_could_be_confused_are_kept_apart(tmp_path: Path) -> None:
+    for graph, number in (("g", 1), ("g", 2), ("g_1", 3)):
+        GeDump(tmp_path, graph=graph, graph_id=number).operator("Op", "a", [], [X])
+    assert open_run(tmp_path).sites() == ["g.1.a", "g.2.a", "g_1.3.a"]
+
+
 def test_a_rank_is_the_worlds_or_else_the_devices(tmp_path: Path) -> None:
     GeDump(tmp_path / "a", world=(8, 5), device=1).operator("Op", "a", [], [X], step=3)
     GeDump(tmp_path / "b", device=2).operator("Op", "a", [], [X])

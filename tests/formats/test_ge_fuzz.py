@@ -154,6 +154,53 @@ def test_damaged_dumps_open_whole(tmp_path: Path) -> None:
                     handle.raw()
 
 
+PARTS = [
+    *("0", "1", "00", "7", "20240130064151", "20240130064152", "graph_1_0", "graph_1_0_1", "g"),
+    *("worldsize2_global_rank0", "worldsize2_global_rank1", "data_dump", "gm_1_dump", "gm_2_dump"),
+    *("ä b", "dynamo_x", "a.b", "expect", "Op.op.1.6.1706596911887829"),
+]
+NAMES = [
+    *("Op.op.1.6.1706596911887829", "Op.op.2.6.1706596911887830", "Op.a.b.1.6.1706596911887829"),
+    *("Op.a_b.1.6.1706596911887829", "Op.op.1706596911887829", "OpDebug.x.1.6.1706596911887829"),
+    *("1234", "mapping.csv", "notes.txt", "Op..1.6.1706596911887829", ".1.2.1706596911887829"),
+    *("dynamo_original_graph_1_20240130064150123456.txt", "dynamo_optimized_graph_2.txt"),
+    *("a-t.INPUT.0.20240130064201000001.npy", "a-t.INPUT.0.0.20240130064201000001.npy"),
+    *("a-t.OUTPUT.0.20240130064201000001.npy", "a-t.INPUT.00.20240130064201000001.npy"),
+    *("-.INPUT.0.20240130064201000001.npy", "a-t.OUTPUT.0.20240130064201000002.npy"),
+]
+
+
+def test_folders_of_any_shape_are_a_run_or_a_sentence(tmp_path: Path) -> None:
+    dice = random.Random(6)
+    contents = [SEEDS[0], ge_bytes("a/b", [], [MATRIX]), TEXT.encode(), b"", b"1234,Op.z.1.6.17"]
+    opened = 0
+    for trial in range(250):
+        root = tmp_path / str(trial)
+        root.mkdir()
+        for _ in range(dice.randint(1, 12)):
+            place = root.joinpath(*(dice.choice(PARTS) for _ in range(dice.randint(0, 6))))
+            path = place / dice.choice(NAMES)
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                if path.suffix == ".npy":
+                    np.save(path, dice.choice([MATRIX, np.float32(1), np.array("word")]))
+                else:
+                    path.write_bytes(dice.choice(contents))
+            except OSError:  # a file of that name is in the way
+                continue
+        try:
+            run = open_run(root)
+        except DriftlineError as refused:
+            assert "twice" not in str(refused)
+            continue
+        opened += 1
+        for handle in run.tensors():
+            if not handle.lost:
+                handle.raw()
+        list(run.events())
+    assert opened > 150
+
+
 def test_deep_strings_and_long_texts_take_linear_time() -> None:
     for text in ('"' * 200_000, "'a' " * 100_000, "a:[" * 50_000, "\\" * 100_000, "#" * 200_000):
         begin = time.thread_time()

@@ -77,7 +77,7 @@ def _is_number(part: str) -> bool:
 
 def sniff(path: Path) -> bool:
     """Whether a folder holds FX files, at any level of a dump."""
-    names = some_names(str(path), LEVELS + 1, SNIFFED)
+    names = some_names(str(path), LEVELS + 3, SNIFFED)
     return any(_FILE.fullmatch(name) for name in names)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from driftline.formats.prototext import NotText, unquoted, walk
 
-LONGEST = 512 << 20
+LONGEST = 256 << 20
 FX_NAME = "_fx_tensor_name"
 
 _FILE = re.compile(r"dynamo_(original|optimi[sz]ed)_.*\.txt", re.ASCII)

@@ -61,7 +61,7 @@ class _Found(NamedTuple):
 def sniff(path: Path) -> bool:
     """Whether a folder holds operator files or graph texts, at any level of a dump."""
     text = fx = False
-    for name in some_names(str(path), LEVELS + 1, SNIFFED):
+    for name in some_names(str(path), LEVELS + 3, SNIFFED):
         text = text or announced(name) is not None
         fx = fx or (name.endswith(".npy") and (".INPUT." in name or ".OUTPUT." in name))
         if is_operator(name):
@@ -128,7 +128,7 @@ class _Dump:
             elif op.class_name.lower() == "opdebug":
                 self.note("overflow", f"{file}: the device recorded an overflow; it is no tensor")
             else:
-                self._files[places[head], op.op_name].append(_Found(places[head], file, op))
+                self._files[places[head], flat(op.op_name)].append(_Found(places[head], file, op))
         for file in strange:
             self._strange(file, places[file.rpartition("/")[0]])
         for why in self.folder.not_entered:
@@ -142,7 +142,7 @@ class _Dump:
             self.note("warning", f"{file}: left alone, its name and its content say nothing")
             return
         op = OpFile("", flat(header.op_name) or file, 0, header.dump_time)
-        self._files[place, op.op_name].append(_Found(place, file, op))
+        self._files[place, flat(op.op_name)].append(_Found(place, file, op))
 
     def _renamed(self, head: str) -> Mapping[str, str]:
         """Names that were too long for the file system are numbers, and stand in a table."""
@@ -198,11 +198,14 @@ class _Dump:
         )
         if len(graphs) == 1:
             return {graphs[0]: ""}
-        names = [graph for graph, _ in graphs]
-        return {
+        names = [name for name, _ in graphs]
+        prefixes = {
             (name, number): (name if names.count(name) == 1 else f"{name}_{number}") + "."
             for name, number in graphs
         }
+        if len(set(prefixes.values())) < len(graphs):  # one is called as another with its number
+            prefixes = {(name, number): f"{name}.{number}." for name, number in graphs}
+        return prefixes
 
     def chosen(self) -> list[_Found]:
         """One file per operator and step, in the order in which they were dumped."""

@@ -16,10 +16,13 @@ Event = tuple[Literal["open", "close", "value"], str, str]
 """("open", field, ""), ("close", "", "") or ("value", field, the token as it is written)."""
 
 _TOKEN = re.compile(
-    r"""\s+|\#[^\n]*
-    |(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
-    |(?P<word>[A-Za-z0-9_.+\-/%$]+|\[[A-Za-z_][\w./]*\](?=\s*[:{<]))
-    |(?P<mark>[:{}<>\[\],;])""",
+    r"""\s*(?:
+      (?P<word>[A-Za-z0-9_.+\-/%$]+|\[[A-Za-z_][\w./]*\](?=\s*[:{<]))
+    | (?P<mark>[:{}<>\[\],;])
+    | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    | \#[^\n]*
+    | (?P<stray>\S)
+    )""",
     re.VERBOSE | re.ASCII,
 )
 _ESCAPE = re.compile(
@@ -93,15 +96,15 @@ def walk(text: str) -> Iterator[Event]:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    at, match = 0, _TOKEN.match
-    while at < len(text):
-        found = match(text, at)
-        if found is None:
-            what = "a string that does not end" if text[at] in "\"'" else f"a stray {text[at]!r}"
-            raise _wrong(text, at, what)
-        if found.lastgroup is not None:
-            yield found.lastgroup, found[0], at
-        at = found.end()
+    for found in _TOKEN.finditer(text):
+        kind = found.lastgroup
+        if kind is None:  # a comment
+            continue
+        if kind == "stray":
+            stray = found[kind]
+            what = "a string that does not end" if stray in "\"'" else f"a stray {stray!r}"
+            raise _wrong(text, found.start(kind), what)
+        yield kind, found[kind], found.start(kind)
 
 
 def _wrong(text: str, at: int, what: str) -> NotText:
