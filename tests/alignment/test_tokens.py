@@ -403,3 +403,30 @@ def test_a_captured_model_with_a_warm_up_and_pads_is_aligned(tmp_path: Path) -> 
     rows = [row for row in table.rows if row.compared]
     assert rows
     assert all(row.status == "pass" for row in rows)
+
+
+def test_a_padded_generation_of_a_llama_agrees_and_a_fault_in_it_is_named(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    plain = torch.tensor([[5, 6, 7, 8, 9]])
+    padded = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9]])
+    how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
+
+    def generate(name: str, ids: torch.Tensor) -> Path:
+        with driftline.capture(model, tmp_path / name):
+            model.generate(ids, attention_mask=(ids != 0).long(), **how)
+        return tmp_path / name
+
+    reference = generate("plain", plain)
+    table = driftline.compare(reference, generate("padded", padded))
+    assert table.verdict == "pass"
+    assert table.coverage.incomparable == table.coverage.missing == 0
+    act = model.model.layers[1].mlp.act_fn
+    hook = act.register_forward_hook(lambda module, args, output: output * 1.1)
+    spoilt = driftline.compare(reference, generate("spoilt", padded))
+    hook.remove()
+    assert spoilt.first_site == "model.layers.1.mlp.act_fn"

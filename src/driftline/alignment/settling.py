@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from driftline.alignment.door import AlignOptions
 
 
+_PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Types that need nothing done to be compared with each other."""
+
+
 class Seen(NamedTuple):
     """Both runs as the matching rules see them, and what was concluded on the way."""
 
@@ -102,7 +106,9 @@ def _unlike(pair: Pair, foreign: bool) -> bool:
     ours, theirs = pair.reference, pair.candidate
     here = ours.shape if pair.reference_recipe is None else pair.reference_recipe.shape
     there = theirs.shape if pair.candidate_recipe is None else pair.candidate_recipe.shape
-    if here != there or ours.dtype != theirs.dtype:
+    if here != there:
+        return not pair.trouble
+    if ours.dtype != theirs.dtype and not (ours.dtype in _PLAIN and theirs.dtype in _PLAIN):
         return not pair.trouble
     # A square weight may lie transposed and have the same shape.
     return (
