@@ -13,7 +13,7 @@ from torch import nn
 import driftline
 from driftline.alignment.door import AlignOptions, align_runs
 from driftline.alignment.graph import conversions
-from driftline.alignment.operator_graph import Node, OperatorGraph, Vocabulary
+from driftline.alignment.operator_graph import Node, OperatorGraph, Vocabulary, graphs_in
 from driftline.alignment.plan import Plan
 from driftline.errors import BadInput
 from driftline.formats.ge_graph import GraphNode
@@ -416,3 +416,48 @@ def test_converted_dumps_pair_as_the_dumps_do(graph, inputs, tmp_path):
     whole = sites(planned(twins.fx, twins.ge))
     assert sites(planned(tmp_path / "fx_run", tmp_path / "ge_run")) == whole
     assert sites(planned(twins.fx, tmp_path / "ge_run")) == whole
+
+
+def test_large_inputs_of_one_shape_are_told_apart_too(tmp_path):
+    dice = np.random.default_rng(1)
+    x, y = (dice.standard_normal((600, 600)).astype(np.float32) for _ in range(2))
+    dump = GeDump(tmp_path / "ge")
+    dump.operator("Neg", "Neg_1", [x], [-x])
+    dump.operator("Abs", "Abs_1", [y], [abs(y)])
+    dump.operator("Sub", "RSub_1", [abs(y), -x], [-x - abs(y)])  # its inputs the other way round
+    dump.graph_text(
+        [
+            GraphNode("Neg_1", "Neg", (("x", 0),), ("neg-aten.neg.OUTPUT.0",)),
+            GraphNode("Abs_1", "Abs", (("y", 0),), ("abs_1-aten.abs.OUTPUT.0",)),
+            GraphNode("RSub_1", "Sub", (("Abs_1", 0), ("Neg_1", 0)), ("sub-aten.sub.OUTPUT.0",)),
+        ]
+    )
+    place = tmp_path / "fx" / "gm_20240130064200000001_dump" / "1"
+    write_fx(place, "neg", "aten.neg", [x], [-x])
+    write_fx(place, "abs_1", "aten.abs", [y], [abs(y)])
+    write_fx(place, "sub", "aten.sub", [-x, abs(y)], [-x - abs(y)])
+    found = sites(planned(tmp_path / "fx", tmp_path / "ge"))
+    assert ("sub", "input", "0", "RSub_1", "input", "1") in found
+    assert ("sub", "input", "1", "RSub_1", "input", "0") in found
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        "text",
+        [1],
+        [{}],
+        [{"kind": "ge", "name": "g", "prefix": "", "nodes": 3}],
+        [{"kind": "ge", "name": "g", "prefix": "", "nodes": [{"name": 1, "class": 2}]}],
+        [
+            {
+                "kind": "ge",
+                "name": "g",
+                "prefix": "",
+                "nodes": [{"name": "a", "class": "b", "inputs": [["a", float("inf")]], "fx": []}],
+            }
+        ],
+    ],
+)
+def test_a_damaged_topology_has_no_graphs(graphs) -> None:
+    assert graphs_in({"graphs": graphs}) == []

@@ -95,7 +95,7 @@ class OperatorGraph:
     def fx_tensor(self, tensor: Tensor) -> tuple[str, str] | None:
         """The FX node and slot that an output stands for."""
         node = self.nodes.get(tensor[0])
-        return node.fx[tensor[1]] if node is not None and tensor[1] < len(node.fx) else None
+        return node.fx[tensor[1]] if node is not None and 0 <= tensor[1] < len(node.fx) else None
 
     def owner(self, name: str) -> str:
         """The FX node an operator serves: its own, or the only one that its outputs flow into."""
@@ -255,5 +255,5 @@ def graphs_in(topology: Mapping[str, Any] | None) -> list[OperatorGraph]:
         return []
     try:
         return [OperatorGraph.from_json(graph) for graph in cast("Sequence[Any]", shown)]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return []
