@@ -177,8 +177,8 @@ class Folder:
         finally:
             os.close(file)
 
-    def values(self, name: str, start: int, length: int) -> Bytes:
-        """Bytes of a file as a read-only array; large ranges are mapped.
+    def small(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
+        """A range and where it begins in the bytes given; None where it had better be mapped.
 
         Raises:
             OSError: It cannot be read, or ends before the last of them.
@@ -186,14 +186,27 @@ class Folder:
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._room += len(kept)
-            return np.frombuffer(kept, np.uint8, length, start)
-        if length < MAPPED_FROM and name not in self._links and ".." not in name:
-            # What was a regular file when it was described is not looked at again: three calls.
-            file = os.open(f"{self._text}/{name}", _FLAGS)
-            try:
-                return np.frombuffer(pread(file, length, start), np.uint8)
-            finally:
-                os.close(file)
+            if start + length > len(kept):
+                raise OSError(0, "ends too early")
+            return kept, start
+        if length >= MAPPED_FROM or name in self._links or ".." in name:
+            return None
+        # What was a regular file when it was described is not looked at again: three calls.
+        file = os.open(f"{self._text}/{name}", _FLAGS)
+        try:
+            return pread(file, length, start), 0
+        finally:
+            os.close(file)
+
+    def values(self, name: str, start: int, length: int) -> Bytes:
+        """Bytes of a file as a read-only array; large ranges are mapped.
+
+        Raises:
+            OSError: It cannot be read, or ends before the last of them.
+        """
+        read = self.small(name, start, length)
+        if read is not None:
+            return np.frombuffer(read[0], np.uint8, length, read[1])
         file, size = self.open(name)
         try:
             if start + length > size:

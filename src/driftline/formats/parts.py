@@ -22,10 +22,12 @@ from driftline.formats import npy, torchzip
 from driftline.formats.folder import Folder, pread
 from driftline.formats.member import Member
 from driftline.formats.tree import Leaf
+from driftline.numerics.addresses import address_of
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.inside import reason_of
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
+from driftline.runs.run import Memory
 
 TORCH = (".pt", ".pth", ".ckpt", ".out")
 _START = 256
@@ -82,6 +84,10 @@ def _npy(folder: Folder, name: str) -> Member:
     if header.byte_count > size - header.offset:
         claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
         return Member("", header.name, header.shape, _nothing, claim)
+    storage = DTYPES[header.name].storage
+    if header.stored.str == storage and not header.fortran:
+        plain = _Plain(folder, name, header.offset, header.byte_count, storage)
+        return Member("", header.name, header.shape, plain)
     return Member(
         "", header.name, header.shape, functools.partial(_npy_values, folder, name, header)
     )
@@ -91,6 +97,36 @@ def _npy_values(folder: Folder, name: str, header: npy.Header) -> Array:
     if header.byte_count == 0:
         return np.empty(0, DTYPES[header.name].storage)
     return header.flat(_values(folder, name, header.offset, header.byte_count))
+
+
+class _Plain:
+    """Values that lie in a file as they are wanted: an array of them, or where they are."""
+
+    __slots__ = ("folder", "length", "name", "start", "storage")
+
+    def __init__(self, folder: Folder, name: str, start: int, length: int, storage: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.start = start
+        self.length = length
+        self.storage = storage
+
+    def __call__(self) -> Array:
+        if self.length == 0:
+            return np.empty(0, self.storage)
+        return _values(self.folder, self.name, self.start, self.length).view(self.storage)
+
+    def memory(self) -> Memory | None:
+        """The same without an array: making one takes as long as reading 16 kB."""
+        try:
+            read = self.folder.small(self.name, self.start, self.length) if self.length else None
+        except OSError as trouble:
+            path = self.folder.path / self.name
+            raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
+        if read is None:
+            return None
+        content, start = read
+        return Memory(address_of(content) + start, self.length, content)
 
 
 def _values(folder: Folder, name: str, start: int, length: int) -> Array:
@@ -119,7 +155,7 @@ def _torch(folder: Folder, name: str) -> list[Member]:
             stored.name,
             stored.dtype,
             stored.shape,
-            functools.partial(_torch_values, folder, name, stored),
+            _torch_values(folder, name, stored),
         )
         for stored in found
     ]
@@ -134,13 +170,11 @@ def _odd(stored: torchzip.Stored) -> bool:
     return (stored.offset + math.prod(stored.shape)) * item > stored.length
 
 
-def _torch_values(folder: Folder, name: str, stored: torchzip.Stored) -> Array:
+def _torch_values(folder: Folder, name: str, stored: torchzip.Stored) -> _Plain:
     known = DTYPES[stored.dtype]
     length = known.byte_count(math.prod(stored.shape))
-    if length == 0:
-        return np.empty(0, known.storage)
     start = stored.start + stored.offset * known.bits // 8
-    return _values(folder, name, start, length).view(known.storage)
+    return _Plain(folder, name, start, length, known.storage)
 
 
 def _by_its_format(folder: Folder, name: str) -> list[Member]:

@@ -15,7 +15,7 @@ from driftline.errors import BadFile
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Blob, Record
-from driftline.runs.run import Loss, Run, Storage, no_values
+from driftline.runs.run import Loss, Memory, Run, Storage, no_values
 from driftline.runs.sink import JSON
 
 
@@ -27,7 +27,8 @@ class Leaf(NamedTuple):
             be had (an unreadable file is a leaf with a reason, never a leaf left out).
         source: The file it lies in, relative to the dump.
         fetch: Its values as `Run.raw` gives them, a view of the mapped file where possible; None
-            when only a summary or a description was kept.
+            when only a summary or a description was kept. It may have a method `memory`, which
+            gives what `Run.memory` gives.
         offset: Tells tensors of one file apart; by itself it means nothing.
     """
 
@@ -125,6 +126,10 @@ class TreeRun(Run):
         values = fetch()
         values.flags.writeable = False
         return values
+
+    def memory(self, record: Record) -> Memory | None:
+        where = getattr(self._leaves[record.key].fetch, "memory", None)
+        return None if where is None or record.lost else where()
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
