@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -274,6 +275,13 @@ def _refuse_overwriting(
     for folder in (output, report):
         if folder is not None and folder.exists() and not folder.is_dir():
             raise BadInput(f"{folder} is a file; -o takes a folder")
+    if report is not None:
+        there = next(place for place in (report, *report.absolute().parents) if place.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise BadInput(
+                f"cannot write the report into {report}",
+                hint="-o takes a folder that can be written",
+            )
     if force:
         return
     if output is not None and output.is_dir() and any(output.iterdir()):
