@@ -103,6 +103,7 @@ def every_dtype(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # random bits: signalling NaNs
 @pytest.mark.parametrize("to", ["run", "npy", "pt", "safetensors"])
 def test_every_element_type_keeps_every_value(every_dtype: Path, tmp_path: Path, to: Any) -> None:
     done = convert(every_dtype, tmp_path / "out", to=to)

@@ -274,3 +274,13 @@ def test_a_hundred_thousand_damaged_files_of_a_dump_are_members_with_reasons(
     tmp_path: Path,
 ) -> None:
     _fuzz_in_a_folder(tmp_path, 100_000)
+
+
+def test_a_folder_of_endless_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftline.formats.plain_tree.MOST_FILES", 5)
+    for at in range(7):
+        np.save(tmp_path / f"{at}.npy", np.ones(2))
+    with pytest.raises(BadFile, match="more than 5 files"):
+        open_run(tmp_path)

@@ -21,6 +21,7 @@ from driftline.runs.layout import INDEX, MANIFEST
 
 NAME = "files"
 SUFFIXES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".bin")
+MOST_FILES = 1_000_000
 _LOOKED_AT = 10_000
 _CHILDREN = 16
 _OF_A_RUN = (MANIFEST, INDEX, "table.json")
@@ -56,7 +57,14 @@ def open(path: Path) -> TreeRun:
     folder = Folder(path)
     if exported.is_there(path):
         return exported.open_exported(folder, NAME)
-    names = [name for name in folder.files(named=_is_tensor_file) if _is_tensor_file(name)]
+    names: list[str] = []
+    for seen, name in enumerate(folder.files(named=_is_tensor_file)):
+        if seen >= MOST_FILES:
+            raise BadFile(
+                f"{path} holds more than {MOST_FILES} files", hint="give the dump's own folder"
+            )
+        if _is_tensor_file(name):
+            names.append(name)
     stems = _stems(names)
     leaves: list[Leaf] = []
     for name in names:
