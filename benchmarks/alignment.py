@@ -22,7 +22,8 @@ Leaf = tuple[str, str, int, int]
 REFERENCE: list[Leaf] = [
     ("norm1", "LayerNorm", 1, 1), ("attn.q_proj", "Linear", 1, 1), ("attn.k_proj", "Linear", 1, 1),
     ("attn.v_proj", "Linear", 1, 1), ("attn.o_proj", "Linear", 1, 1),
-    ("attn.drop", "Dropout", 1, 1), ("norm2", "LayerNorm", 1, 1), ("mlp.up", "Linear", 1, 4), ("mlp.act", "GELU", 4, 4),
+    ("attn.drop", "Dropout", 1, 1), ("norm2", "LayerNorm", 1, 1), ("mlp.up", "Linear", 1, 4),
+    ("mlp.act", "GELU", 4, 4),
     ("mlp.down", "Linear", 4, 1), ("mlp.drop", "Dropout", 1, 1),
 ]  # fmt: skip
 CANDIDATE: list[Leaf] = [

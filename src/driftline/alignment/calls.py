@@ -83,14 +83,20 @@ class Frame(NamedTuple):
 
 
 def main_tensor(records: Iterable[Record], port: str) -> Record | None:
-    """The first tensor of a port in the forward pass: floats before ids and masks."""
+    """The first tensor of a port in the forward pass: floats before ids and masks.
+
+    Vectors come last: where operators take weights as inputs, those are scales and biases.
+    """
     first: Record | None = None
+    matrix: Record | None = None
     for record in records:
         if record.key.port == port and record.key.phase == "forward":
-            if "float" in record.dtype:
-                return record
             first = first or record
-    return first
+            if len(record.shape) > 1:
+                if "float" in record.dtype:
+                    return record
+                matrix = matrix or record
+    return matrix or first
 
 
 def _by_shape(source: Record, output: Record) -> str:

@@ -222,7 +222,9 @@ def _like(record: Record, others: Sequence[Record]) -> Record | None:
     by_slot = [other for other in alike if other.key.slot == key.slot]
     if by_slot or "param" in key.port or key.port == "optimizer_grad":
         return by_slot[0] if by_slot else None
-    return alike[0] if len(alike) == 1 else None
+    if len(alike) != 1 or (key.port == "input" and alike[0].shape != record.shape):
+        return None  # where operators take weights as inputs, a weight is no activation
+    return alike[0]
 
 
 def _added_up(record: Record, members: Sequence[Call]) -> Recipe | None:

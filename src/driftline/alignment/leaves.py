@@ -189,7 +189,9 @@ def _worth(ours: Call, theirs: Call, exact: bool) -> int:
         return 0
     if ours.features != theirs.features:
         return 0
-    if ours.width != theirs.width and -1 not in (ours.width, theirs.width):
+    # An embedding's first input may be the ids or, where operators take weights, the table.
+    unlike = ours.width != theirs.width and -1 not in (ours.width, theirs.width)
+    if unlike and ours.kind != "embedding":
         return 0
     if alike == 1:
         # A class nobody knows: only where every shape agrees, and as the last resort.

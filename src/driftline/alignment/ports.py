@@ -35,7 +35,7 @@ def _by_port(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Recor
 
 def _pair_slots(ours: list[Record], theirs: list[Record]) -> Pairs:
     if len(ours) == 1 and len(theirs) == 1:
-        same = ours[0].key.slot == theirs[0].key.slot
+        same = ours[0].key.slot == theirs[0].key.slot and not ours[0].key.slot.isdigit()
         return [(ours[0], theirs[0])] if same or _could_be(ours[0], theirs[0]) else []
     found: Pairs = []
     for names in (_slots, _any_names):
@@ -45,7 +45,8 @@ def _pair_slots(ours: list[Record], theirs: list[Record]) -> Pairs:
             if partner is None:
                 continue
             # By the place alone only what could be the same thing: argument 1 may be a mask here.
-            if names is _slots or _could_be(record, partner):
+            named = names is _slots and not record.key.slot.isdigit()
+            if named or _could_be(record, partner):
                 found.append((record, partner))
                 ours = [each for each in ours if each is not record]
                 theirs = [each for each in theirs if each is not partner]

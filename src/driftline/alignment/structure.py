@@ -204,7 +204,9 @@ def _explain(
             reason = f"{shown} of the {side} are equally good"
             if len(options) == 1:
                 reason = f"{shown} of the {side} could as well be another's partner"
-        elif not call.leaf and not call.inner:
+        elif call.inner:
+            reason = "it is a part of what is compared as one"
+        elif not call.leaf:
             reason = f"no site of the {side} holds the same part of the model"
         elif call.class_name and not classes[call.class_name] and call.kind not in kinds:
             reason = f"no site of class {call.class_name} in the {side}"
