@@ -74,6 +74,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "comparison": allow(top="numpy", inside="pyarrow torch"),
     "tolerance": allow(top="numpy"),
     "gating": allow(top="numpy", inside="torch"),
+    "decoding": allow(top="numpy", inside="torch transformers fms pyarrow torch_npu torch_sendnn"),
     "dialects": allow(top="numpy", inside="torch"),
     "reports": allow(),
     "cli": allow(inside="torch"),

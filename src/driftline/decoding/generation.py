@@ -1,0 +1,122 @@
+"""Greedy generation that keeps the logits: free, or forced along another run's tokens.
+
+Never stops early: exactly the asked number of tokens, with whatever comes after the end of a text,
+so that every prompt of a batch has the same shape. What is counted is decided later.
+"""
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from driftline.decoding.models import DecoderModel
+from driftline.decoding.prompts import Padded, Prompt, pad_left
+from driftline.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Validation(NamedTuple):
+    """What one generation left, prompt by prompt.
+
+    Attributes:
+        tokens: int64 [prompts, length + new]: padding, prompt, generated.
+        logits: [prompts, new, vocabulary] in the model's own number format; None if not kept.
+        choices: int64 [prompts, new]: what the model itself would have said at each step; differs
+            from the tokens where it was forced.
+        prompt_length: Tokens before the first generated one, padding included.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None
+    choices: torch.Tensor
+    prompt_length: int
+
+    @property
+    def new_tokens(self) -> int:
+        return int(self.tokens.shape[1]) - self.prompt_length
+
+
+def generate(
+    model: DecoderModel,
+    prompts: Padded | Sequence[Prompt],
+    max_new_tokens: int,
+    *,
+    length: int = 0,
+    forced: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    keep_logits: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Validation:
+    """Generate greedily with a cache.
+
+    Args:
+        model: What generates.
+        prompts: One batch, padded already or to be padded.
+        max_new_tokens: How many tokens, whatever is generated.
+        length: Pad to at least this, where prompts are not padded yet.
+        forced: Tokens of another run of the same prompts [prompts, length + new]. At every step the
+            token there is what the model goes on with, so that both read the same text.
+        keep_logits: Whether the logits are wanted.
+        progress: Called with (tokens done, tokens in all).
+
+    Raises:
+        BadInput: No new tokens are asked for, or the forced tokens are of another shape or prompt.
+    """
+    import torch
+
+    batch = prompts if isinstance(prompts, Padded) else pad_left(prompts, length)
+    rows, width = int(batch.ids.shape[0]), int(batch.ids.shape[1])
+    if max_new_tokens < 1:
+        raise BadInput(f"{max_new_tokens} new tokens cannot be generated: at least 1 is needed")
+    said = _forced_tokens(forced, batch, max_new_tokens)
+    tokens = torch.zeros(rows, width + max_new_tokens, dtype=torch.int64)
+    tokens[:, :width] = batch.ids
+    choices = torch.zeros(rows, max_new_tokens, dtype=torch.int64)
+    logits: torch.Tensor | None = None
+    mask = torch.ones(rows, width + max_new_tokens, dtype=torch.bool)
+    mask[:, :width] = batch.mask
+    positions = torch.zeros(rows, width + max_new_tokens, dtype=torch.int64)
+    positions[:, :width] = batch.position_ids
+    after = batch.mask.sum(dim=1)
+    with torch.inference_mode():
+        cache = None
+        start = 0
+        for step in range(max_new_tokens):
+            end = width + step
+            row = model.forward(tokens[:, start:end], mask[:, :end], positions[:, start:end], cache)
+            cache = row.cache
+            start = end if model.caches else 0
+            if keep_logits:
+                if logits is None:
+                    # Once, at full size: to append at every step would copy it all every time.
+                    shape = (rows, max_new_tokens, int(row.logits.shape[-1]))
+                    logits = torch.empty(shape, dtype=row.logits.dtype)
+                logits[:, step] = row.logits.cpu()
+            choices[:, step] = row.logits.argmax(dim=-1).cpu()
+            tokens[:, end] = choices[:, step] if said is None else said[:, end]
+            positions[:, end] = after + step
+            if progress is not None:
+                progress(step + 1, max_new_tokens)
+    return Validation(tokens, logits, choices, width)
+
+
+def _forced_tokens(
+    forced: torch.Tensor | Sequence[torch.Tensor] | None, batch: Padded, new: int
+) -> torch.Tensor | None:
+    import torch
+
+    if forced is None:
+        return None
+    said = forced if isinstance(forced, torch.Tensor) else torch.stack(list(forced))
+    wanted = (int(batch.ids.shape[0]), int(batch.ids.shape[1]) + new)
+    if tuple(said.shape) != wanted:
+        raise BadInput(
+            f"the tokens to force are {tuple(said.shape)}, the batch needs {wanted} "
+            "(prompts, tokens)"
+        )
+    if not torch.equal(said[:, : batch.ids.shape[1]], batch.ids):
+        raise BadInput("the tokens to force belong to other prompts")
+    return said

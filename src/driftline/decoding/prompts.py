@@ -1,0 +1,231 @@
+"""Prompts: from a file of conversations or lines to token ids, the same for the same seed.
+
+A window takes the prompts that have between half the asked length and all of it. Knows tokenizers
+only by their `encode`, and no model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from driftline.errors import BadFile, BadInput
+
+if TYPE_CHECKING:
+    import torch
+    from _typeshed import StrPath
+
+Order = Literal["head", "doc"]
+PAD = 0
+"""Fills the left of a short prompt. Masked, so any id of the vocabulary would do."""
+
+
+class Prompt(NamedTuple):
+    """One prompt.
+
+    Attributes:
+        name: Its id in the file, or the number of its line.
+        ids: Its tokens, without padding.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+
+
+class Padded(NamedTuple):
+    """Prompts of one batch, filled up on the left to one length.
+
+    Attributes:
+        ids: int64 [batch, length].
+        mask: bool [batch, length], True where a token is real.
+        position_ids: int64 [batch, length]: 0, 1, … on the prompt, 0 on the padding.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    position_ids: torch.Tensor
+
+
+class _Text(NamedTuple):
+    name: str
+    text: str
+
+
+class PromptPool:
+    """The prompts of one file under one tokenizer; tokenised once, sampled many times.
+
+    Attributes:
+        path: The file.
+        size: How many prompts it holds, of any length.
+    """
+
+    def __init__(self, path: StrPath, tokenizer: Any) -> None:
+        self.path = Path(path)
+        self._texts = read_texts(self.path)
+        self._tokenizer = tokenizer
+        self._tokens: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self.size = len(self._texts)
+
+    def sample(
+        self, count: int, length: int, *, seed: int = 0, order: Order = "head"
+    ) -> list[Prompt]:
+        """`count` prompts of `length // 2` to `length` tokens.
+
+        Args:
+            count: How many.
+            length: Longest that is taken.
+            seed: Other seeds give other prompts, or the same in another order.
+            order: `head` draws among the prompts that fit; `doc`, which older results used,
+                shuffles the file first, and adds the begin-of-text token by a rule of its own.
+
+        Raises:
+            BadInput: Too few prompts fit; the message says how many do.
+        """
+        if length < 1 or count < 1:
+            raise BadInput(
+                f"{count} prompts of up to {length} tokens cannot be drawn: at least 1 of 1 is",
+                hint="--batch_size and --min_pad_length (the sequence length) say how many and how "
+                "long",
+            )
+        everything = range(len(self._texts))
+        least = length // 2
+        dice = random.Random(seed)
+        if order == "doc":
+            places = list(everything)
+            dice.shuffle(places)
+            chosen: list[int] = []
+            for place in places:
+                if least <= len(self._ids(place, by_pieces=True)) <= length:
+                    chosen.append(place)
+                    if len(chosen) == count:
+                        break
+            fitting = len(chosen)
+        else:
+            fit = [p for p in everything if least <= len(self._ids(p)) <= length]
+            fit.sort(key=lambda p: len(self._ids(p)))  # stable: the file's order among equals
+            dice.shuffle(fit)
+            chosen, fitting = fit[:count], len(fit)
+        if fitting < count:
+            raise BadInput(
+                f"{fitting} of the {self.size} prompts in {self.path} "
+                f"{'has' if fitting == 1 else 'have'} {least} to {length} tokens; "
+                f"{count} are needed",
+                hint="give more prompts, a smaller batch size, or another sequence length",
+            )
+        by_pieces = order == "doc"
+        return [Prompt(self._texts[p].name, self._ids(p, by_pieces=by_pieces)) for p in chosen]
+
+    def _ids(self, place: int, *, by_pieces: bool = False) -> tuple[int, ...]:
+        known = self._tokens.get((place, by_pieces))
+        if known is None:
+            make = _pieces if by_pieces else _encoded
+            known = self._tokens[place, by_pieces] = make(self._tokenizer, self._texts[place].text)
+        return known
+
+
+def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(int(token) for token in tokenizer.encode(text))
+
+
+def _pieces(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The bare tokens, with begin-of-text in front unless it is the end-of-text token too."""
+    bare = tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+    begin = cast("int | None", getattr(tokenizer, "bos_token_id", None))
+    if begin is None or begin == getattr(tokenizer, "eos_token_id", None):
+        return bare
+    return (begin, *bare)
+
+
+def sample_prompts(
+    path: StrPath,
+    tokenizer: Any,
+    count: int,
+    length: int,
+    *,
+    seed: int = 0,
+    order: Order = "head",
+) -> list[Prompt]:
+    """`count` prompts of `length // 2` to `length` tokens; see `PromptPool.sample`."""
+    return PromptPool(path, tokenizer).sample(count, length, seed=seed, order=order)
+
+
+def read_texts(path: Path) -> list[_Text]:
+    """The texts of a file: first turns of ShareGPT conversations, or one prompt per line.
+
+    Conversations of fewer than two turns were never answered and are left out.
+
+    Raises:
+        BadInput: There is no such file.
+        BadFile: It holds no prompt, or is neither kind.
+    """
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise BadInput(
+            f"there is no prompt file {path}",
+            hint="give a ShareGPT JSON file, or a text file with one prompt per line; nothing is "
+            "downloaded",
+        ) from None
+    except (OSError, UnicodeDecodeError) as trouble:
+        said = trouble.strerror if isinstance(trouble, OSError) else "it is not UTF-8 text"
+        raise BadFile(f"the prompt file {path} cannot be read: {said}") from None
+    read = _conversations if _is_json(path, content) else _lines
+    texts = read(path, content)
+    if not texts:
+        raise BadFile(f"{path} holds no prompt")
+    return texts
+
+
+def _is_json(path: Path, content: str) -> bool:
+    return path.suffix.lower() == ".json" or content.lstrip()[:1] == "["
+
+
+def _lines(path: Path, content: str) -> list[_Text]:
+    del path
+    return [_Text(str(at), line) for at, line in enumerate(content.splitlines(), 1) if line.strip()]
+
+
+def _conversations(path: Path, content: str) -> list[_Text]:
+    try:
+        listed: Any = json.loads(content)
+    except (ValueError, RecursionError) as trouble:
+        raise BadFile(f"{path} is not valid JSON: {trouble}") from None
+    if not isinstance(listed, list):
+        raise BadFile(
+            f"{path} is no ShareGPT file: a list of conversations is expected",
+            hint='[{"id": ..., "conversations": [{"from": "human", "value": "..."}, ...]}, ...]',
+        )
+    texts: list[_Text] = []
+    for at, entry in enumerate(cast("list[Any]", listed)):
+        if not isinstance(entry, dict) or not isinstance(entry.get("conversations"), list):  # pyright: ignore[reportUnknownMemberType]
+            raise BadFile(f"{path}: entry {at} has no list of conversations")
+        conversation = cast("dict[str, Any]", entry)
+        turns = cast("list[Any]", conversation["conversations"])
+        if len(turns) < 2:
+            continue
+        first = cast("dict[str, Any]", turns[0]) if isinstance(turns[0], dict) else {}
+        if not isinstance(first.get("value"), str):
+            raise BadFile(f"{path}: the first turn of entry {at} has no text")
+        texts.append(_Text(str(conversation.get("id", at)), first["value"]))
+    return texts
+
+
+def pad_left(prompts: Sequence[Prompt], length: int = 0, *, pad: int = PAD) -> Padded:
+    """One batch of all prompts, each filled up on the left to the longest or to `length`."""
+    import torch
+
+    width = max(length, *(len(prompt.ids) for prompt in prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
+    positions = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        size = len(prompt.ids)
+        if not size:
+            continue
+        ids[row, width - size :] = torch.tensor(prompt.ids)
+        mask[row, width - size :] = True
+        positions[row, width - size :] = torch.arange(size)
+    return Padded(ids, mask, positions)
