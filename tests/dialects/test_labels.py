@@ -592,6 +592,17 @@ def test_the_commands_exit_code_is_the_programs_when_it_fails(tmp_path: Path) ->
     assert by_id(tmp_path)["x"]["cmp_flag"] == "True"  # what was labelled is compared all the same
 
 
+def test_a_pair_whose_file_is_missing_is_no_pass(tmp_path: Path) -> None:
+    body = (
+        "for name in 'xy': set_label('pta', name, np.ones(1))\n"
+        "set_label('acl', 'x', np.ones(1)); set_label('acl', 'y', tensor_path='a/b.bin')"
+    )
+    code, out, _ = command(tmp_path, "--", sys.executable, "-c", HEAD + body)
+    assert code == 1
+    assert "could not be read" in out
+    assert by_id(tmp_path)["y"]["cmp_fail_reason"].startswith("acl: a/b.bin does not exist")
+
+
 def test_a_program_without_a_label_is_exit_code_2(tmp_path: Path) -> None:
     code, _, err = command(tmp_path, "--exec", f"{sys.executable} -c 'print(1)'")
     assert code == 2

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.engine import measure
-from driftline.comparison.row import Row
+from driftline.comparison.row import LOST, Row
 from driftline.comparison.table import Table
 from driftline.dialects.ait_report import Cell, listed, write_whole
 from driftline.dialects.labels_dump import find_dumped, read_dumped
@@ -209,7 +209,8 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
             why = "; ".join(
                 f"{side.label.source}: {side.trouble}" for side in (pta, acl) if side.trouble
             )
-            pairs.append(Pair(one, other, "map", trouble=why))
+            # Judged as what it is: a tensor that should have been compared and could not be read.
+            pairs.append(Pair(one, other, "map", trouble=f"{LOST}: {why}" if why else ""))
         elif pta is not None:
             missing.append(ours.add(key, order, pta, pta.shape))
             reasons["reference", key] = _NO_ACL
@@ -262,7 +263,7 @@ def _reason(row: Row, *, alone: bool) -> str:
     if alone:
         return _NO_ACL if row.status == "missing" else _NO_PTA
     if not row.compared:
-        return row.reason
+        return row.reason.removeprefix(f"{LOST}: ")
     apart = int(row.metrics.get("one_sided", 0))
     if not apart:
         return ""
