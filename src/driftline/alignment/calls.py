@@ -5,6 +5,7 @@ What structural alignment looks at. Reads records only; no tensor is opened.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -127,6 +128,29 @@ def calls_of(records: Sequence[Record]) -> list[Call]:
     _place(calls)
     calls.sort(key=lambda call: call.order)
     return calls
+
+
+def with_bias(calls: list[Call]) -> None:
+    """Give a matrix product the output of the operator after it that only adds its bias.
+
+    `LinearOperation` then `ElewiseOperation` are one Linear elsewhere. A residual is added the same
+    way, but it is no vector.
+    """
+    leaves = [call for call in calls if call.leaf]
+    for call, after in itertools.pairwise(leaves):
+        if call.kind != "linear" or not after.class_name.startswith("Elewise"):
+            continue
+        shapes = sorted(
+            (record.shape for record in after.records if record.key.port == "input"), key=len
+        )
+        if after.out == call.out and shapes == [(call.features,), call.out]:
+            mine = [record for record in call.records if record.key.port != "output"]
+            made = [record for record in after.records if record.key.port == "output"]
+            raw = [record for record in call.records if record.key.port == "output"]
+            after.records = [r for r in after.records if r.key.port != "output"] + raw
+            call.records = mine + made
+            call.makes = after.makes
+            after.inner, after.leaf = True, False
 
 
 def enclosing(site: str) -> Iterable[str]:

@@ -38,6 +38,12 @@ def _pair_slots(ours: list[Record], theirs: list[Record]) -> Pairs:
         same = ours[0].key.slot == theirs[0].key.slot and not ours[0].key.slot.isdigit()
         return [(ours[0], theirs[0])] if same or _could_be(ours[0], theirs[0]) else []
     found: Pairs = []
+    if not _same_places(ours, theirs):
+        # Operators take weights as further inputs, and one more of them moves all that follow.
+        first = next(zip(ours, theirs, strict=False))
+        if {record.key.slot for record in first} == {"0"} and _could_be(*first):
+            found, ours, theirs = [first], ours[1:], theirs[1:]
+        return found + _alone_of_their_look(ours, theirs)
     for names in (_slots, _any_names):
         known = {name: record for record in reversed(theirs) for name in names(record)}
         for record in list(ours):
@@ -66,6 +72,20 @@ def _by_place(ours: list[Record], theirs: list[Record]) -> Pairs:
     """What names leave over: in order if all fit, else only what there is one of on each side."""
     if len(ours) == len(theirs) and all(map(_could_be, ours, theirs)):
         return list(zip(ours, theirs, strict=True))
+    return _alone_of_their_look(ours, theirs)
+
+
+def _same_places(ours: list[Record], theirs: list[Record]) -> bool:
+    """Whether numbers of slots can mean the same on both sides; names always can."""
+    numbers = [[r for r in side if r.key.slot.isdigit() and not r.alias] for side in (ours, theirs)]
+    if len(numbers[0]) < len(ours) or len(numbers[1]) < len(theirs):
+        return True
+    known = {record.key.slot: record for record in theirs}
+    fitting = [_could_be(r, known[r.key.slot]) for r in ours if r.key.slot in known]
+    return len(ours) == len(theirs) and all(fitting)
+
+
+def _alone_of_their_look(ours: list[Record], theirs: list[Record]) -> Pairs:
     counts = Counter(map(_look, ours)), Counter(map(_look, theirs))
     alone = {look for look in counts[0] if counts[0][look] == counts[1][look] == 1}
     there = {_look(record): record for record in theirs}

@@ -12,7 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from driftline.alignment.agreement import Looks
-from driftline.alignment.calls import Call, Frame, calls_of, enclosing, frames_of, main_tensor
+from driftline.alignment.calls import (
+    Call,
+    Frame,
+    calls_of,
+    enclosing,
+    frames_of,
+    main_tensor,
+    with_bias,
+)
 from driftline.alignment.classes import PER_HEAD
 from driftline.alignment.containers import Tree, link_across, link_containers
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain, parts_of
@@ -74,6 +82,9 @@ def align_by_structure(
         if not (any(id(r) in free for r in ours) and any(id(r) in free for r in theirs)):
             continue
         a, b = calls_of(ours), calls_of(theirs)
+        for side, other_side in ((a, b), (b, a)):
+            if not any(call.class_name.startswith("Elewise") for call in other_side):
+                with_bias(side)
         anchors = _anchors(links.get(frame, ()))
         outline = (_names(a), _names(b), tuple(anchors.items()))
         if outline not in solved:
