@@ -174,6 +174,8 @@ def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | N
         if starts and ends:
             return right, "the token ids agree from the first on (and up to the last)"
         return None, "their token ids are not part of each other"
+    if not shorter.tokens:
+        return None, ""
     if longer.flat and shorter.flat and longer.tokens % shorter.tokens == 0:
         times = longer.tokens // shorter.tokens
         return right, f"taken for a batch {times} times as large"
