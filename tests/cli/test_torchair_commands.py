@@ -115,3 +115,34 @@ def test_dumps_of_other_steps_say_so(tmp_path, driftline) -> None:
     said = driftline("compare", tmp_path / "fx", tmp_path / "ge")
     assert said.code == 2
     assert "are they of one model, step and rank?" in said.err
+
+
+def test_the_seeds_two_scenarios_write_the_report(tmp_path, monkeypatch, driftline) -> None:
+    """`--my-path {dump_path}/dump_{stamp} --golden-path gm_{stamp}_dump`, then GE against GE."""
+    monkeypatch.chdir(tmp_path)
+    mine, plain = Path("dump/dump_20240130_064151"), Path("dump/dump_20240130_070000")
+    golden = Path("gm_20240130064200000001_dump")
+    relu = np.maximum(X + X, 0)
+    fused, unfused = GeDump(mine), GeDump(plain)
+    fused.operator("AutomaticBufferFusionOp", "Add_2Relu_1", [X], [relu * 1.5])
+    unfused.operator("Add", "Add_2", [X, X], [X + X])
+    unfused.operator("Relu", "Relu_1", [X + X], [relu])
+    for dump in (fused, unfused):
+        dump.graph_text(NODES)
+    write_fx(golden / "1", "add_2", "aten.add.Tensor", [X, X], [X + X])
+    write_fx(golden / "1", "relu_1", "aten.relu.default", [X + X], [relu])
+    for reference, site in ((golden, "relu_1"), (plain, "Relu_1")):
+        said = driftline("compare", "--my-path", mine, "--golden-path", reference)
+        assert said.code == 1
+        assert f"the drift starts at '{site}'" in said.out
+    assert len(list(tmp_path.glob("ait_cmp_report_*.csv"))) == 2
+
+
+def test_a_dump_that_holds_two_dumps_keeps_them_apart(tmp_path, driftline) -> None:
+    for stamp, session in (("a", "20240130064151"), ("b", "20240130070000")):
+        dump = GeDump(tmp_path / "dump" / f"dump_{stamp}", session=session, world=(2, 1))
+        dump.operator("Relu", "Relu_1", [X], [X])
+        dump.graph_text(NODES)
+    said = driftline("show", tmp_path / "dump")
+    assert said.code == 0
+    assert "1, 1.p1" in said.out
