@@ -283,3 +283,19 @@ def test_a_folder_of_endless_files_is_refused(
         np.save(tmp_path / f"{at}.npy", np.ones(2))
     with pytest.raises(BadFile, match="more than 5 files"):
         open_run(tmp_path)
+
+
+def _doubling(depth: int) -> list[Any]:
+    """Lists that hold the next one twice: small in a file, endless in a walk."""
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner, inner]
+    return inner
+
+
+def test_lists_that_hold_each_other_twice_are_no_endless_walk(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2), "trap": _doubling(30)}, tmp_path / "trap.pt")
+    (member,) = describe(Folder(tmp_path), "trap.pt")
+    assert "nested containers" in member.trouble
+    with pytest.raises(BadFile, match="nested containers"):
+        open_run(tmp_path / "trap.pt")

@@ -30,6 +30,7 @@ NAME = "torch"
 SUFFIXES = (".pt", ".pth", ".ckpt")
 INSTALL = "driftline[torch]"
 DEEPEST = 64
+MOST_CONTAINERS = 200_000
 LARGEST_EXPANSION = 1 << 30
 """A few stored bytes may claim any size as an expanded view; beyond this none is written out."""
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
@@ -61,7 +62,7 @@ def members(path: Path) -> list[Member]:
     """
     torch_module = require("torch", install=INSTALL)
     loaded = _load(path, torch_module)
-    return [_member(name, tensor) for name, tensor in _tensors(loaded, torch_module)]
+    return [_member(name, tensor) for name, tensor in _tensors(path, loaded, torch_module)]
 
 
 def _load(path: Path, torch_module: Any) -> Any:
@@ -95,8 +96,11 @@ def _culprit(said: str) -> str:
     return "Python objects"
 
 
-def _tensors(loaded: Any, torch_module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(path: Path, loaded: Any, torch_module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    left = MOST_CONTAINERS
+
     def walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal left
         if isinstance(value, torch_module.Tensor):
             yield name, cast("torch.Tensor", value)
             return
@@ -105,6 +109,11 @@ def _tensors(loaded: Any, torch_module: Any) -> Iterator[tuple[str, torch.Tensor
             children = list(cast(Mapping[Any, Any], value).items())
         elif isinstance(value, (list, tuple)):
             children = list(enumerate(cast(list[Any], value)))
+        else:
+            return
+        left -= 1
+        if left < 0:  # lists that hold each other twice: a few bytes, and a walk without an end
+            raise BadFile(f"{path} holds more than {MOST_CONTAINERS} nested containers")
         # A pickle can hold a list that contains itself.
         if id(value) in above or len(above) > DEEPEST:
             return

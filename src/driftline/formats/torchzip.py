@@ -18,6 +18,7 @@ LARGEST_PICKLE = 1 << 20
 MOST_OPERATIONS = 200_000
 MOST_TENSORS = 50_000
 DEEPEST = 32
+_SMALL_PICKLE = 1 << 12
 _TAIL = 1 << 16
 _END = struct.Struct("<4s4H2IH")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
@@ -112,9 +113,10 @@ def read_tensors(size: int, read: Callable[[int, int], bytes]) -> list[Stored] |
         start, length = entries[pickled]
         if length > LARGEST_PICKLE:
             return None
-        tree = _unpickled(source.read(length, _data(source, start, length)))
+        pickle = source.read(length, _data(source, start, length))
+        tree = _remembered(pickle) if length <= _SMALL_PICKLE else _unpickled(pickle)
         found: list[tuple[str, _Tensor]] = []
-        _collect(tree, "", 0, found)
+        _collect(tree, "", 0, found, [MOST_OPERATIONS])
         return [_stored(source, name, tensor, prefix, entries) for name, tensor in found]
     except (_Beyond, OSError, struct.error, ValueError, IndexError, TypeError, KeyError):
         return None
@@ -173,11 +175,13 @@ def _data(source: _Source, header: int, length: int) -> int:
 
 
 @functools.lru_cache(256)
-def _unpickled(data: bytes) -> Any:
-    """Runs the pickle machine for containers, texts, numbers and tensors; nothing else.
+def _remembered(data: bytes) -> Any:
+    """Files of one dump hold the same few pickles: their tensors differ in values only."""
+    return _unpickled(data)
 
-    Files of one dump hold the same few pickles: tensors of one type and shape differ in bytes only.
-    """
+
+def _unpickled(data: bytes) -> Any:
+    """Runs the pickle machine for containers, texts, numbers and tensors; nothing else."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -354,17 +358,21 @@ def _tensor(storage: _Storage, dtype: str, claim: tuple[Any, ...]) -> _Tensor:
     return _Tensor(storage, dtype, offset, shape, strides)
 
 
-def _collect(value: Any, name: str, depth: int, found: list[tuple[str, _Tensor]]) -> None:
-    if depth > DEEPEST or len(found) > MOST_TENSORS:
-        raise _Beyond  # a list may contain itself
+def _collect(
+    value: Any, name: str, depth: int, found: list[tuple[str, _Tensor]], left: list[int]
+) -> None:
+    left[0] -= 1
+    # A list may contain itself, or the next one twice: a few bytes, and walks without an end.
+    if depth > DEEPEST or len(found) > MOST_TENSORS or left[0] < 0:
+        raise _Beyond
     if type(value) is _Tensor:
         found.append((name, value))
     elif type(value) is dict:
         for key, child in cast("dict[Any, Any]", value).items():
-            _collect(child, f"{name}.{key}" if name else str(key), depth + 1, found)
+            _collect(child, f"{name}.{key}" if name else str(key), depth + 1, found, left)
     elif type(value) in (list, tuple):
         for at, child in enumerate(cast("list[Any]", value)):
-            _collect(child, f"{name}.{at}" if name else str(at), depth + 1, found)
+            _collect(child, f"{name}.{at}" if name else str(at), depth + 1, found, left)
 
 
 def _stored(
