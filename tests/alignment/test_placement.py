@@ -219,3 +219,44 @@ def _two_ranks(*ranks: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32
         for record in whole_run.records
     ]
     return SeenRun(whole_run, records, {})
+
+
+class Projections(nn.Module):
+    def __init__(self, parts: dict[str, int]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        for name, width in parts.items():
+            setattr(self, name, nn.Linear(8, width))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        given = self.norm(x)
+        return [layer(given) for name, layer in self.named_children() if name != "norm"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_fused_projection_is_set_against_split_and_sharded_ones(
+    tmp_path: Path, turned: bool
+) -> None:
+    torch.manual_seed(0)
+    fused = Projections({"qkv_proj": 24})
+    x = torch.randn(1, 4, 8)
+    captured(fused, x, RunWriter(tmp_path / "fused", seal_at_exit=False))
+    for rank in (0, 1):
+        part = Projections({"q_proj": 4, "k_proj": 4, "v_proj": 4})
+        for at, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            rows = slice(8 * at + 4 * rank, 8 * at + 4 * rank + 4)
+            with torch.no_grad():
+                getattr(part, name).weight.copy_(fused.qkv_proj.weight[rows])
+                getattr(part, name).bias.copy_(fused.qkv_proj.bias[rows])
+        writer = RunWriter(tmp_path / "split", rank=rank, world_size=2, seal_at_exit=False)
+        captured(part, x, writer)
+    sides = [tmp_path / "fused", tmp_path / "split"]
+    rules = ["?_proj=shard(-1)", "?_proj/param=shard(0)"]
+    table = driftline.compare(*(sides[::-1] if turned else sides), placements=rules)
+    made = [row for row in table.rows if row.port == "output" and "_proj" in row.site]
+    assert len(made) == 3
+    for row in made:
+        assert row.metrics["relative_l2"] < 1e-6
+        recipes = {row.reference_recipe, row.candidate_recipe}
+        assert "concat(axis 2) of 2 ranks" in recipes
+        assert any(recipe.startswith("split(axis 2") for recipe in recipes)

@@ -81,7 +81,7 @@ def ranks_of(run: Run) -> list[tuple[int, int]]:
 
 
 def gather_ranks(
-    run: Run, rules: Sequence[Placement], *, onto: tuple[int, int]
+    run: Run, rules: Sequence[Placement], other: Run, *, onto: tuple[int, int]
 ) -> tuple[Run, list[str]]:
     """The run as if its ranks were one, and what to say about it.
 
@@ -90,6 +90,8 @@ def gather_ranks(
     Args:
         run: A run of several ranks.
         rules: What the user declared.
+        other: The other side: where it has a tensor only in the shape that each rank has, the ranks
+            hold replicas, whatever a rule for their whole site says.
         onto: Rank and process to see everything as.
 
     Raises:
@@ -104,11 +106,19 @@ def gather_ranks(
     origins: dict[TensorKey, Origin] = {}
     counts: dict[str, int] = {}
     ranks = len(ranks_of(run))
+    shapes = {record.key: record.shape for record in other.records}
+    known = {(record.key.port, record.shape) for record in other.records}
     for key, parts in groups.items():
         rule = next((rule for rule in reversed(rules) if rule.covers(parts[0].key)), None)
         if rule is not None:
             used.add(rule)
         origin, shape = _origin(parts, rule, ranks)
+        if isinstance(origin, Gathered) and origin.replicas:
+            each, port = parts[0].shape, key.port
+            if shapes.get(key) == each or (
+                key not in shapes and (port, shape) not in known and (port, each) in known
+            ):
+                origin, shape = Replicas(tuple(parts)), each
         origins[key] = origin
         counts[_word(origin, rule)] = counts.get(_word(origin, rule), 0) + 1
         records.append(parts[0]._replace(key=key, shape=shape, placement="", digest=""))

@@ -137,11 +137,12 @@ def _gathered(
         )
         return reference, candidate
     onto = ours[0] if len(ours) == 1 else (theirs[0] if len(theirs) == 1 else (0, 0))
+    whole = reference
     if len(ours) > 1:
-        reference, said = gather_ranks(reference, rules, onto=onto)
+        reference, said = gather_ranks(reference, rules, candidate, onto=onto)
         notes += said
     if len(theirs) > 1:
-        candidate, said = gather_ranks(candidate, rules, onto=onto)
+        candidate, said = gather_ranks(candidate, rules, whole, onto=onto)
         notes += said
     return reference, candidate
 
