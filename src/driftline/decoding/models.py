@@ -1,7 +1,7 @@
-"""Decoder models by path or id: loaded for a target, and asked for the next token's logits.
+"""Decoder models by path or id, loaded for a target: by transformers, or by ibm-fms (extra `fms`).
 
-Two libraries know models: transformers, and ibm-fms (the extra `fms`). They call things differently;
-a `DecoderModel` hides that behind `forward`, which takes a padded batch and gives logits.
+Whatever goes wrong inside a library while it loads becomes one sentence. What a loaded model can do
+is `decoder.DecoderModel`.
 """
 
 # torch, transformers and fms are only partly annotated.
@@ -9,12 +9,13 @@ a `DecoderModel` hides that behind `forward`, which takes a padded batch and giv
 # pyright: reportUnknownArgumentType=false, reportMissingImports=false
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from driftline.decoding.decoder import DecoderModel, Library, eos_of
 from driftline.decoding.targets import Target, ready
 from driftline.errors import BadInput, DriftlineError
 from driftline.registry import require
@@ -22,130 +23,29 @@ from driftline.registry import require
 if TYPE_CHECKING:
     import torch
 
-Library = Literal["transformers", "fms"]
 HF_ARCHITECTURE = "hf_pretrained"
 """The architecture is whatever the model's own config says."""
+TRANSFORMERS = "driftline[transformers]"
 WEIGHTS_SEED = 42
 """Random weights of a micro model are drawn from it, so both sides draw the same."""
 
 
-class Forward(NamedTuple):
-    """What one call gives: logits of the last position [batch, vocabulary], and the cache."""
+def end_ids(source: str, tokenizer: Any = None) -> tuple[int, ...]:
+    """Every id that ends a text, by the model's own files and its tokenizer; no weight is read.
 
-    logits: torch.Tensor
-    cache: Any
-
-
-class DecoderModel:
-    """A loaded model on its target.
-
-    Attributes:
-        module: The `torch.nn.Module` that is called, compiled in place if the target says so.
-        config: The library's own configuration object.
-        name: What file names are made of: the id or path it is known by.
-        eos_ids: Every id that ends a text, by the model's configuration.
-        vocabulary: How many logits a position has.
-        target: Where it runs.
-        library: Who made it.
-        device: Where its inputs go.
-        caches: Whether earlier positions are remembered; if not, every token reads the whole text.
+    Args:
+        source: Folder or id of the model; what it does not say is not an error.
+        tokenizer: Asked as well.
     """
-
-    def __init__(
-        self, module: torch.nn.Module, *, name: str, target: Target, library: Library
-    ) -> None:
-        place = ready(target)
-        self.module = module
-        self.config: Any = cast(Any, module).config
-        self.name = name
-        self.target = target
-        self.library = library
-        self.device = place.device
-        self.eos_ids = _eos_ids(module)
-        self.vocabulary = _vocabulary(self.config)
-        takes = inspect.signature(module.forward).parameters
-        self._takes = frozenset(takes)
-        self._takes_anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        self.caches = library == "fms" or "past_key_values" in takes
-        if place.backend:
-            module.compile(backend=place.backend, dynamic=True if target.dynamic else None)
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.target})"
-
-    def forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any = None
-    ) -> Forward:
-        """Logits after the last of `ids`.
-
-        Args:
-            ids: int64 [batch, new]: all tokens at first, then those that the cache does not hold.
-            mask: bool [batch, all]: True where a token is real, of everything up to the last id.
-            position_ids: int64 [batch, new].
-            cache: What the call before gave; None at first.
-        """
-        call = _fms_arguments if self.library == "fms" else self._transformers_arguments
-        words = call(ids.to(self.device), mask.to(self.device), position_ids.to(self.device), cache)
-        output: Any = self.module(**words)
-        if self.library == "fms":
-            logits, cache = output
-        else:
-            logits, cache = output.logits, getattr(output, "past_key_values", None)
-        return Forward(logits[:, -1, :], cache if self.caches else None)
-
-    def _transformers_arguments(
-        self, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any
-    ) -> dict[str, Any]:
-        words: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.to(ids.dtype)}
-        optional = {
-            "position_ids": position_ids,
-            "logits_to_keep": 1,
-            "return_dict": True,
-        }
-        if self.caches:
-            optional |= {"past_key_values": cache, "use_cache": True}
-        else:
-            optional |= {"use_cache": False}
-        for name, value in optional.items():
-            if name in self._takes:
-                words[name] = value
-        return words
-
-
-def _fms_arguments(
-    ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any
-) -> dict[str, Any]:
-    import torch
-
-    # Padding sees padding and nothing else, so that no row of the softmax is empty.
-    allowed = (mask.unsqueeze(-1) == mask.unsqueeze(-2)).tril()[:, -ids.shape[1] :, :]
-    bias = torch.where(allowed, 0.0, -torch.inf).to(torch.get_default_dtype())
-    return {
-        "x": ids,
-        "mask": bias,
-        "position_ids": position_ids,
-        "past_key_value_states": cache,
-        "use_cache": True,
-        "last_n_tokens": 1,
-    }
-
-
-def _eos_ids(module: torch.nn.Module) -> tuple[int, ...]:
-    found: set[int] = set()
-    for holder in ("generation_config", "config"):
-        config: Any = getattr(module, holder, None)
-        for each in (config, getattr(config, "text_config", None)):
-            value: Any = getattr(each, "eos_token_id", None)
-            for token in cast("list[Any]", value) if isinstance(value, list) else [value]:
-                if isinstance(token, int) and token >= 0:
-                    found.add(token)
-    return tuple(sorted(found))
-
-
-def _vocabulary(config: Any) -> int:
-    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size: Any = getattr(inner, "vocab_size", None) or getattr(inner, "src_vocab_size", None)
-    return int(size or 0)
+    holders: list[Any] = [tokenizer]
+    if source:
+        transformers = require("transformers", install=TRANSFORMERS)
+        for maker in (transformers.AutoConfig, transformers.GenerationConfig):
+            try:
+                holders.append(maker.from_pretrained(source.rstrip("/") or source))
+            except (OSError, ValueError, KeyError):  # no such file there: most models lack one
+                continue
+    return eos_of(*holders)
 
 
 def library_for(architecture: str = "", library: str = "") -> Library:
@@ -218,12 +118,17 @@ def load_model(
         dict(extra or {}),
     )
     make = _from_fms if kind == "fms" else _from_transformers
-    with _in_words(source):
+    if kind == "transformers":
+        require("transformers", install=TRANSFORMERS)
+    with _in_words(source), _no_bars():
         module = make(ask)
+        ends = end_ids(source)
     module.eval().requires_grad_(False)
     if not distributed:
         module.to(device=place.device)
-    return DecoderModel(module, name=model_name(path, variant), target=target, library=kind)
+    return DecoderModel(
+        module, name=model_name(path, variant), target=target, library=kind, eos_ids=ends
+    )
 
 
 class _Ask(NamedTuple):
@@ -258,8 +163,26 @@ def _in_words(source: str) -> Generator[None]:
         ) from trouble
 
 
+@contextmanager
+def _no_bars() -> Generator[None]:
+    """Loading bars and remarks of transformers have no place between our own lines."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    logging: Any = sys.modules["transformers"].logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
 def _from_transformers(ask: _Ask) -> torch.nn.Module:
-    transformers = require("transformers", install="driftline[transformers]")
+    transformers = require("transformers", install=TRANSFORMERS)
     torch_module = require("torch", install="driftline[torch]")
     place = ready(ask.target)
     words: dict[str, Any] = dict(ask.extra)
@@ -275,8 +198,15 @@ def _from_transformers(ask: _Ask) -> torch.nn.Module:
         # Drawn in fp32 on every side: in another number format other weights would be drawn.
         return auto.from_config(config, dtype=torch_module.float32, **words).to(place.dtype)
     if ask.distributed:
-        words.setdefault("tp_plan", "auto")
+        require("accelerate", install=TRANSFORMERS)  # transformers shards weights through it
+        words.setdefault("distributed_config", _tensor_parallel(transformers))
     return auto.from_pretrained(ask.source, dtype=place.dtype, **words)
+
+
+def _tensor_parallel(transformers: Any) -> Any:
+    """Every layer's matrices split over all ranks, as the model's own plan says."""
+    require("transformers.distributed", install=TRANSFORMERS)
+    return transformers.distributed.DistributedConfig(tp_plan="auto")
 
 
 def _fewer_layers(config: Any, layers: int) -> Any:
@@ -331,7 +261,7 @@ def load_tokenizer(path: str) -> Any:
             f"there is no tokenizer folder {source}",
             hint="give the folder that holds tokenizer.json, usually the model's own",
         )
-    transformers = require("transformers", install="driftline[transformers]")
+    transformers = require("transformers", install=TRANSFORMERS)
     try:
         return transformers.AutoTokenizer.from_pretrained(source)
     except Exception as trouble:
