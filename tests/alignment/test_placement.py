@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from driftline.alignment.placement import parse_placement
 from driftline.comparison.table import Table
 from driftline.errors import BadInput
 from driftline.runs.writer import RunWriter
+from driftline.testing.atb import AtbDump, Operation, Value
 from driftline.testing.runs import record_into, run_of
 
 # A power of two in every value keeps sums exact, so that halves add up to the whole bit for bit.
@@ -260,3 +262,23 @@ def test_a_fused_projection_is_set_against_split_and_sharded_ones(
         recipes = {row.reference_recipe, row.candidate_recipe}
         assert "concat(axis 2) of 2 ranks" in recipes
         assert any(recipe.startswith("split(axis 2") for recipe in recipes)
+
+
+def test_devices_of_an_accelerators_dump_are_ranks(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 8)).astype(np.float16)
+    out = rng.standard_normal((3, 6)).astype(np.float16)
+
+    def dump(folder: str, device: int, values: np.ndarray[Any, Any], pid: int) -> None:
+        operation = Operation("LinearOperation", [Value("x", x)], [Value("y", values)], {})
+        AtbDump(tmp_path / folder, device=device, pid=pid).execute([operation])
+
+    dump("whole", 0, out, 7)
+    dump("parts", 2, np.ascontiguousarray(out[:, :3]), 70)
+    dump("parts", 3, np.ascontiguousarray(out[:, 3:]), 71)
+    rules = ["*LinearOperation/output=shard(-1)"]
+    table = driftline.compare(tmp_path / "whole", tmp_path / "parts", placements=rules)
+    assert table.verdict == "pass"
+    output = next(row for row in table.rows if row.port == "output")
+    assert output.candidate_recipe == "concat(axis 1) of 2 ranks"
+    assert [row.candidate_rank for row in table.rows if row.port == "input"] == [2, 3]

@@ -112,7 +112,7 @@ def compare(
         all: Show every row rather than the worst.
         quiet: Print nothing; the exit code says it.
         force: Replace output that is there already.
-        dry_run: Print what would be compared with what, and read no tensor.
+        dry_run: Print what would be compared with what; reads no tensor but masks and token ids.
         log_level: debug also prints the plan, warning only what does not agree, error nothing.
         threads: Worker threads. Default: one per usable core.
     """
