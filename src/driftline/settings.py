@@ -108,3 +108,24 @@ def job_place() -> JobPlace:
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
             return JobPlace(int(env[rank]), int(env[size]))
     return JobPlace(0, 1)
+
+
+def local_rank() -> int:
+    """Which device of its machine a process of a torchrun job takes; alone: the first."""
+    text = environment().get("LOCAL_RANK", "")
+    return int(text) if text.isdigit() else 0
+
+
+METRICS_VARIABLES = {
+    "model_path": "MODEL_PATH",
+    "max_new_tokens": "MAX_NEW_TOKENS",
+    "batch_size": "BATCH_SIZES",
+    "min_pad_length": "SEQ_LENS",
+    "default_dtype": "DEFAULT_TYPES",
+    "sharegpt_path": "DS_PATH",
+}
+"""What the options of `driftline metrics` fall back to, by option; commas between several."""
+
+
+def metrics_variable(option: str) -> str:
+    return environment().get(METRICS_VARIABLES[option], "").strip()

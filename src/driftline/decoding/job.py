@@ -1,0 +1,75 @@
+"""One process of a job that torchrun started, or the only one: who writes, and what all must know.
+
+With `--distributed` the candidate's weights are split over the ranks. Rank 0 alone computes the
+reference, writes, and says what comes next; the others do their share of the candidate.
+"""
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, cast
+
+from driftline import settings
+from driftline.errors import BadInput
+from driftline.registry import require
+
+T = TypeVar("T")
+PATIENCE = timedelta(days=2)
+"""How long ranks wait for rank 0, which may be computing a large reference on a CPU."""
+
+
+class Job(NamedTuple):
+    """Where this process stands."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def writes(self) -> bool:
+        return self.rank == 0
+
+    def share(self, value: T | None) -> T:
+        """The value of rank 0, on every rank; the others may give None."""
+        if self.size == 1:
+            return cast(T, value)
+        dist = require("torch.distributed")
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        return cast(T, box[0])
+
+    def leave(self) -> None:
+        """Wait for the others, and take the process group apart."""
+        if self.size > 1:
+            dist = require("torch.distributed")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def join_job(distributed: bool) -> Job:
+    """Join the job this process was started in.
+
+    Raises:
+        BadInput: Several processes were started, but nothing was said about sharing the work: they
+            would all write the same files.
+    """
+    place = settings.job_place()
+    if not distributed:
+        if place.world_size > 1:
+            raise BadInput(
+                f"this is process {place.rank} of {place.world_size}, and all would write the "
+                "same files",
+                hint="say --distributed to split the model over them, or start one process",
+            )
+        return Job()
+    if place.world_size == 1:
+        return Job()
+    torch_module = require("torch", install="driftline[torch]")
+    dist = require("torch.distributed")
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch_module.cuda.is_available() else "gloo"
+        if torch_module.cuda.is_available():
+            torch_module.cuda.set_device(settings.local_rank())
+        dist.init_process_group(backend, timeout=PATIENCE)
+    return Job(place.rank, place.world_size)
