@@ -116,6 +116,14 @@ def test_without_a_mask_and_ids_nothing_is_cut() -> None:
     assert "on which side the pads are" in row.reason
 
 
+def test_rows_and_tokens_that_are_swapped_are_said_to_be_so() -> None:
+    x = np.random.default_rng(0).standard_normal((5, 2, 8)).astype(np.float32)
+    turned = x.transpose(1, 0, 2).copy()
+    table = driftline.compare(run_of({"m/input/x": x}), run_of({"m/input/x": turned}))
+    assert table.rows[0].status == "incomparable"
+    assert "rows and tokens look swapped" in table.rows[0].reason
+
+
 def test_ids_that_are_not_the_same_text_are_not_cut() -> None:
     table = driftline.compare(network(PROMPT), network(np.arange(20, 28)[None]))
     row = next(row for row in table.rows if row.site == "model.mlp")

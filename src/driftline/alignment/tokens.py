@@ -142,6 +142,10 @@ def common_part(ours: Batch, theirs: Batch) -> Common | None:
         first = "the first row" if rows == 1 else f"the first {rows} rows"
         said = "" if ours.rows == theirs.rows else f"{first} of the larger batch"
         return whole._replace(said=said)
+    if (ours.rows, ours.tokens) == (theirs.tokens, theirs.rows) and not ours.flat | theirs.flat:
+        return whole._replace(
+            trouble="rows and tokens look swapped; a plan with a transpose step decides that"
+        )
     longer, shorter = (ours, theirs) if ours.tokens > theirs.tokens else (theirs, ours)
     kept, why = _kept(longer, shorter, rows)
     if kept is None:
