@@ -138,3 +138,18 @@ def test_a_head_is_taken_off_only_where_that_leaves_one_name():
     twice = run_of(model__norm="LayerNorm", base_model__norm="LayerNorm")
     with pytest.raises(BadInput, match="share no tensor"):
         driftline.align(twice, theirs, structural=False)
+
+
+def test_a_mapped_class_pairs_inside_its_layers_where_the_numbers_of_them_differ(tmp_path: Path):
+    ours = run_of(l__0__a="Linear", l__0__z="Zap", l__1__a="Linear", l__1__z="Zap", tail="Zap")
+    theirs = run_of(
+        **{"1_L__0_LinearOperation": "LinearOperation", "1_L__1_Other": "Other"},
+        **{"2_L__0_LinearOperation": "LinearOperation", "2_L__1_Other": "Other"},
+        **{"3_LinearOperation": "LinearOperation"},
+    )
+    file = tmp_path / "op_mapping_file.json"
+    file.write_text('{"Other": ["Zap"]}')
+    found = partners(driftline.align(ours, theirs, mapping=file))
+    assert found["l.0.z"] == "1_L.1_Other"
+    assert found["l.0.a"] == "1_L.0_LinearOperation"
+    assert "l.0.z" not in partners(driftline.align(ours, theirs))

@@ -257,3 +257,59 @@ def test_a_torch_dump_aligns_with_an_atb_dump_and_the_error_is_named(
     assert table.first is not None
     assert table.first.key.site == "model.layers.5.proj"
     assert table.first.candidate_site == "6_Decoder_layer.1_LinearOperation"
+
+
+class Shared(torch.nn.Module):
+    """One layer called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = torch.nn.Embedding(64, 32)
+        self.l = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32))
+        self.h = torch.nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.e(x)
+        for _ in range(3):
+            x = x + self.l(x)
+        return self.h(x)
+
+
+class Unrolled(torch.nn.Module):
+    """The same as three layers."""
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.table = copy.deepcopy(shared.e)
+        self.all = torch.nn.ModuleList(copy.deepcopy(shared.l) for _ in range(3))
+        self.head = copy.deepcopy(shared.h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for layer in self.all:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_the_visits_of_a_shared_layer_align_with_layers_of_their_own(tmp_path: Path) -> None:
+    model = Shared().eval()
+    reference = twins.captured(model, tmp_path / "ref")
+    candidate = twins.captured(Unrolled(model).eval(), tmp_path / "cand")
+    plan = driftline.align(reference, candidate)
+    assert not plan.missing and not plan.extra
+    second = [p for p in plan.pairs if p.reference.key.site == "l.1" and p.reference.key.visit == 1]
+    assert {p.candidate.key.site for p in second} == {"all.1.1"}
+    assert driftline.compare(reference, candidate, plan=plan).verdict == "pass"
+
+
+def test_sequences_that_are_too_long_are_a_note_and_no_crash(
+    gpt: tuple[Any, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from driftline.alignment import sequence
+
+    monkeypatch.setattr(sequence, "MOST_CELLS", 50)
+    model, reference = gpt
+    twin = twins.our_gpt(model)
+    twin.trunk = twin.trunk[:11]
+    plan = driftline.align(reference, twins.captured(twin, tmp_path / "cand"))
+    assert any("too many, and too different" in note for note in plan.notes)

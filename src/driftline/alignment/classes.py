@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-SOLID = frozenset(
-    {"linear", "norm.layer", "norm.rms", "norm", "norm.batch", "embedding", "conv", "mapped"}
-)
+SOLID = frozenset({"linear", "norm.layer", "norm.rms", "norm", "norm.batch", "embedding", "conv"})
 """Kinds that every implementation of a model has as sites of their own. Activations, dropouts and
 the like may just as well be a line of code, so they are looked for between solid ones."""
 
-WHOLE = frozenset({"linear", "norm.layer", "norm.rms", "norm", "mapped"})
+MAPPED = "mapped"
+"""Begin of the kinds of classes that the user maps to each other; they are solid too."""
+
+WHOLE = frozenset({"linear", "norm.layer", "norm.rms", "norm"})
 """Kinds that are one thing to a model even where they have children: an adapter around a Linear,
 an ATB operation with its kernels."""
 
@@ -124,6 +125,11 @@ def container_kind(class_name: str) -> str:
         if pattern.fullmatch(lower):
             return kind
     return ""
+
+
+def is_solid(kind: str) -> bool:
+    """Whether a kind belongs to the backbone of a model."""
+    return kind in SOLID or kind.startswith(MAPPED)
 
 
 def is_known(kind: str) -> bool:

@@ -127,8 +127,17 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     if plan.missing and plan.extra and options.structural and ordered:
         from driftline.alignment.structure import align_by_structure
 
-        found = align_by_structure(reference, candidate, plan.pairs, plan.missing, plan.extra)
-        plan = _more(plan, found.pairs)._replace(reasons=found.reasons)
+        found = align_by_structure(
+            reference,
+            candidate,
+            plan.pairs,
+            plan.missing,
+            plan.extra,
+            _same_class(options.mapping_file),
+        )
+        plan = _more(plan, found.pairs)._replace(
+            reasons=found.reasons, notes=(*plan.notes, *found.notes)
+        )
     if not plan.pairs:
         raise nothing_in_common(plan.missing, plan.extra)
     return plan
@@ -149,6 +158,14 @@ def _only_numbered(reference: Run, candidate: Run) -> bool:
     every = ours | theirs
     counted = sum(site.partition("_")[0].isdigit() for site in every) > 0.9 * len(every)
     return counted and not ours <= theirs and not theirs <= ours
+
+
+def _same_class(mapping: Path | None) -> list[tuple[str, str]]:
+    if mapping is None:
+        return []
+    from driftline.alignment.maps import read_mapping
+
+    return [(each.ours, each.theirs) for each in read_mapping(mapping).classes]
 
 
 def _by_map(plan: Plan, options: AlignOptions) -> Plan:

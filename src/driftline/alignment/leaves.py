@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from driftline.alignment.calls import Call
-from driftline.alignment.classes import SOLID, is_known, same_kind
+from driftline.alignment.classes import is_known, is_solid, same_kind
 from driftline.alignment.sequence import Ints, Matched, Scores, align_sequences, increasing
 
 Alike = Callable[[Call, Call], bool]
@@ -33,11 +33,12 @@ class Link(NamedTuple):
 
 
 class LeafLinks(NamedTuple):
-    """What was found, and the partners that calls without one could as well have had."""
+    """What was found, the partners that tied calls could have had, and what was not tried."""
 
     links: list[Link]
     ties_here: dict[int, list[Call]]
     ties_there: dict[int, list[Call]]
+    notes: list[str]
 
 
 def link_leaves(
@@ -54,7 +55,7 @@ def link_leaves(
         anchors: Leaves that are known to belong together; they stay together.
         alike: Asked for ties only.
     """
-    found = LeafLinks([], {}, {})
+    found = LeafLinks([], {}, {}, [])
     fixed = _places(ours, theirs, anchors)
     anchored = {id(call) for pair in anchors for call in pair}
     solid = [
@@ -95,7 +96,7 @@ def _between(
 
 
 def _is_solid(call: Call) -> bool:
-    return call.kind in SOLID
+    return is_solid(call.kind)
 
 
 def _is_any(call: Call) -> bool:
@@ -127,6 +128,10 @@ def _solve(
     try:
         first = align_sequences(labels_here, labels_there, worth)
     except ValueError:
+        found.notes.append(
+            f"{len(here)} sites from '{here[0].site}' on and {len(there)} from '{there[0].site}' "
+            "on are too many, and too different, to be aligned by structure; --map tells which is which"
+        )
         return []
     links = [Link(here[i], there[j], _confidence(here[i], there[j])) for i, j in first.pairs]
     if first.tied_here:
@@ -197,7 +202,7 @@ def _worth(ours: Call, theirs: Call, exact: bool) -> int:
         # A class nobody knows: only where every shape agrees, and as the last resort.
         shapes = (ours.out, ours.into, theirs.out, theirs.into)
         return int(None not in shapes and shapes[:2] == shapes[2:])
-    if exact and ours.kind not in SOLID and ours.out != theirs.out:
+    if exact and not is_solid(ours.kind) and ours.out != theirs.out:
         return 0
     same_class = ours.class_name == theirs.class_name
     return 4 + same_class + (bool(ours.role) and ours.role == theirs.role)
@@ -208,4 +213,4 @@ def _confidence(ours: Call, theirs: Call) -> float:
         return UNKNOWN_CLASS
     if not is_known(ours.kind):
         return LIKELY
-    return CERTAIN if ours.kind in SOLID else LIKELY
+    return CERTAIN if is_solid(ours.kind) else LIKELY

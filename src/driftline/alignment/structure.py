@@ -21,7 +21,7 @@ from driftline.alignment.calls import (
     main_tensor,
     with_bias,
 )
-from driftline.alignment.classes import PER_HEAD
+from driftline.alignment.classes import MAPPED, PER_HEAD
 from driftline.alignment.containers import Tree, link_across, link_containers
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain, parts_of
 from driftline.alignment.leaves import Link, link_leaves
@@ -41,6 +41,7 @@ class Concluded(NamedTuple):
 
     pairs: list[Pair]
     reasons: Reasons
+    notes: list[str]
 
 
 class _Solution(NamedTuple):
@@ -49,6 +50,7 @@ class _Solution(NamedTuple):
     links: list[tuple[_Name, _Name, tuple[_Name, ...], tuple[_Name, ...], float]]
     why_here: dict[_Name, str]
     why_there: dict[_Name, str]
+    notes: list[str]
 
 
 def align_by_structure(
@@ -57,6 +59,7 @@ def align_by_structure(
     known: Sequence[Pair],
     missing: Sequence[Record],
     extra: Sequence[Record],
+    same_class: Sequence[tuple[str, str]] = (),
 ) -> Concluded:
     """Pair what stronger rules have left over.
 
@@ -66,8 +69,9 @@ def align_by_structure(
         known: The pairs there are.
         missing: What is left over of the reference.
         extra: What is left over of the candidate.
+        same_class: Texts in class names that the user says mean the same work.
     """
-    found = Concluded([], {})
+    found = Concluded([], {}, [])
     here = frames_of([*(pair.reference for pair in known), *missing])
     there = frames_of([*(pair.candidate for pair in known), *extra])
     links: dict[Frame, list[Pair]] = {}
@@ -79,19 +83,33 @@ def align_by_structure(
     looks = Looks(reference, candidate)
     for frame, other in _frames(here, there):
         ours, theirs = _in_order(here[frame]), _in_order(there[other])
-        if not (any(id(r) in free for r in ours) and any(id(r) in free for r in theirs)):
+        anchors = _anchors(links.get(frame, ()))
+        if not _could_gain(ours, theirs, free, anchors):
             continue
         a, b = calls_of(ours), calls_of(theirs)
+        _as_said(same_class, a, b)
         for side, other_side in ((a, b), (b, a)):
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
-        anchors = _anchors(links.get(frame, ()))
         outline = (_names(a), _names(b), tuple(anchors.items()))
         if outline not in solved:
             solved[outline] = _solve(a, b, anchors, looks)
+            found.notes.extend(solved[outline].notes)
         _pair_up(solved[outline], a, b, anchors, free, found)
     found.pairs.sort(key=lambda pair: pair.reference.order)
     return found
+
+
+def _as_said(same_class: Sequence[tuple[str, str]], ours: list[Call], theirs: list[Call]) -> None:
+    """Give leaves of classes that were mapped to each other one kind, if both sides have them."""
+    for number, words in enumerate(same_class):
+        sides = [
+            [call for call in side if call.leaf and any(word in call.class_name for word in words)]
+            for side in (ours, theirs)
+        ]
+        if all(sides):
+            for call in (*sides[0], *sides[1]):
+                call.kind = f"{MAPPED} {number}"
 
 
 def _frames(here: Iterable[Frame], there: Iterable[Frame]) -> list[tuple[Frame, Frame]]:
@@ -100,6 +118,21 @@ def _frames(here: Iterable[Frame], there: Iterable[Frame]) -> list[tuple[Frame, 
     if not common and len(ours) == len(theirs) == 1:
         return [(ours[0], theirs.pop())]
     return common
+
+
+def _could_gain(
+    ours: Iterable[Record], theirs: Iterable[Record], free: set[int], anchors: Mapping[_Name, _Name]
+) -> bool:
+    """Whether both sides have sites without a partner, with tensors of a common port left over.
+
+    Spares the work where names have paired all sites and only single tensors are alone.
+    """
+    sides = (ours, set(anchors)), (theirs, set(anchors.values()))
+    alone = [
+        {r.key.port for r in side if id(r) in free and (r.key.site, r.key.visit) not in known}
+        for side, known in sides
+    ]
+    return bool(alone[0] & alone[1])
 
 
 def _in_order(records: list[Record]) -> list[Record]:
@@ -135,9 +168,10 @@ def _solve(
     a, b = ([call for call in side if call.leaf] for side in (ours, theirs))
     a, b = in_family_order(a), in_family_order(b)
     a, b = fuse_alike(a, b, taken)
-    solution = _Solution([], {}, {})
+    solution = _Solution([], {}, {}, [])
     leaves = link_leaves(a, b, [pair for pair in fixed if pair[0].leaf and pair[1].leaf], alike)
     links = list(leaves.links)
+    solution.notes.extend(leaves.notes)
     inside = _inner(ours), _inner(theirs)
     for link in list(links):  # inside what counts as one: an adapted Linear, an operation's kernels
         links += _inside(link, inside)
