@@ -101,6 +101,15 @@ def test_an_int32_result_is_scaled_by_column() -> None:
     assert row.metrics["different"] == 0
 
 
+def test_inputs_that_are_known_by_number_find_scales_by_their_other_names() -> None:
+    codes, scale = quantised(RNG.standard_normal((6, 32)))
+    exact = codes.astype(np.float32) * scale
+    names = {"op/input/1": "weight", "op/input/2": "weightScale"}
+    candidate = run_of({"op/input/1": codes, "op/input/2": scale.reshape(-1)}, aliases=names)
+    row = only_pairs(compare(run_of({"op/input/1": exact}), candidate))["op/1"]
+    assert row.metrics["different"] == 0
+
+
 def test_a_quantised_reference_works_as_well() -> None:
     codes, scale = quantised(RNG.standard_normal((6, 32)))
     exact = codes.astype(np.float32) * scale

@@ -76,3 +76,26 @@ def test_without_the_c_kernel_memory_is_bounded_too(tmp_path):
 @pytest.mark.slow
 def test_tensors_of_a_gibibyte_take_less_than_300_megabytes_beside_their_files(tmp_path):
     assert peak_megabytes(tmp_path, 256 << 20) < 300
+
+
+def test_large_recipes_are_carried_out_one_at_a_time(tmp_path):
+    """Six transposed weights of 64 megabytes, on four threads: one copy at a time."""
+    weight = np.random.default_rng(0).standard_normal((2048, 8192), dtype=np.float32)
+    for name, values in (("ref", weight), ("cand", np.ascontiguousarray(weight.T))):
+        writer = RunWriter(tmp_path / name, seal_at_exit=False)
+        for layer in range(6):
+            key = TensorKey.of(f"fc{layer}", "param", "weight")
+            writer.put(
+                Record(key, 0, "float32", values.shape), (values + layer).reshape(-1).view(np.uint8)
+            )
+        writer.close()
+    words = WATCHED.replace("sys.argv[2])", "sys.argv[2], threads=4)")
+    done = subprocess.run(
+        [sys.executable, "-c", words, str(tmp_path / "ref"), str(tmp_path / "cand")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    verdict, peak = done.stdout.split()
+    assert verdict == "pass"
+    assert int(peak) < 64 + 100

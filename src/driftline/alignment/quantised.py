@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -111,7 +110,7 @@ def dequantised(pair: Pair, ours: Scales, theirs: Scales) -> Pair:
 
 
 def _recipe(record: Record, known: Recipe | None, scales: Scales) -> Recipe | None:
-    role = _role(record.key)
+    role = _role(record)
     scale = scales.find(record, _SCALES[role])
     if scale is None or scale.dtype not in DTYPES or not DTYPES[scale.dtype].is_floating:
         return None
@@ -127,8 +126,11 @@ def _recipe(record: Record, known: Recipe | None, scales: Scales) -> Recipe | No
     return Recipe(tuple(sources), (Step("dequantise", axis),), shape)
 
 
-def _role(key: TensorKey) -> str:
-    if key.port in ("param", "param_grad", "optimizer_grad") or _plain(key.slot) == "weight":
+def _role(record: Record) -> str:
+    key = record.key
+    if key.port in ("param", "param_grad", "optimizer_grad"):
+        return "weight"
+    if "weight" in (_plain(key.slot), _plain(record.alias)):
         return "weight"
     if _plain(key.site.rpartition(".")[2]).endswith("weight"):
         return "weight"  # a file of weights: everything is a value there, none has a port
