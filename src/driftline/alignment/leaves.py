@@ -130,7 +130,7 @@ def _solve(
     except ValueError:
         found.notes.append(
             f"{len(here)} sites from '{here[0].site}' on and {len(there)} from '{there[0].site}' "
-            "on are too many, and too different, to be aligned by structure; --map tells which is which"
+            "on are too many, and too different, to align by structure; --map tells which is which"
         )
         return []
     links = [Link(here[i], there[j], _confidence(here[i], there[j])) for i, j in first.pairs]
