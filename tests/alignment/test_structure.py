@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,49 @@ def test_sequences_that_are_too_long_are_a_note_and_no_crash(
     twin.trunk = twin.trunk[:11]
     plan = driftline.align(reference, twins.captured(twin, tmp_path / "cand"))
     assert any("too many, and too different" in note for note in plan.notes)
+
+
+class OneCall(torch.nn.Module):
+    """A layer whose attention is one call: torch runs no module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = torch.nn.LayerNorm(32)
+        self.attn = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        self.f = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.n(x)
+        return self.f(x + self.attn(y, y, y, need_weights=False)[0])
+
+
+class ManyCalls(torch.nn.Module):
+    def __init__(self, other: OneCall) -> None:
+        super().__init__()
+        self.a = copy.deepcopy(other.n)
+        self.mix = twins.SplitAttention(32, 4, causal=False)
+        self.z = copy.deepcopy(other.f)
+        weights, biases = other.attn.in_proj_weight.chunk(3), other.attn.in_proj_bias.chunk(3)
+        three = (self.mix.first, self.mix.second, self.mix.third)
+        with torch.no_grad():
+            for linear, weight, bias in zip(three, weights, biases, strict=True):
+                linear.weight.copy_(weight)
+                linear.bias.copy_(bias)
+        self.mix.mix.load_state_dict(other.attn.out_proj.state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.z(x + self.mix(self.a(x)))
+
+
+def test_an_attention_of_one_call_aligns_with_one_of_modules(tmp_path: Path) -> None:
+    layers = [OneCall().eval() for _ in range(2)]
+    table = torch.nn.Embedding(64, 32)
+    ours = torch.nn.Sequential(OrderedDict(e=table, one=layers[0], two=layers[1]))
+    inner = torch.nn.Sequential(OrderedDict(x=ManyCalls(layers[0]), y=ManyCalls(layers[1])))
+    theirs = torch.nn.Sequential(OrderedDict(words=table, stack=inner))
+    reference = twins.captured(ours.eval(), tmp_path / "ref")
+    candidate = twins.captured(theirs.eval(), tmp_path / "cand")
+    plan = driftline.align(reference, candidate)
+    assert partners(plan)["two.attn"] == {"stack.y.mix"}
+    table_of = driftline.compare(reference, candidate, plan=plan)
+    assert table_of.verdict == "pass", table_of.finding

@@ -111,7 +111,7 @@ def kind_of(class_name: str) -> str:
     for pattern, kind in _COMPILED:
         if pattern.fullmatch(lower):
             return kind
-    return f"?{class_name}"
+    return container_kind(class_name) or f"?{class_name}"  # attention may be one call
 
 
 @lru_cache(maxsize=4096)

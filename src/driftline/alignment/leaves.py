@@ -153,7 +153,8 @@ def _break_ties(
         extra = np.zeros((len(here), len(there)), np.int32)
         for i in first.tied_here:
             for j in first.tied_there:
-                if worth[labels_here[i]][labels_there[j]] and alike(here[i], there[j]):
+                # Two classes of which one is unknown are no pair because their values agree.
+                if worth[labels_here[i]][labels_there[j]] > 1 and alike(here[i], there[j]):
                     extra[i, j] = 1
         if extra.any():
             scale = len(here) + len(there) + 1  # all of `extra` is less than one unit of worth
