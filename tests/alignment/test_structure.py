@@ -360,3 +360,40 @@ def test_an_attention_of_one_call_aligns_with_one_of_modules(tmp_path: Path) -> 
     assert partners(plan)["two.attn"] == {"stack.y.mix"}
     table_of = driftline.compare(reference, candidate, plan=plan)
     assert table_of.verdict == "pass", table_of.finding
+
+
+class Three(torch.nn.Module):
+    """What a GPT-NeoX has as one Linear, head by head, as three."""
+
+    def __init__(self, fused: torch.nn.Linear, heads: int) -> None:
+        super().__init__()
+        size, self.heads = fused.in_features, heads
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(3))
+        with torch.no_grad():
+            for at, part in enumerate(self.parts):
+                part.weight.copy_(fused.weight.view(heads, 3, -1, size)[:, at].reshape(size, size))
+                part.bias.copy_(fused.bias.view(heads, 3, -1)[:, at].reshape(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [part(x).view(*x.shape[:2], self.heads, 1, -1) for part in self.parts]
+        return torch.cat(made, 3).reshape(*x.shape[:2], -1)
+
+
+def test_a_qkv_that_is_fused_head_by_head_is_taken_apart_so(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        vocab_size=64, max_position_embeddings=32, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPTNeoXForCausalLM(config).eval()
+    split = copy.deepcopy(model)
+    for layer in split.gpt_neox.layers:
+        layer.attention.query_key_value = Three(layer.attention.query_key_value, 4)
+    candidate = twins.captured(twins.disguised(split, 5)[0], tmp_path / "cand")
+    reference = twins.captured(model, tmp_path / "ref")
+    plan = driftline.align(reference, candidate)
+    fused = [p for p in plan.pairs if p.reference.key.site.endswith("query_key_value")]
+    assert sum("select" in str(p.reference_recipe) for p in fused) == 6
+    assert driftline.compare(reference, candidate, plan=plan).verdict == "pass"

@@ -84,8 +84,11 @@ _NORMS = frozenset({"norm.layer", "norm.rms", "norm"})
 TRANSPOSED = frozenset({"Conv1D"})
 """Linear classes whose weight is (in, out): y = x W + b. torch's own is (out, in)."""
 
-PER_HEAD = ("GPTNeoX", "Bloom", "Falcon", "Persimmon", "CodeGen")
+PER_HEAD = ("GPTNeoX", "Bloom", "Falcon", "Persimmon")
 """Families whose fused qkv goes head by head (q, k, v of head 0, then of head 1, ...)."""
+
+OWN_LAYOUT = ("CodeGen",)
+"""Families whose fused qkv lies in an order of their own; its parts are not told apart."""
 
 _ROLES = {
     "q": "q", "query": "q", "wq": "q", "queries": "q", "qproj": "q", "toq": "q", "querylayer": "q",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from driftline.alignment.calls import Call
-from driftline.alignment.classes import PER_HEAD, ROLE_ORDER, TRANSPOSED
+from driftline.alignment.classes import OWN_LAYOUT, PER_HEAD, ROLE_ORDER, TRANSPOSED
 from driftline.alignment.recipe import Recipe, Step
 from driftline.runs.record import Record
 
@@ -177,7 +177,10 @@ def parts_of(
         heads: Number of attention heads, if the run shows it.
         holder: Class of the module around the fused site.
     """
-    interleaved = len(members) == 3 and holder.startswith(PER_HEAD)
+    if len(members) == 3 and holder.startswith(OWN_LAYOUT):
+        return [], f"the qkv of {holder} lies in an order of its own; a plan can say which"
+    same_size = len({member.features for member in members}) == 1  # else the keys are shared
+    interleaved = len(members) == 3 and same_size and holder.startswith(PER_HEAD)
     if interleaved and heads is None:
         return [], f"the qkv of {holder} goes head by head, and the number of heads is not known"
     found: list[Part] = []
