@@ -1,0 +1,339 @@
+"""The thresholds artefact: how much each metric of a model may differ, and what that rests on.
+
+A JSON file that anybody can read: `{"model_id": …, metric: value or {layer: value}}`, and beside it
+under `driftline` the sample sizes, intervals, shapes and provenance. Files of the tool this form
+comes from are read too, also their older one with lists. docs/decoders.md specifies it. How values
+are measured or judged is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from driftline.comparison.row import JSON, Direction
+from driftline.errors import BadFile, BadInput, did_you_mean
+from driftline.tolerance.layer_names import LayerNames
+from driftline.tolerance.threshold import PerShape, Threshold, number, to_json
+from driftline.tolerance.threshold import from_json as threshold_from_json
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+__all__ = ["SCHEMA", "PerShape", "Threshold", "Thresholds", "from_json", "load_thresholds"]
+
+SCHEMA = "driftline.thresholds/1"
+MOST_BYTES = 256 << 20
+OUTPUT = "output"
+
+_ALIASES = {"mean_diff": "diff_mean", "cos_sim_avg": "cos_sim", "cos_sim_mean": "cos_sim"}
+_HIGHER = frozenset({"cos_sim", "cosine"})
+_NOT_METRICS = frozenset({"model_id", "driftline", "frequency"})
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """All thresholds of one model.
+
+    Attributes:
+        model_id: The model, `/` written as `--`; empty if it is not said.
+        entries: Every threshold, in the order of the file.
+        settings: How they were made: statistic, margin, seed, …
+        sources: Files or tables that were pooled.
+        provenance: When, with which versions and command; empty for other tools' files.
+        path: Where it was read from; empty if it was not.
+        notes: What reading it found odd, one sentence each.
+    """
+
+    model_id: str
+    entries: tuple[Threshold, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sources: tuple[str, ...] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    path: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(entry.metric for entry in self.entries))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(entry.site for entry in self.entries if entry.site))
+
+    def find(self, metric: str, site: str | None = None, *, port: str = OUTPUT) -> Threshold | None:
+        """The threshold of a metric, of the whole model or of one layer, however that is spelt."""
+        name = _ALIASES.get(metric, metric)
+        if site is None:
+            return self._places.get((name, "", ""))
+        return self._places.get((name, self._names.find(site) or site, port))
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, str, str], Threshold]:
+        return {(entry.metric, entry.site, entry.port): entry for entry in self.entries}
+
+    @cached_property
+    def _names(self) -> LayerNames:
+        return LayerNames(self.sites)
+
+    def limit(
+        self,
+        metric: str,
+        site: str | None = None,
+        shape: Mapping[str, Any] | None = None,
+        *,
+        port: str = OUTPUT,
+    ) -> float | None:
+        """The worst value of a metric that passes.
+
+        Args:
+            metric: `ce`, `diff_mean`, `abs_diff`, `relative_l2`, …
+            site: A layer, in any spelling; None for the model as a whole.
+            shape: What is known of the shape, such as `{"batch_size": 8, "seq_length": 64}`; its
+                own value is taken where the file has one, the pooled one otherwise.
+            port: Which side of the layer.
+
+        Returns:
+            None for a layer that has no threshold.
+
+        Raises:
+            BadInput: There are no thresholds of this metric, or the one there is is NaN.
+        """
+        name = _ALIASES.get(metric, metric)
+        if name not in self.metrics:
+            raise BadInput(
+                f"{self._called} has no threshold of {metric}",
+                hint=did_you_mean(metric, self.metrics),
+            )
+        entry = self.find(name, site, port=port)
+        if entry is None:
+            if site is None:
+                raise BadInput(
+                    f"{self._called} has thresholds of {metric} for layers, none for the whole "
+                    "model",
+                    hint="make one without --layer_io",
+                )
+            return None
+        value = entry.for_shape(shape)
+        if not math.isfinite(value):
+            where = f" of '{entry.site}'" if entry.site else ""
+            raise BadInput(
+                f"the threshold of {metric}{where} in {self._called} is {value:g}, which allows "
+                "nothing",
+                hint="its clean values held NaN or Inf; look at those first",
+            )
+        return value
+
+    def belongs_to(self, model: str) -> bool:
+        """Whether these may be the thresholds of a model, given by its id or path.
+
+        Equal names, or one the tail of the other, are one model, and so are a path and an id with
+        the same last part: baselines are often made from a local copy.
+
+        >>> Thresholds("--tmp--models--Tiny-v1", ()).belongs_to("acme/Tiny-v1")
+        True
+        >>> Thresholds("acme--Tiny-v1", ()).belongs_to("acme/Tiny-v1-instruct")
+        False
+        """
+        if not self.model_id:
+            return True
+        ours, theirs = _parts(self.model_id), _parts(model)
+        shorter = min(len(ours), len(theirs))
+        if ours[-shorter:] == theirs[-shorter:]:
+            return True
+        paths = "" in (ours[0], theirs[0]) or max(len(ours), len(theirs)) > 2
+        return paths and ours[-1] == theirs[-1]
+
+    def require_model(self, model: str) -> None:
+        """Refuse thresholds of another model.
+
+        Raises:
+            BadInput: They are.
+        """
+        if not self.belongs_to(model):
+            raise BadInput(
+                f"{self._called} is for the model '{self.model_id}', not for '{model}'",
+                hint="make thresholds for this model: driftline thresholds --models …",
+            )
+
+    @property
+    def _called(self) -> str:
+        return self.path or "the thresholds"
+
+    def as_json(self) -> dict[str, JSON]:
+        """The file's content: the plain form first, what it rests on under `driftline`."""
+        shown: dict[str, JSON] = {"model_id": self.model_id}
+        for entry in self.entries:
+            value = entry.value if entry.usable else None
+            if not entry.site:
+                shown[entry.metric] = value
+            elif entry.port == OUTPUT and isinstance(shown.setdefault(entry.metric, {}), dict):
+                shown[entry.metric][entry.site] = value
+        shown["driftline"] = {
+            "schema": SCHEMA,
+            "settings": dict(self.settings),
+            "sources": list(self.sources),
+            "provenance": dict(self.provenance),
+            "thresholds": [to_json(entry) for entry in self.entries],
+        }
+        return shown
+
+    def write(self, path: StrPath) -> Path:
+        """Write the file; it is there whole, or not at all.
+
+        Raises:
+            BadInput: The folder is missing, read-only or full.
+        """
+        goal = Path(path)
+        text = json.dumps(self.as_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        draft = goal.with_name(f".driftline-{os.getpid()}-thresholds")
+        try:
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(goal)
+        except OSError as trouble:
+            raise BadInput(
+                f"{goal} cannot be written: {trouble.strerror or trouble}",
+                hint="name another place for it",
+            ) from None
+        finally:
+            _forget(draft)
+        return goal
+
+
+def load_thresholds(path: StrPath, *, model: str | None = None) -> Thresholds:
+    """Read a thresholds file: ours, or the plain JSON that other tools write.
+
+    Args:
+        path: The file.
+        model: Refuse it unless it is for this model.
+
+    Raises:
+        BadFile: It is missing, no JSON, too large, or holds something else.
+        BadInput: It is for another model.
+    """
+    goal = Path(path)
+    try:
+        if goal.stat().st_size > MOST_BYTES:
+            raise BadFile(f"{goal} is too large for a thresholds file")
+        shown = json.loads(goal.read_text(encoding="utf-8"))
+    except OSError as trouble:
+        raise BadFile(
+            f"{goal} cannot be read: {trouble.strerror}",
+            hint="`driftline thresholds` and `driftline calibrate` write one",
+        ) from None
+    except (ValueError, RecursionError) as trouble:
+        raise BadFile(f"{goal} cannot be read as JSON: {trouble}") from None
+    thresholds = from_json(shown, source=str(goal))
+    if model is not None:
+        thresholds.require_model(model)
+    return thresholds
+
+
+def from_json(shown: JSON, *, source: str = "") -> Thresholds:
+    """Thresholds from the content of a file; `source` is what messages call it.
+
+    Raises:
+        BadFile: It holds something else.
+    """
+    called = source or "this"
+    top = cast("dict[str, JSON]", shown if isinstance(shown, dict) else {})
+    own = top.get("driftline")
+    if not isinstance(top.get("model_id"), str) and not isinstance(own, dict):
+        raise BadFile(
+            f"{called} is no thresholds file: it names no model_id",
+            hint="`driftline thresholds` and `driftline calibrate` write one",
+        )
+    try:
+        if isinstance(own, dict):
+            return _from_ours(top, cast("dict[str, JSON]", own), source)
+        # Two spellings of one metric (cos_sim_avg, cos_sim_mean) are one threshold.
+        plain = {(entry.metric, entry.site): entry for entry in _plain(top)}
+        notes = _odd_zeros(top)
+        return Thresholds(str(top["model_id"]), tuple(plain.values()), path=source, notes=notes)
+    except (KeyError, TypeError, ValueError, AttributeError) as trouble:
+        raise BadFile(f"{called} is a damaged thresholds file: {trouble}") from None
+
+
+def _from_ours(top: Mapping[str, JSON], own: Mapping[str, JSON], source: str) -> Thresholds:
+    if own.get("schema") != SCHEMA:
+        raise BadFile(
+            f"{source or 'this'} has schema {own.get('schema')!r}; this version reads {SCHEMA!r}",
+            hint="a newer driftline wrote it; upgrade, or make it again",
+        )
+    # The plain part is what people edit: it wins, and may say more than what was measured.
+    said = {(entry.metric, entry.site): entry for entry in _plain(top)}
+    entries: list[Threshold] = []
+    for measured in map(threshold_from_json, own["thresholds"]):
+        plain = None
+        if not measured.site or measured.port == OUTPUT:
+            plain = said.pop((measured.metric, measured.site), None)
+        edited = plain is not None and plain.usable and plain.value != measured.value
+        entries.append(measured._replace(value=plain.value) if plain and edited else measured)
+    return Thresholds(
+        str(top.get("model_id") or ""),
+        (*entries, *said.values()),
+        settings=dict(own.get("settings") or {}),
+        sources=tuple(map(str, own.get("sources") or ())),
+        provenance=dict(own.get("provenance") or {}),
+        path=source,
+    )
+
+
+def _plain(top: Mapping[str, JSON]) -> Iterator[Threshold]:
+    """The thresholds of `{metric: value}`, `{metric: {layer: value}}`, `{metric: [{layer: v}]}`."""
+    ours = isinstance(top.get("driftline"), dict)
+    for key, content in top.items():
+        if key in _NOT_METRICS:
+            continue
+        metric = key if ours else _ALIASES.get(key, key)
+        direction: Direction = "higher" if metric in _HIGHER else "lower"
+        if isinstance(content, dict | list):
+            # Other tools print an L2 norm under the word average.
+            statistic = "" if ours else "l2" if metric == "abs_diff" else "average"
+            for layer, value in _layers(cast("JSON", content)):
+                if not ours and isinstance(content, list) and value == 0.0:
+                    continue  # see _odd_zeros
+                yield Threshold(metric, number(value), layer, OUTPUT, statistic, direction)
+        else:
+            yield Threshold(metric, number(content), direction=direction)
+
+
+def _layers(content: JSON) -> Iterator[tuple[str, JSON]]:
+    each = cast("list[dict[str, JSON]]", [content] if isinstance(content, dict) else content)
+    for layers in each:
+        yield from layers.items()
+
+
+def _odd_zeros(top: Mapping[str, JSON]) -> tuple[str, ...]:
+    """The older form writes 0 for NaN and for layers whose output is a tuple: no threshold."""
+    zeros = [
+        layer
+        for content in top.values()
+        if isinstance(content, list)
+        for layer, value in _layers(cast("JSON", content))
+        if value == 0.0
+    ]
+    if not zeros:
+        return ()
+    return (
+        f"{len(set(zeros))} layers, '{zeros[0]}' for one, have the value 0, which files of this "
+        "older form hold where there was NaN or a tuple; those are passed over",
+    )
+
+
+def _parts(model: str) -> list[str]:
+    return model.rstrip("/").replace("/", "--").removesuffix("--").split("--")
+
+
+def _forget(draft: Path) -> None:
+    try:
+        draft.unlink(missing_ok=True)
+    except OSError:
+        return
