@@ -10,7 +10,9 @@ import math
 from typing import NamedTuple
 
 from driftline.comparison.row import Row
+from driftline.gating.quantised import Quantised
 from driftline.numerics.dtypes import DType, coarser
+from driftline.tolerance.defaults import QUANTISED
 
 
 class Inheritance(NamedTuple):
@@ -23,7 +25,9 @@ class Inheritance(NamedTuple):
 class Inherited:
     """The rounding met so far, kept apart by rank and process."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantised: Quantised | None = None) -> None:
+        self._quantised = quantised
+        self._codes: dict[tuple[int, int], str] = {}
         self._coarsest: dict[tuple[int, int], DType] = {}
         self._arrived: dict[tuple[int, int, int, str], tuple[float, float]] = {}
 
@@ -39,6 +43,18 @@ class Inherited:
         before = self._coarsest.get(place)
         self._coarsest[place] = own if before is None else coarser(before, own)
         return self._coarsest[place]
+
+    def codes_of(self, row: Row) -> str:
+        """The integer type that operators before this row, or its own, computed in; else empty.
+
+        Their results are floats again, and carry the rounding to that integer's few steps.
+        """
+        place = (row.key.rank, row.key.process)
+        if self._quantised is None or row.key.port == "param":
+            return ""
+        if row.key.port == "output" and (own := self._quantised.at(row)):
+            self._codes[place] = max(self._codes.get(place, own), own, key=QUANTISED.__getitem__)
+        return self._codes.get(place, "")
 
     def remember(self, judged: Row) -> None:
         """Note what arrived at a module from behind; parameters' gradients are made of that."""

@@ -15,6 +15,7 @@ from driftline.comparison.table import Table
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
 from driftline.gating.inherited import Inheritance, Inherited, Unrelated, reference_norm
+from driftline.gating.quantised import Quantised, quantised_row
 from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import (
     LIMITS,
@@ -32,7 +33,8 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     allowed = tolerance or Tolerance()
     columns = {column.name: column for column in table.columns}
     ordered = table.reference.ordered
-    rows = tuple(_judged(table.rows, allowed, columns, Inherited() if ordered else Unrelated()))
+    inherited = Inherited(Quantised(table.rows)) if ordered else Unrelated()
+    rows = tuple(_judged(table.rows, allowed, columns, inherited))
     coverage = replace(table, rows=rows).coverage
     first, first_site, finding = find_divergence(rows, ordered=ordered)
     verdict: Verdict = "pass"
@@ -114,7 +116,7 @@ def _judge(
             severity=math.inf,
         )
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
-    codes = _quantised(row)
+    codes, upstream = quantised_row(row), inherited.codes_of(row)
     if all(exact) and not allowed.elementwise:
         return _exact(row)
     if allowed.explicit:
@@ -127,7 +129,10 @@ def _judge(
     else:
         column = columns.get(METRIC, Column(METRIC, "lower"))
         source = working.name if working.name == own.name else f"{working.name} upstream"
-        judged = _held(row, column, LIMITS[working.name], source)
+        limit = LIMITS[working.name]
+        if upstream and QUANTISED[upstream] > limit:
+            limit, source = QUANTISED[upstream], f"{upstream} upstream"
+        judged = _held(row, column, limit, source)
         if judged.status == "fail" and reference_norm(row):
             for limit, why in _wider(row, working, inherited):
                 if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
@@ -137,17 +142,6 @@ def _judge(
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
         return judged._replace(reason=f"{judged.reason}; {note}" if judged.reason else note)
     return judged
-
-
-def _quantised(row: Row) -> str:
-    """The integer type that a recipe made numbers of; empty when there is none."""
-    for dtype, recipe in (
-        (row.reference_dtype, row.reference_recipe),
-        (row.candidate_dtype, row.candidate_recipe),
-    ):
-        if dtype in QUANTISED and "dequantise" in recipe:
-            return dtype
-    return ""
 
 
 def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritance]:
