@@ -174,7 +174,7 @@ def test_a_missing_model_or_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is no tokenizer folder"):
         load_tokenizer(str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput, match="tokenizer .* cannot be loaded"):
+    with pytest.raises(BadInput, match=r"tokenizer .* cannot be loaded"):
         load_tokenizer(str(tmp_path / "empty"))
 
 

@@ -50,7 +50,7 @@ def test_the_default_is_the_cpu_in_fp32_against_the_best_device() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_cuda_that_is_not_there_is_named() -> None:
-    with pytest.raises(BadInput, match="device=cuda was asked for.*sees no CUDA") as found:
+    with pytest.raises(BadInput, match=r"device=cuda was asked for.*sees no CUDA") as found:
         ready(parse_target("device=cuda,dtype=fp16"))
     assert "device=cpu" in found.value.hint
 

@@ -53,6 +53,11 @@ COMMANDS: dict[str, Command] = {
         "Compare",
         "two trees of the saving hook: one csv of figures per rank",
     ),
+    "metrics": Command(
+        "driftline.cli.metrics:metrics",
+        "Decoders",
+        "a decoder on two targets: scores of every generated token",
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),

@@ -126,6 +126,7 @@ def write_out(
     *,
     top: Sequence[Mapping[str, torch.Tensor]] = (),
     provenance: Mapping[str, Any] | None = None,
+    desk: Path | None = None,
 ) -> None:
     """Write a `.out` folder; it is there whole, or not at all.
 
@@ -135,6 +136,7 @@ def write_out(
         logits: Per prompt; None: tokens only, or `top`.
         top: Per prompt what is kept instead of the logits.
         provenance: Kept beside them.
+        desk: Folder of the same file system where it is written first; the parent if not given.
 
     Raises:
         OSError: It cannot be written.
@@ -143,7 +145,7 @@ def write_out(
 
     fits(folder.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".driftline-", dir=folder.parent))
+    draft = Path(tempfile.mkdtemp(prefix=".driftline-", dir=desk or folder.parent))
     try:
         draft.chmod(0o777 & ~_umask())
         for at, ids in enumerate(tokens):

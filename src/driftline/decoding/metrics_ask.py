@@ -1,0 +1,213 @@
+"""What `driftline metrics` is asked for, one model and shape at a time: names and settings.
+
+Settings are what makes two results comparable. They are kept with every output; a file made under
+other settings is never taken for this one's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, cast
+
+from driftline.decoding import out_files
+from driftline.decoding.models import HF_ARCHITECTURE, library_for, model_name
+from driftline.decoding.prompts import Order
+from driftline.decoding.targets import Target
+from driftline.errors import AlreadyThere, BadFile, BadInput
+from driftline.runs.manifest import plain_json, provenance
+
+Keep = Literal["full", "topk"]
+TABLE = "tokens.parquet"
+SIDECAR = "provenance.json"
+DONE = "prob_mean"
+"""The metric whose file is written last: where it is, everything is."""
+
+
+class MetricsAsk(NamedTuple):
+    """One model, one shape, one pair of targets.
+
+    Attributes:
+        model_path: Folder or id; may be empty if `variant` is an id.
+        tokenizer: Folder or id.
+        prompts: ShareGPT JSON, or one prompt per line.
+        output_dir: Made if it is not there.
+        batch_size: Prompts of one round.
+        length: Sequence length: prompts have half of it to all of it, and are padded to it.
+        new_tokens: Generated per prompt and round.
+        tokens_per_sequence: Rounds are this over `new_tokens`; None: one round.
+        reference: The trusted side.
+        candidate: The side that is forced along the reference's tokens.
+        topk: How many of the reference's largest logits the four documented metrics look at.
+        keep: Whether `.out` files hold all logits or the largest.
+        order: How prompts are drawn.
+        skip_computation: Only score what is saved.
+        distributed: Split the candidate over the ranks of the job.
+        force: Compute again what is there already.
+    """
+
+    model_path: str
+    tokenizer: str
+    prompts: Path | None
+    output_dir: Path
+    batch_size: int = 1
+    length: int = 0
+    new_tokens: int = 100
+    tokens_per_sequence: int | None = None
+    reference: Target = Target()
+    candidate: Target = Target("cpu", "fp16")
+    variant: str = ""
+    architecture: str = HF_ARCHITECTURE
+    library: str = ""
+    unfuse_weights: bool = False
+    extra: Mapping[str, Any] = MappingProxyType({})
+    topk: int = 20
+    keep: Keep = "full"
+    order: Order = "head"
+    skip_computation: bool = False
+    distributed: bool = False
+    force: bool = False
+
+    @property
+    def model(self) -> str:
+        return model_name(self.model_path, self.variant)
+
+    @property
+    def source(self) -> str:
+        return self.model_path or self.variant
+
+    @property
+    def prefix(self) -> str:
+        return out_files.prefix(
+            self.model, self.new_tokens, self.batch_size, self.length, self.candidate.dtype
+        )
+
+    @property
+    def rounds(self) -> int:
+        wanted = self.new_tokens if self.tokens_per_sequence is None else self.tokens_per_sequence
+        return wanted // self.new_tokens
+
+    def out(self, side: out_files.Side, seed: int) -> Path:
+        return self.output_dir / out_files.out_name(self.prefix, side, seed)
+
+    def csv(self, metric: str) -> Path:
+        return self.output_dir / out_files.csv_name(self.prefix, metric)
+
+    @property
+    def table(self) -> Path:
+        return self.output_dir / f"{self.prefix}.{TABLE}"
+
+    @property
+    def sidecar(self) -> Path:
+        return self.output_dir / f"{self.prefix}.{SIDECAR}"
+
+
+def check(ask: MetricsAsk) -> None:
+    """Refuse what cannot give a result, before anything is loaded.
+
+    Raises:
+        BadInput: A number is out of range, or a name too long.
+    """
+    if not ask.source:
+        raise BadInput("no model is named", hint="give --model_path, or --variant with an id")
+    least = {
+        "--batch_size": ask.batch_size,
+        "--min_pad_length (the sequence length)": ask.length,
+        "--max_new_tokens": ask.new_tokens,
+        "--topk_per_token": ask.topk,
+    }
+    for name, value in least.items():
+        if value < 1:
+            raise BadInput(f"{name} must be at least 1, not {value}")
+    if ask.rounds < 1:
+        raise BadInput(
+            f"--num_test_tokens_per_sequence {ask.tokens_per_sequence} is less than one round of "
+            f"--max_new_tokens {ask.new_tokens}",
+            hint="give a multiple of --max_new_tokens; 1024 is usual",
+        )
+    longest = out_files.out_name(ask.prefix, out_files.CANDIDATE, ask.rounds - 1)
+    out_files.fits(longest)
+
+
+def settings(ask: MetricsAsk) -> dict[str, Any]:
+    """What the scores depend on."""
+    return {
+        "model": ask.model,
+        "architecture": ask.architecture,
+        "library": library_for(ask.architecture, ask.library),
+        "unfuse_weights": ask.unfuse_weights,
+        "extra": plain_json(ask.extra),
+        "prompts": ask.prompts.name if ask.prompts else None,
+        "order": ask.order,
+        "reference": str(ask.reference),
+        "candidate": str(ask.candidate),
+        "topk": ask.topk,
+        "batch_size": ask.batch_size,
+        "length": ask.length,
+        "max_new_tokens": ask.new_tokens,
+        "rounds": ask.rounds,
+    }
+
+
+def side_settings(ask: MetricsAsk, side: out_files.Side, seed: int) -> dict[str, Any]:
+    """What the logits of one side and round depend on, beside the prompts themselves."""
+    everything = settings(ask)
+    own = ("model", "architecture", "library", "unfuse_weights", "extra", "max_new_tokens")
+    target = ask.reference if side == out_files.REFERENCE else ask.candidate
+    return {name: everything[name] for name in own} | {"target": str(target), "seed": seed}
+
+
+def described(ask: MetricsAsk, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Provenance for one output: where and how it was made, and under which settings."""
+    made = provenance()
+    made.pop("id", None)
+    return {
+        **made,
+        "format": "driftline-decoder-metrics",
+        "settings": plain_json(content),
+        "weights": _weights(ask.source),
+    }
+
+
+def _weights(source: str) -> list[dict[str, Any]]:
+    """The weight files of a local model by name and size: enough to notice another model."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return []
+    found = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
+    return [{"name": path.name, "size": path.stat().st_size} for path in found[:200]]
+
+
+def differences(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Settings that are not the same, in words."""
+    plain = cast("dict[str, Any]", plain_json(wanted))
+    return [
+        f"{name} was {kept.get(name)!r}, is {value!r}"
+        for name, value in plain.items()
+        if name in kept and kept[name] != value
+    ]
+
+
+def is_done(ask: MetricsAsk) -> bool:
+    """Whether everything asked for is there already.
+
+    Raises:
+        AlreadyThere: It is, but made under other settings.
+    """
+    if ask.force or not ask.csv(DONE).exists():
+        return False
+    if not ask.sidecar.exists():  # another program's, which does not say how it was made
+        return True
+    try:
+        kept = json.loads(ask.sidecar.read_text(encoding="utf-8")).get("settings", {})
+    except (OSError, ValueError, AttributeError) as trouble:
+        raise BadFile(f"{ask.sidecar} cannot be read: {trouble}") from None
+    changed = differences(kept, settings(ask))
+    if changed:
+        raise AlreadyThere(
+            f"{ask.csv(DONE)} is there, made under other settings: {'; '.join(changed[:3])}",
+            hint="give another --output_dir, or --force to compute it again",
+        )
+    return True

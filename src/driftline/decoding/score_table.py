@@ -1,0 +1,154 @@
+"""The scores of every kept token on disk: a part per round during work, one table at the end.
+
+A row knows its seed, prompt and position, which the documented CSV files do not. It does not know
+how a score is computed.
+"""
+
+# pyarrow has no annotations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from driftline.errors import BadFile
+from driftline.registry import require
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+PLACES = {
+    "seed": "int32",
+    "prompt": "int32",
+    "prompt_name": "string",
+    "position": "int32",
+    "token": "int64",
+}
+"""Where a row belongs: the round, the prompt's place in the batch and its name, how many generated
+tokens came before, and the reference's token."""
+SCORES = {
+    "ce": "double",
+    "prob_mean": "double",
+    "prob_std": "double",
+    "diff_mean": "double",
+    "kl_rc": "double",
+    "kl_cr": "double",
+    "total_variation": "double",
+    "top1_agree": "bool",
+    "rank_of_reference": "int64",
+    "gap": "double",
+}
+"""What `scoring.score` gives per token, as typed columns."""
+METADATA = b"driftline"
+"""Key of the provenance in the table's own metadata."""
+
+
+class Rows(NamedTuple):
+    """Rows by column; a score that could not be had is a column of None."""
+
+    columns: dict[str, Sequence[Any] | Array]
+
+    def __len__(self) -> int:
+        return len(self.columns["seed"])
+
+
+def rows_of(
+    seed: int,
+    prompt: int,
+    prompt_name: str,
+    tokens: Array,
+    scores: Mapping[str, Array | None],
+    kept: int,
+) -> Rows:
+    """The rows of one prompt: its first `kept` tokens."""
+    columns: dict[str, Sequence[Any] | Array] = {
+        "seed": [seed] * kept,
+        "prompt": [prompt] * kept,
+        "prompt_name": [prompt_name] * kept,
+        "position": np.arange(kept),
+        "token": tokens[:kept],
+    }
+    for name in SCORES:
+        values = scores.get(name)
+        columns[name] = [None] * kept if values is None else values[:kept]
+    return Rows(columns)
+
+
+def write_part(path: Path, parts: Sequence[Rows], provenance: Mapping[str, Any]) -> None:
+    """Write the rows of one round, at once."""
+    _write(path, (_arrow(rows) for rows in parts), provenance)
+
+
+def join_parts(path: Path, parts: Sequence[Path], provenance: Mapping[str, Any]) -> None:
+    """Write the table of all rounds from their parts, one in memory at a time."""
+    pq = require("pyarrow.parquet")
+    _write(path, (pq.read_table(part) for part in parts), provenance)
+
+
+def part_settings(path: Path) -> dict[str, Any]:
+    """The provenance a part or table was written with; empty if it is not there or not whole."""
+    pq = require("pyarrow.parquet")
+    try:
+        kept = pq.read_schema(path).metadata or {}
+        return cast("dict[str, Any]", json.loads(kept.get(METADATA, b"{}")))
+    except (OSError, ValueError):
+        return {}
+
+
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, Array]:
+    """Columns of a table as float64; what is absent is NaN.
+
+    Raises:
+        BadFile: It is no such table.
+    """
+    pq = require("pyarrow.parquet")
+    try:
+        table = pq.read_table(path, columns=list(names))
+        return {
+            name: np.asarray(table[name].to_numpy(zero_copy_only=False), np.float64)
+            for name in names
+        }
+    except (OSError, ValueError, KeyError, TypeError) as trouble:
+        raise BadFile(f"{path} is no table of token scores: {trouble}") from None
+
+
+def _schema(provenance: Mapping[str, Any]) -> Any:
+    pa = require("pyarrow")
+    from driftline.runs.manifest import plain_json
+
+    types = {
+        "int32": pa.int32(),
+        "int64": pa.int64(),
+        "string": pa.string(),
+        "double": pa.float64(),
+        "bool": pa.bool_(),
+    }
+    fields = [pa.field(name, types[kind]) for name, kind in {**PLACES, **SCORES}.items()]
+    text = json.dumps(plain_json(provenance), allow_nan=False)
+    return pa.schema(fields, metadata={METADATA: text.encode("utf-8")})
+
+
+def _arrow(rows: Rows) -> Any:
+    pa = require("pyarrow")
+    schema = _schema({})
+    arrays = [
+        pa.array(rows.columns[field.name], type=field.type, from_pandas=False) for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _write(path: Path, tables: Iterator[Any], provenance: Mapping[str, Any]) -> None:
+    pq = require("pyarrow.parquet")
+    schema = _schema(provenance)
+    draft = path.with_name(f".driftline-{path.suffix[1:]}-draft")
+    try:
+        with pq.ParquetWriter(str(draft), schema) as writer:
+            for table in tables:
+                writer.write_table(table.replace_schema_metadata(schema.metadata))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
