@@ -10,7 +10,7 @@ from driftline.alignment.recipe import Recipe
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
-Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure"]
+Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure", "moment"]
 """Why two tensors are a pair, strongest first after what the user said."""
 
 _BY: dict[Rule, str] = {
@@ -21,6 +21,7 @@ _BY: dict[Rule, str] = {
     "normalised": "by normalised name",
     "graph": "by the graph",
     "structure": "by structure",
+    "moment": "of inputs taken at another moment",
 }
 _NO_REASONS: Mapping[tuple[str, TensorKey], str] = {}
 

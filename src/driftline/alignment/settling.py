@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.errors import BadInput
+from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Se
         said_map = parse_step_map(",".join(step_map)) if step_map else None
         reference, candidate, said = seen_steps(reference, candidate, said_map)
         notes += said
+    if any(_late(record.key) for run in (reference, candidate) for record in run.records):
+        from driftline.alignment.moments import seen_moments
+
+        reference, candidate = seen_moments(reference, candidate)
     return Seen(reference, candidate, tuple(notes))
 
 
@@ -73,6 +78,10 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
     )
     plan = taken_back(plan, seen.reference, seen.candidate)
     plan = plan._replace(notes=(*plan.notes, *seen.notes))
+    if any(_late(pair.reference.key) != _late(pair.candidate.key) for pair in plan.pairs):
+        from driftline.alignment.moments import said_of_moments
+
+        plan = said_of_moments(plan)
     foreign = reference.manifest.get("framework") != candidate.manifest.get("framework")
     unlike = [_unlike(pair, foreign) for pair in plan.pairs]
     if any(unlike):
@@ -171,6 +180,11 @@ def _explained(plan: Plan) -> Plan:
             elif record.key.rank not in ranks:
                 reasons[side, record.key] = f"the {other} has no rank {record.key.rank}"
     return plan if reasons == dict(plan.reasons) else plan._replace(reasons=reasons)
+
+
+def _late(key: TensorKey) -> bool:
+    """Whether this is an input as it was after the call."""
+    return key.moment == "after" and key.port == "input"
 
 
 def _places(run: Run) -> list[tuple[int, int]]:

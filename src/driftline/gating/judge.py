@@ -27,6 +27,10 @@ from driftline.tolerance.defaults import (
 )
 from driftline.tolerance.limits import Tolerance
 
+_WRITTEN_INTO = (
+    "one side took it before the call, the other after it: the operator may have written into it"
+)
+
 
 def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     """The same table with every row's status decided, the verdict, and where the drift starts."""
@@ -88,6 +92,8 @@ def _judged(
         else:
             judged = _judge(row, allowed, columns, own, working, inherited)
             inherited.remember(judged)
+            if row.by == "moment" and judged.status == "fail":
+                judged = row.judged("incomparable", f"{judged.reason}; {_WRITTEN_INTO}")
             if row.status == "unjudged" and row.reason:  # what the engine has to say besides
                 judged = judged._replace(
                     reason="; ".join(filter(None, (judged.reason, row.reason)))
