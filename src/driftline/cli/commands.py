@@ -58,6 +58,11 @@ COMMANDS: dict[str, Command] = {
         "Decoders",
         "a decoder on two targets: scores of every generated token",
     ),
+    "thresholds": Command(
+        "driftline.cli.thresholds:thresholds",
+        "Decoders",
+        "metric files of clean runs: how much is normal, per model or layer",
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),

@@ -1,0 +1,99 @@
+"""`driftline thresholds`: metric files of clean runs → lines and a thresholds file per model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from driftline.cli.parsing import Option
+from driftline.errors import EXIT_FINE, BadInput
+
+
+def thresholds(
+    *,
+    models: Annotated[list[str] | None, Option(metavar="MODEL", several=True)] = None,
+    metrics: Annotated[list[str] | None, Option(metavar="METRIC", several=True)] = None,
+    file_base: Annotated[
+        Path | None, Option(names=("--file_base", "--file-base"), metavar="DIR")
+    ] = None,
+    layer_io: Annotated[bool, Option(names=("--layer_io", "--layer-io"))] = False,
+    statistic: Annotated[str | None, Option(metavar="NAME")] = None,
+    seed: int = 0,
+    output_path: Annotated[
+        Path | None, Option(names=("--output_path", "--output-path", "-o"), metavar="DIR")
+    ] = None,
+) -> int:
+    """Turn the metric files of clean runs into thresholds.
+
+        driftline thresholds --models acme/tiny --metrics diff_mean ce --file_base out
+        driftline thresholds --models acme/tiny --metrics abs_diff --file_base out --layer_io
+
+    Reads what `driftline metrics` and `driftline layer-metrics` wrote, in DIR and the folders below
+    it, prints one line per threshold, and writes {model}-thresholds.json there. Exit code 2 when a
+    threshold could not be had; NaN among the values is one reason.
+
+    Args:
+        models: Ids or paths of the models, as they were given when the files were made.
+        metrics: ce, diff_mean, prob_mean, prob_std; with --layer_io abs_diff, cos_sim.
+        file_base: The folder of the metric files.
+        layer_io: One threshold per layer, from the files of layers.
+        statistic: p99 (per token) and average (per layer) unless given: any percentile such as
+            p99.9, counted towards the bad side, or average, median, max, std, l2.
+        seed: Of the bootstrap that gives the confidence intervals.
+        output_path: Where the thresholds files go instead of DIR.
+    """
+    if not models or not metrics or file_base is None:
+        missing = "--models" if not models else "--metrics" if not metrics else "--file_base"
+        raise BadInput(f"`driftline thresholds` needs {missing}", hint="see --help")
+    from driftline.decoding.metric_files import find_metric_files, metric_name
+    from driftline.decoding.out_files import fits, flat
+    from driftline.decoding.threshold_run import Say, make_thresholds
+    from driftline.tolerance.statistic import parse_statistic
+
+    chosen = None if statistic is None else parse_statistic(statistic)
+    for word in metrics:
+        metric_name(word, layers=layer_io)
+    wanted = list(dict.fromkeys(model.rstrip("/") or model for model in models))
+    for model in wanted:
+        fits(f"{flat(model)}-thresholds.json")
+    found = find_metric_files(file_base)
+    say = Say(_result, _trouble)
+    unusable: list[str] = []
+    for model in wanted:
+        made = make_thresholds(
+            found,
+            model,
+            metrics,
+            say,
+            folder=file_base,
+            layers=layer_io,
+            statistic=chosen,
+            seed=seed,
+        )
+        unusable += [
+            f"{entry.metric} of {entry.site or model}" for entry in made.entries if not entry.usable
+        ]
+        if any(entry.usable for entry in made.entries):
+            goal = made.write((output_path or file_base) / f"{flat(model)}-thresholds.json")
+            _trouble(f"the thresholds are in {goal}")
+    if unusable:
+        one = len(unusable) == 1
+        raise BadInput(
+            f"{len(unusable)} threshold{' is' if one else 's are'} no number"
+            f"{': ' if one else ', '}{unusable[0]}{'' if one else ' for one'}",
+            hint="the values named above are why; such a threshold lets nothing pass",
+        )
+    return EXIT_FINE
+
+
+def _result(line: str) -> None:
+    from driftline.reports.terminal import printable
+
+    print(printable(line), flush=True)
+
+
+def _trouble(line: str) -> None:
+    from driftline.reports.terminal import printable
+
+    print(f"driftline: {printable(line)}", file=sys.stderr)

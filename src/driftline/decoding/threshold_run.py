@@ -1,0 +1,163 @@
+"""Metric files of clean runs become thresholds: what `driftline thresholds` does for one model.
+
+Per token the 99th percentile, per layer the average, unless another statistic is asked for. All
+shapes of a model are pooled, and each is also kept by itself. Knows no command line: what there is
+to print is handed to the caller line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.decoding.metric_files import (
+    LAYER_METRICS,
+    TOKEN_METRICS,
+    Found,
+    MetricFile,
+    Values,
+    by_layer,
+    metric_name,
+    read_values,
+)
+from driftline.decoding.out_files import flat
+from driftline.errors import BadInput
+from driftline.runs.manifest import provenance
+from driftline.tolerance.statistic import AVERAGE, CONFIDENCE, P99, RESAMPLES, Statistic
+from driftline.tolerance.thresholds import OUTPUT, PerShape, Threshold, Thresholds
+
+_KEPT_PROVENANCE = ("created", "driftline", "command", "cwd", "git", "python", "platform")
+
+
+class Say(NamedTuple):
+    """Where lines go as they are found: results, and what is wrong with them."""
+
+    result: Callable[[str], None]
+    trouble: Callable[[str], None]
+
+
+def make_thresholds(
+    found: Found,
+    model: str,
+    metrics: Sequence[str],
+    say: Say,
+    *,
+    folder: Path,
+    layers: bool = False,
+    statistic: Statistic | None = None,
+    seed: int = 0,
+) -> Thresholds:
+    """The thresholds of one model from its metric files; NaN where there is no value, or NaN is one.
+
+    Args:
+        found: The files of the folder.
+        model: Its id or path.
+        metrics: Names of metrics, in the order to print.
+        say: Takes the documented lines, and what is to be said of NaN and empty files.
+        folder: Where the files are; sources are written down relative to it.
+        layers: Per layer instead of per token.
+        statistic: Instead of the 99th percentile, or the average of a layer.
+        seed: Of the bootstrap.
+
+    Raises:
+        BadInput: An unknown metric, no file.
+        BadFile: A file that cannot be read.
+    """
+    chosen = statistic or (AVERAGE if layers else P99)
+    names = list(dict.fromkeys(metric_name(word, layers=layers) for word in metrics))
+    if not names:
+        raise BadInput("no metric is named", hint="--metrics ce diff_mean")
+    asked = {
+        name: next(w for w in metrics if metric_name(w, layers=layers) == name) for name in names
+    }
+    entries: list[Threshold] = []
+    sources: list[str] = []
+    for name in names:
+        files = found.of(model, name, layers=layers)
+        say.result(f"found {len(files)} {'layers ' if layers else ''}metric files")
+        sources += [file.path.relative_to(folder).as_posix() for file in files]
+        groups = by_layer(files) if layers else {"": files}
+        for layer, mine in groups.items():
+            entry = _threshold(name, layer, mine, chosen, seed, say)
+            entries.append(entry)
+            if layers:
+                word = "avg" if chosen.name == "average" else chosen.name
+                say.result(f"Layer {layer} {word} {asked[name]} = {entry.value}")
+            else:
+                say.result(f"{flat(model)} {asked[name]} {entry.value}")
+    facts = provenance()
+    return Thresholds(
+        flat(model),
+        tuple(entries),
+        settings={
+            "made_by": "driftline thresholds",
+            "model": model.rstrip("/"),
+            "statistic": chosen.name,
+            "resamples": RESAMPLES,
+            "confidence": CONFIDENCE,
+            "seed": seed,
+        },
+        sources=tuple(sources),
+        provenance={name: facts[name] for name in _KEPT_PROVENANCE},
+    )
+
+
+def _threshold(
+    metric: str,
+    layer: str,
+    files: Sequence[MetricFile],
+    statistic: Statistic,
+    seed: int,
+    say: Say,
+) -> Threshold:
+    direction = (LAYER_METRICS if layer else TOKEN_METRICS)[metric]
+    values: list[Values] = []
+    for file in files:
+        values.append(read_values(file.path, metric))
+        _complain(file, values[-1], say)
+    pooled = np.concatenate(values)
+    if not pooled.size:
+        of = f"layer {layer}" if layer else f"the model '{files[0].named.model}'"
+        say.trouble(
+            f"the {metric} files of {of} hold no value: no token came before the end of text, or "
+            "the run was broken off"
+        )
+    shapes: dict[tuple[Any, ...], list[Values]] = {}
+    about: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for file, mine in zip(files, values, strict=True):
+        key = tuple(file.shape.values())
+        about[key] = file.shape
+        shapes.setdefault(key, []).append(mine)
+    per_shape = [
+        PerShape(about[key], statistic.of(together, direction), together.size)
+        for key, together in ((key, np.concatenate(own)) for key, own in shapes.items())
+        if together.size
+    ]
+    value = statistic.of(pooled, direction)
+    return Threshold(
+        metric,
+        value,
+        layer,
+        OUTPUT if layer else "",
+        statistic.name,
+        direction,
+        samples=pooled.size,
+        interval=statistic.interval(pooled, direction, seed=seed),
+        observed=value,
+        nan=int(np.isnan(pooled).sum()),
+        inf=int(np.isinf(pooled).sum()),
+        dtypes=tuple(dict.fromkeys(file.named.dtype for file in files)),
+        shapes=tuple(per_shape),
+    )
+
+
+def _complain(file: MetricFile, values: Values, say: Say) -> None:
+    if not values.size:
+        say.trouble(f"{file.path} holds no value")
+        return
+    for word, count in (("NaN", np.isnan(values).sum()), ("Inf", np.isinf(values).sum())):
+        if count:
+            say.trouble(f"{file.path}: {count} of {values.size} values are {word}")
