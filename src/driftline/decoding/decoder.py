@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 Library = Literal["transformers", "fms"]
+_LAST_ONLY = ("logits_to_keep", "last_n_tokens")
+"""How the libraries are told that only the last position's logits are wanted."""
 
 
 class Forward(NamedTuple):
@@ -72,7 +74,13 @@ class DecoderModel:
         return f"{self.name} ({self.target})"
 
     def forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any = None
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: Any = None,
+        *,
+        every_position: bool = False,
     ) -> Forward:
         """Logits after the last of `ids`.
 
@@ -81,9 +89,13 @@ class DecoderModel:
             mask: bool [batch, all]: True where a token is real, of everything up to the last id.
             position_ids: int64 [batch, new].
             cache: What the call before gave; None at first.
+            every_position: Whether the model shall compute the logits of all `ids`, not only of the
+                last; what is given back is the last's.
         """
         call = _fms_arguments if self.library == "fms" else self._transformers_arguments
         words = call(ids.to(self.device), mask.to(self.device), position_ids.to(self.device), cache)
+        if every_position:
+            words = {name: word for name, word in words.items() if name not in _LAST_ONLY}
         output: Any = self.module(**words)
         if self.library == "fms":
             logits, cache = output
