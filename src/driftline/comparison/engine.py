@@ -16,6 +16,7 @@ from typing import Any
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.row import LOST, Row
+from driftline.comparison.small import FAR_OFF, SmallPairs
 from driftline.comparison.summaries import (
     ESTIMATED,
     FROM_STATISTICS,
@@ -41,8 +42,6 @@ Elementwise = Callable[[str, str], tuple[float, float]]
 
 _LARGE = 64 << 20
 """Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
-_FAR_OFF = 0.1
-"""A relative L2 from which on a square weight is also looked at the other way round."""
 _ABOUT = ("id", "command", "argv", "created", "versions", "framework", "devices", "git", "seeds")
 _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
 
@@ -126,13 +125,18 @@ class _Work:
         self.rows: list[Row | None] = [None] * len(pairs)
         self.repeats = _repeats(pairs)
         measured_once = {later for repeats in self.repeats.values() for later in repeats}
-        self.units = [
-            (stop - start, at, block, len(blocks))
-            for at, pair in enumerate(pairs)
-            if at not in measured_once
-            for blocks in [_blocks(pair)]
-            for block, (start, stop) in enumerate(blocks)
-        ]
+        self.quick = SmallPairs(reference, candidate, metrics, elementwise)
+        self.small: list[int] = []
+        self.units: list[tuple[int, int, int, int]] = []
+        for at, pair in enumerate(pairs):
+            if at in measured_once:
+                continue
+            if self.quick.takes(pair):
+                self.small.append(at)
+                continue
+            blocks = _blocks(pair)
+            for block, (start, stop) in enumerate(blocks):
+                self.units.append((stop - start, at, block, len(blocks)))
         # Largest first: in a run's order the logits come last, and one thread reads them alone.
         self.units.sort(key=lambda unit: unit[0], reverse=True)
         self.parts: dict[int, dict[int, PairMoments]] = {}
@@ -143,13 +147,14 @@ class _Work:
         self.ticket = itertools.count()
 
     def run(self, threads: int) -> list[Row]:
-        """All rows, in the order of the pairs. The calling thread works too."""
+        """All rows, in the order of the pairs. The calling thread does small ones, and helps."""
         helpers = [
             threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
             for n in range(1, min(threads, len(self.units)))
         ]
         for helper in helpers:
             helper.start()
+        self._small_ones()
         self._worker()
         for helper in helpers:
             helper.join()
@@ -157,19 +162,26 @@ class _Work:
             raise self.failure
         return [row for row in self.rows if row is not None]
 
+    def _small_ones(self) -> None:
+        try:
+            for at in self.small:
+                self._finish(at, self.quick.row(self.pairs[at]) or self._row(at, 0, 1))
+        except BaseException as bug:
+            self.failure = bug
+
     def _worker(self) -> None:
         try:
             while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
                 _, at, block, blocks = self.units[ticket]
-                row = self._row(at, block, blocks)
-                if row is not None:
-                    self._finish(at, row)
+                self._finish(at, self._row(at, block, blocks))
         except BaseException as bug:  # carried to the calling thread, which raises it
             self.failure = bug
 
-    def _finish(self, at: int, row: Row) -> None:
+    def _finish(self, at: int, row: Row | None) -> None:
         with self.lock:
-            if self.rows[at] is None:  # a pair of many blocks may fail in several
+            if (
+                row is not None and self.rows[at] is None
+            ):  # a pair of many blocks may fail in several
                 self.rows[at] = row
                 repeats = self.repeats.get(at, ())
                 for later in repeats:
@@ -240,7 +252,7 @@ class _Work:
                 found = measure_values(values, found, self.metrics, notes)
         else:
             found = measure_values(values, found, self.metrics, notes)
-        if values.is_square and (off := found.get("relative_l2", 0.0)) > _FAR_OFF:
+        if values.is_square and (off := found.get("relative_l2", 0.0)) > FAR_OFF:
             from driftline.comparison.cooking import said_of_a_square
 
             notes += filter(None, [said_of_a_square(pair, values.arrays(), off)])
@@ -259,8 +271,9 @@ def _repeats(pairs: Sequence[Pair]) -> dict[int, list[int]]:
     for at, pair in enumerate(pairs):
         if pair.reference_recipe is not None or pair.candidate_recipe is not None:
             continue
-        ours, theirs = _bytes_of(pair.reference), _bytes_of(pair.candidate)
-        if ours is None or theirs is None:
+        ours = _bytes_of(pair.reference)
+        theirs = _bytes_of(pair.candidate) if ours is not None else None
+        if theirs is None:
             continue
         place = (ours, theirs)
         earlier = first.setdefault(place, at)

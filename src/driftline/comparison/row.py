@@ -28,7 +28,7 @@ STATUSES: tuple[Status, ...] = ("fail", "incomparable", "missing", "extra", "pas
 LOST = "the values are lost"
 """Begins or ends the reason of a row of which a side should have values and has none."""
 
-_NO_METRICS: Mapping[str, Number] = {}
+NO_METRICS: Mapping[str, Number] = {}
 
 
 class Column(NamedTuple):
@@ -114,7 +114,7 @@ class Row(NamedTuple):
     candidate_shape: tuple[int, ...] | None = None
     basis: Basis = ""
     estimated: tuple[str, ...] = ()
-    metrics: Mapping[str, Number] = _NO_METRICS
+    metrics: Mapping[str, Number] = NO_METRICS
     decided_by: str = ""
     limit: float | None = None
     limit_from: str = ""
@@ -172,8 +172,8 @@ class Row(NamedTuple):
         reason: str = "",
     ) -> Row:
         """This row with its measurements, and no judgement."""
-        row = self._replace(basis=basis, estimated=estimated, metrics=metrics)
-        return row.judged(status, reason)
+        judgement = (status, reason, *self[3:20], basis, estimated, metrics)
+        return self._make((self[0], *judgement, "", None, "", 0.0))
 
     def judged(
         self,
@@ -186,14 +186,9 @@ class Row(NamedTuple):
         severity: float = 0.0,
     ) -> Row:
         """This row with another judgement in place of whatever it had."""
-        return self._replace(
-            status=status,
-            reason=reason,
-            decided_by=decided_by,
-            limit=limit,
-            limit_from=limit_from,
-            severity=severity,
-        )
+        # By position: `_replace` takes three times as long, for each of 10^5 rows.
+        judgement = (decided_by, limit, limit_from, severity)
+        return self._make((self[0], status, reason, *self[3:23], *judgement))
 
     def __str__(self) -> str:
         return f"{self.status:>12}  {self.key}" + (f"  {self.reason}" if self.reason else "")

@@ -5,15 +5,17 @@ Looks at records and recipes only; reads no tensor.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.row import LOST, Row
+from driftline.comparison.row import LOST, NO_METRICS, Basis, Number, Row
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.record import Record
 
 
-def paired(pair: Pair) -> Row:
+def paired(pair: Pair, basis: Basis = "", metrics: Mapping[str, Number] = NO_METRICS) -> Row:
+    """The row of a pair, not judged; measured only where its measurements are given."""
     ours, theirs = pair.reference, pair.candidate
     row = Row(
         key=ours.key,
@@ -27,6 +29,8 @@ def paired(pair: Pair) -> Row:
         candidate_dtype=theirs.dtype,
         reference_shape=ours.shape,
         candidate_shape=theirs.shape,
+        basis=basis,
+        metrics=metrics,
     )
     if ours.key == theirs.key and pair.reference_recipe is pair.candidate_recipe is None:
         return row

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from driftline.comparison.metrics.catalogue import KNOWN, Metric
-from driftline.comparison.metrics.derivation import needs_definition
+from driftline.comparison.metrics.catalogue import KNOWN, STANDARD, Metric
+from driftline.comparison.metrics.derivation import needs_definition, standard
 from driftline.comparison.row import Number
 from driftline.errors import BadInput
 from driftline.numerics import kernel
@@ -33,6 +33,7 @@ F64: TypeAlias = "npt.NDArray[np.float64]"
 BLOCK = 4 << 20
 """Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
 
+_USUAL = len(STANDARD)
 _SCALED = ("relative_l2", "cosine", "projection", "rmse")
 
 
@@ -177,7 +178,11 @@ def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -
     """The measurements that the kernel's pass holds."""
     whole = moments[0] if len(moments) == 1 else merge_moments(moments)
     found: dict[str, Number] = {}
-    for metric in metrics:
+    others = metrics
+    if metrics[:_USUAL] == STANDARD:
+        found = standard(whole)
+        others = metrics[_USUAL:]
+    for metric in others:
         if metric.derive is not None and (value := metric.derive(whole)) is not None:
             found[metric.column.name] = value
     if needs_definition(whole):

@@ -11,7 +11,7 @@ import numpy as np
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.manifest import plain_json
 from driftline.runs.record import Blob, Record
-from driftline.runs.run import Loss, Run, Storage, no_values
+from driftline.runs.run import Loss, Memory, Run, Storage, no_values
 from driftline.runs.sink import JSON, Bytes
 from driftline.runs.writer import OVER_LIMIT, digest_for
 
@@ -149,6 +149,12 @@ class _MemoryRun(Run):
         if record.blob is None:
             return no_values(record)
         return self._blobs[(record.digest, record.blob.length)].view(storage)
+
+    def memory(self, record: Record) -> Memory | None:
+        if record.blob is None:
+            return None
+        values = self._blobs[(record.digest, record.blob.length)]
+        return Memory(values.ctypes.data, values.nbytes, values)
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)

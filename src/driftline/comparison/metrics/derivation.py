@@ -19,7 +19,9 @@ _HUGE = 1e290
 
 def needs_definition(m: PairMoments) -> bool:
     """Whether squares left the range of float64, so that norms must come from the definitions."""
-    if not m.finite:
+    if (
+        _TINY <= m.sum_rr <= _HUGE and _TINY <= m.sum_cc <= _HUGE and _TINY <= m.sum_ee <= _HUGE
+    ) or not m.finite:
         return False
     for sum_of_squares in (m.sum_rr, m.sum_cc, m.sum_ee):
         if not sum_of_squares <= _HUGE:
@@ -144,3 +146,64 @@ CANDIDATE: tuple[_Described, ...] = (
     (_INF, lambda m: m.c_pos_inf + m.c_neg_inf),
     (_AT, lambda m: _place(m.c_nonfinite_at)),
 )
+
+
+def standard(m: PairMoments) -> dict[str, Number]:
+    """Every metric of the catalogue's `STANDARD` at once, in its order, by the rules above.
+
+    Thirty calls take longer than measuring 16 kB. A test holds this to what the calls give.
+    """
+    # fmt: off
+    (
+        count, finite, _, _, _, _, _, sum_ee, sum_abs_e, max_abs_e, max_abs_e_at, sum_rel_e,
+        max_rel_e, steps, outside, differing, first_different_at, r_finite, c_finite,
+        r_min, r_max, c_min, c_max, r_sum, c_sum, r_sumsq, c_sumsq, r_std, c_std, r_nan, c_nan,
+        r_pos_inf, c_pos_inf, r_neg_inf, c_neg_inf, lonely, one_sided_at,
+        r_nonfinite_at, c_nonfinite_at,
+    ) = m
+    # fmt: on
+    found: dict[str, Number] = {
+        "relative_l2": relative_l2(m),
+        "cosine": cosine(m),
+        "max_abs_error": max_abs_e if finite else 0.0,
+        "mean_abs_error": sum_abs_e / finite if finite else 0.0,
+        "rmse": math.sqrt(sum_ee / finite) if finite else 0.0,
+        "max_rel_error": max_rel_e if finite else 0.0,
+        "mean_rel_error": sum_rel_e / finite if finite else 0.0,
+        "projection": projection(m),
+        "max_ulp": steps if finite else 0.0,
+        "outside_share": outside / count if count else 0.0,
+        "different": differing,
+        "one_sided": lonely,
+        "one_sided_at": one_sided_at,
+        "max_abs_error_at": max_abs_e_at,
+        "first_different_at": first_different_at,
+        "reference_min": r_min,
+        "reference_max": r_max,
+        "reference_mean": r_sum / r_finite if r_finite else math.nan,
+        "reference_std": r_std,
+        "reference_l2": math.sqrt(r_sumsq),
+        "reference_nan": r_nan,
+        "reference_inf": r_pos_inf + r_neg_inf,
+        "reference_nonfinite_at": r_nonfinite_at,
+        "candidate_min": c_min,
+        "candidate_max": c_max,
+        "candidate_mean": c_sum / c_finite if c_finite else math.nan,
+        "candidate_std": c_std,
+        "candidate_l2": math.sqrt(c_sumsq),
+        "candidate_nan": c_nan,
+        "candidate_inf": c_pos_inf + c_neg_inf,
+        "candidate_nonfinite_at": c_nonfinite_at,
+    }
+    # A pair has no position of what is nowhere.
+    if one_sided_at < 0:
+        del found["one_sided_at"]
+    if max_abs_e_at < 0:
+        del found["max_abs_error_at"]
+    if first_different_at < 0:
+        del found["first_different_at"]
+    if r_nonfinite_at < 0:
+        del found["reference_nonfinite_at"]
+    if c_nonfinite_at < 0:
+        del found["candidate_nonfinite_at"]
+    return found

@@ -1,0 +1,108 @@
+"""Small pairs that nothing is the matter with: measured with as few words as possible.
+
+Two tensors of 16 kB are measured in 4 µs, and a dump has tens of thousands of them. Whatever is out
+of the ordinary (a recipe, a lost side, samples, numbers beyond the kernel's range) is not taken
+here, or handed back: the engine, which knows all of that, then looks at the pair from the start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from driftline.alignment.plan import Pair
+from driftline.comparison.metrics.catalogue import STANDARD, Metric
+from driftline.comparison.metrics.derivation import needs_definition, standard
+from driftline.comparison.row import Row
+from driftline.comparison.unmeasured import clash, paired
+from driftline.errors import DriftlineError
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES, DType
+from driftline.runs.run import Run
+
+SMALL_BYTES = 1 << 18
+"""Both sides of a pair together. Below this most of the work is Python's, which threads do not
+share: two of them take longer than one. Pairs of 256 kB a side are read and measured side by side.
+"""
+FAR_OFF = 0.1
+"""A relative L2 from which on a square weight is also looked at the other way round."""
+
+
+class _Types(NamedTuple):
+    """What is the same for all pairs of two dtypes."""
+
+    ours: DType
+    theirs: DType
+    bits: int
+    rtol: float
+    atol: float
+
+
+class SmallPairs:
+    """Measures pairs of two runs, one after the other; for one thread."""
+
+    def __init__(
+        self,
+        reference: Run,
+        candidate: Run,
+        metrics: Sequence[Metric],
+        elementwise: Callable[[str, str], tuple[float, float]],
+    ) -> None:
+        self._reference = reference
+        self._candidate = candidate
+        self._elementwise = elementwise
+        # Other metrics want the values as arrays, and so does numpy in the kernel's place.
+        self._able = kernel.takes_addresses() and tuple(metrics) == STANDARD
+        self._known: dict[tuple[str, str], _Types] = {}
+
+    def takes(self, pair: Pair) -> bool:
+        """Whether a pair is small and, as far as its records say, as usual."""
+        ours, theirs, _, _, our_recipe, their_recipe, trouble = pair
+        if not self._able or our_recipe is not None or their_recipe is not None or trouble:
+            return False
+        shape = ours.shape
+        if ours.kept != "full" or theirs.kept != "full" or shape != theirs.shape:
+            return False
+        if ours.placement != theirs.placement:
+            return False
+        types = self._known.get((ours.dtype, theirs.dtype)) or self._types(pair)
+        if types is None or math.prod(shape) * types.bits > 8 * SMALL_BYTES:
+            return False
+        return not self._reference.lost(ours) and not self._candidate.lost(theirs)
+
+    def _types(self, pair: Pair) -> _Types | None:
+        if clash(pair):
+            return None
+        ours, theirs = DTYPES[pair.reference.dtype], DTYPES[pair.candidate.dtype]
+        rtol, atol = self._elementwise(ours.name, theirs.name)
+        types = _Types(ours, theirs, ours.bits + theirs.bits, rtol, atol)
+        self._known[pair.reference.dtype, pair.candidate.dtype] = types
+        return types
+
+    def row(self, pair: Pair) -> Row | None:
+        """The measured row of a pair that `takes` took; None to let the engine look at it."""
+        ours, theirs = pair.reference, pair.candidate
+        our_dtype, their_dtype, _, rtol, atol = self._known[ours.dtype, theirs.dtype]
+        shape = ours.shape
+        count = math.prod(shape)
+        try:
+            here, there = self._reference.memory(ours), self._candidate.memory(theirs)
+        except (DriftlineError, OSError, ValueError):
+            return None
+        if (
+            here is None
+            or there is None
+            or here.length * 8 < our_dtype.bits * count
+            or there.length * 8 < their_dtype.bits * count
+        ):
+            return None
+        moments = kernel.pair_moments_at(
+            here.address, our_dtype, there.address, their_dtype, count=count, atol=atol, rtol=rtol
+        )
+        if needs_definition(moments):
+            return None
+        found = standard(moments)
+        if len(shape) == 2 and shape[0] == shape[1] and found["relative_l2"] > FAR_OFF:
+            return None
+        return paired(pair, "values", found)
