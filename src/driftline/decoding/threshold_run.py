@@ -50,7 +50,7 @@ def make_thresholds(
     statistic: Statistic | None = None,
     seed: int = 0,
 ) -> Thresholds:
-    """The thresholds of one model from its metric files; NaN where there is no value, or NaN is one.
+    """The thresholds of one model from its metric files; NaN where a value is NaN, or none is.
 
     Args:
         found: The files of the folder.
@@ -70,9 +70,6 @@ def make_thresholds(
     names = list(dict.fromkeys(metric_name(word, layers=layers) for word in metrics))
     if not names:
         raise BadInput("no metric is named", hint="--metrics ce diff_mean")
-    asked = {
-        name: next(w for w in metrics if metric_name(w, layers=layers) == name) for name in names
-    }
     entries: list[Threshold] = []
     sources: list[str] = []
     for name in names:
@@ -85,9 +82,9 @@ def make_thresholds(
             entries.append(entry)
             if layers:
                 word = "avg" if chosen.name == "average" else chosen.name
-                say.result(f"Layer {layer} {word} {asked[name]} = {entry.value}")
+                say.result(f"Layer {layer} {word} {name} = {entry.value}")
             else:
-                say.result(f"{flat(model)} {asked[name]} {entry.value}")
+                say.result(f"{flat(model)} {name} {entry.value}")
     facts = provenance()
     return Thresholds(
         flat(model),

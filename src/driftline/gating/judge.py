@@ -31,6 +31,10 @@ _WRITTEN_INTO = (
     "one side took it before the call, the other after it: the operator may have written into it"
 )
 
+NO_THRESHOLD = "the thresholds do not speak of it"
+"""Reason of a row that was measured, but that nothing says a limit for."""
+_WHOSE = {"user": "asked for", "exact": "exact", "thresholds": "by its threshold"}
+
 
 def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     """The same table with every row's status decided, the verdict, and where the drift starts."""
@@ -181,9 +185,11 @@ def _exact(row: Row) -> Row:
 def _explicit(row: Row, allowed: Tolerance, columns: dict[str, Column]) -> Row:
     """Every limit must hold; the row shows the one that is furthest from holding."""
     judged: list[Row] = []
-    for limit in allowed.all_limits():
+    for limit, source in allowed.limits_of(row):
         column = columns.get(limit.metric, Column(limit.metric, "lower"))
-        judged.append(_held(row, column, limit.value, "user"))
+        judged.append(_held(row, column, limit.value, source))
+    if not judged:
+        return row.judged("incomparable", NO_THRESHOLD)
     unknown = next((each for each in judged if each.status == "incomparable"), None)
     worst = max(judged, key=lambda each: (each.status == "fail", each.severity))
     return worst if worst.status == "fail" or unknown is None else unknown
@@ -194,6 +200,8 @@ def _held(row: Row, column: Column, limit: float, source: str) -> Row:
     value = row.metrics.get(column.name)
     if value is None:
         kept = row.basis
+        if kept == "values":
+            return row.judged("incomparable", f"{column.name} was not measured")
         return row.judged(
             "incomparable", f"{column.name} needs the values; only the {kept} was kept"
         )
@@ -203,7 +211,7 @@ def _held(row: Row, column: Column, limit: float, source: str) -> Row:
     if not holds:
         about = "estimated " if column.name in row.estimated else ""
         sign = {"higher": ">=", "zero": "within +-"}.get(column.direction, "<=")
-        whose = {"user": "asked for", "exact": "exact"}.get(source, f"for {source}")
+        whose = _WHOSE.get(source, f"for {source}")
         where = _place(row, "max_abs_error_at", "largest error")
         shown = f"{value:.3g}"
         if shown == f"{limit:.3g}":  # 0.99999 is below 1, and must not read as 1

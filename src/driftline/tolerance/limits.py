@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from driftline.comparison.row import Column
+from driftline.comparison.row import Column, Row
 from driftline.errors import BadInput, did_you_mean
+
+if TYPE_CHECKING:
+    from driftline.tolerance.thresholds import Threshold, Thresholds
 
 
 class Limit(NamedTuple):
@@ -19,6 +22,13 @@ class Limit(NamedTuple):
 
     metric: str
     value: float
+
+
+BY_USER = "user"
+BY_THRESHOLDS = "thresholds"
+
+_LAYER_METRICS = {"abs_diff": "mean_abs_error", "cos_sim": "cosine"}
+"""What the averages of layer files are called in a comparison table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +41,17 @@ class Tolerance:
             fails its row. None when the test was not asked for.
         atol: See `rtol`.
         min_coverage: The share of all tensors that must have been compared, 0 to 1.
+        thresholds: Limits of each layer, from clean runs, in place of the per-dtype defaults. A
+            tensor they do not speak of is not judged by them.
+        slack: How many times its threshold a tensor may reach.
     """
 
     limits: tuple[Limit, ...] = ()
     rtol: float | None = None
     atol: float | None = None
     min_coverage: float = 0.0
+    thresholds: Thresholds | None = None
+    slack: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):
@@ -47,6 +62,8 @@ class Tolerance:
                 f"the minimal coverage is {self.min_coverage}; it must lie between 0 and 1",
                 hint="0.95 asks for 95 % of all tensors",
             )
+        if not 0.0 < self.slack < math.inf:
+            raise BadInput(f"the slack is {self.slack}; it must be a number above 0")
 
     @property
     def elementwise(self) -> bool:
@@ -55,20 +72,32 @@ class Tolerance:
     @property
     def explicit(self) -> bool:
         """Whether anything takes the place of the per-dtype defaults."""
-        return bool(self.limits) or self.elementwise
+        return bool(self.limits) or self.elementwise or self.thresholds is not None
 
     def all_limits(self) -> tuple[Limit, ...]:
         """The limits to hold, the element-wise test among them."""
         test = (Limit("outside_share", 0.0),) if self.elementwise else ()
         return (*test, *self.limits)
 
+    def limits_of(self, row: Row) -> list[tuple[Limit, str]]:
+        """The limits a row has to keep, each with where it comes from."""
+        found = [(limit, BY_USER) for limit in self.all_limits()]
+        if self.thresholds is not None:
+            for metric in self.thresholds.metrics:
+                entry = self.thresholds.find(metric, row.key.site, port=row.key.port)
+                if entry is not None and entry.usable:
+                    found.append((_limit_of(entry, row, self.slack), BY_THRESHOLDS))
+        return found
+
     def as_json(self) -> dict[str, Any]:
+        whose = BY_USER if self.thresholds is None else BY_THRESHOLDS
         return {
-            "from": "user" if self.explicit else "dtype",
+            "from": whose if self.explicit else "dtype",
             "metrics": {limit.metric: limit.value for limit in self.all_limits()},
             "rtol": self.rtol,
             "atol": self.atol,
             "min_coverage": self.min_coverage,
+            **({} if self.thresholds is None else _about(self.thresholds, self.slack)),
         }
 
     def __str__(self) -> str:
@@ -77,7 +106,48 @@ class Tolerance:
         parts = [f"{limit.metric} {limit.value:g}" for limit in self.limits]
         if self.elementwise:
             parts.insert(0, f"|c - r| <= {self.atol or 0:g} + {self.rtol or 0:g} |r|")
+        if self.thresholds is not None:
+            times = "" if self.slack == 1.0 else f"{self.slack:g} times "
+            parts.append(f"{times}the thresholds of {self.thresholds.path or 'clean runs'}")
         return "limits: " + ", ".join(parts)
+
+
+def widened(value: float, column: Column, times: float) -> float:
+    """A limit that allows `times` as much: away from 0, or from the 1 of a perfect agreement.
+
+    >>> widened(0.99, Column("cosine", "higher"), 2.0), widened(0.5, Column("rmse", "lower"), 2.0)
+    (0.98, 1.0)
+    """
+    if column.direction != "higher":
+        return value * times
+    if value <= 1.0:
+        return 1.0 - (1.0 - value) * times
+    return value / times
+
+
+def _limit_of(entry: Threshold, row: Row, slack: float) -> Limit:
+    """A threshold as a limit of the table's own metric."""
+    metric, value = entry.metric, entry.value
+    if metric not in row.metrics and metric in _LAYER_METRICS:
+        metric = _LAYER_METRICS[metric]
+        if entry.statistic == "l2":  # of the errors of all elements, which is rmse but for a root
+            metric = "rmse"
+            value /= math.sqrt(max(math.prod(row.reference_shape or ()), 1))
+        elif metric == "cosine":
+            value = min(value, 1.0)  # cosines of mixed formats may come out above it
+    return Limit(metric, widened(value, Column(metric, entry.direction), slack))
+
+
+def _about(thresholds: Thresholds, slack: float) -> dict[str, Any]:
+    return {
+        "thresholds": {
+            "path": thresholds.path,
+            "model_id": thresholds.model_id,
+            "metrics": list(thresholds.metrics),
+            "layers": len(thresholds.sites),
+            "slack": slack,
+        }
+    }
 
 
 def limits_from(
