@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from driftline import compare, open_run
-from driftline.errors import BadFile, BadRun
+from driftline.errors import BadFile, BadRun, DriftlineError
 from driftline.formats import npy, torchzip
 from driftline.formats.folder import Folder
 from driftline.formats.parts import describe
@@ -92,7 +92,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_a_row_with_a_reason(tmp_path
 
 
 def test_an_empty_folder_is_still_no_run(tmp_path: Path) -> None:
-    with pytest.raises(BadRun):
+    with pytest.raises(BadRun, match="is an empty folder"):
         open_run(tmp_path)
 
 
@@ -299,3 +299,12 @@ def test_lists_that_hold_each_other_twice_are_no_endless_walk(tmp_path: Path) ->
     assert "nested containers" in member.trouble
     with pytest.raises(BadFile, match="nested containers"):
         open_run(tmp_path / "trap.pt")
+
+
+def test_what_is_not_readable_is_told_what_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no tensor")
+    for what in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(DriftlineError) as caught:
+            open_run(what)
+        for known in ("msit_dump", "torchair", "msprobe", "Paddle", "*.out", ".safetensors"):
+            assert known in caught.value.hint

@@ -79,7 +79,7 @@ def compare(
     -mp it also writes ait_cmp_report_{timestamp}.csv into the folder -o, or into this one.
 
     Args:
-        reference: What is right: a run, or a .npy, .npz, .pt, .pth or .safetensors file.
+        reference: What is right: a run, a dump of another program, or a tensor file.
         candidate: What is in question.
         golden_path: Another way to give REF.
         my_path: Another way to give CAND.

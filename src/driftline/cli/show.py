@@ -31,7 +31,7 @@ def show(
     is missing from it. A folder that `compare -o` wrote shows the comparison again.
 
     Args:
-        path: A run, a table's folder, or a .npy, .npz, .pt, .pth or .safetensors file.
+        path: A run, a dump of another program, a comparison's folder, or a tensor file.
         tensors: List the tensors with their statistics instead of the modules.
         site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors.
         format: table for people; json and csv for programs, whole; markdown for a review.

@@ -82,6 +82,15 @@ class TreeFormat(Protocol):
         ...
 
 
+READABLE = (
+    "it reads folders of `driftline dump`; dumps of ATB (ait_dump*, msit_dump*, atb_dump_data), of "
+    "ait's torch hooks, of torchair (GE and FX), of msprobe, of the Paddle saving hook, of "
+    "transformers' debugger; decoder *.out folders; and .npy, .npz, .pt, .pth, .safetensors, ATB "
+    ".bin and GE operator files, alone or in folders"
+)
+"""The hint of whoever gives something else."""
+
+
 def open_run(path: StrPath) -> Run:
     """Open a run, or a dump or tensor file of another program as a run.
 
@@ -106,11 +115,12 @@ def open_run(path: StrPath) -> Run:
             for format_ in chain(_trees(), _announced()):
                 if format_.sniff(place):
                     return _opened(format_, place)
+            if not any(place.iterdir()):
+                raise BadRun(f"'{place}' is an empty folder") from None
             if not (place / MANIFEST).exists():
                 raise BadRun(
                     f"'{place}' is no run, and no dump of another program that is known",
-                    hint="give the folder that `driftline dump -o` made, or one that "
-                    "docs/formats.md describes",
+                    hint=READABLE,
                 ) from None
         raise not_ours
 
@@ -135,8 +145,7 @@ def open_file(path: Path) -> Run:
             )
     raise BadFile(
         f"{path} is no tensor file that driftline can read",
-        hint="it reads folders written by `driftline dump`, and .npy, .npz, .pt, .pth, "
-        ".safetensors and ATB .bin files",
+        hint=READABLE,
     )
 
 
