@@ -74,6 +74,7 @@ def load_model(
     random_weights: bool = False,
     library: str = "",
     distributed: bool = False,
+    as_written: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> DecoderModel:
     """Load a causal language model for a target, in evaluation mode, without gradients.
@@ -89,6 +90,8 @@ def load_model(
         random_weights: Draw the weights instead of reading them.
         library: `transformers` or `fms`; empty: see `library_for`.
         distributed: Split the weights over the ranks of the job.
+        as_written: Load the kind of model that its config names (question answering, say) instead
+            of a causal language model.
         extra: More words for the library's own loader.
 
     Raises:
@@ -115,6 +118,7 @@ def load_model(
         micro_layers,
         random_weights,
         distributed,
+        as_written,
         dict(extra or {}),
     )
     make = _from_fms if kind == "fms" else _from_transformers
@@ -140,6 +144,7 @@ class _Ask(NamedTuple):
     micro_layers: int | None
     random_weights: bool
     distributed: bool
+    as_written: bool
     extra: dict[str, Any]
 
 
@@ -192,6 +197,8 @@ def _from_transformers(ask: _Ask) -> torch.nn.Module:
         config = transformers.AutoConfig.from_pretrained(ask.source)
         words["config"] = _fewer_layers(config, ask.micro_layers)
     auto = transformers.AutoModelForCausalLM
+    if ask.as_written:
+        auto = _auto_class(transformers, transformers.AutoConfig.from_pretrained(ask.source))
     if ask.random_weights:
         config = words.pop("config", None) or transformers.AutoConfig.from_pretrained(ask.source)
         torch_module.manual_seed(WEIGHTS_SEED)
@@ -201,6 +208,13 @@ def _from_transformers(ask: _Ask) -> torch.nn.Module:
         require("accelerate", install=TRANSFORMERS)  # transformers shards weights through it
         words.setdefault("distributed_config", _tensor_parallel(transformers))
     return auto.from_pretrained(ask.source, dtype=place.dtype, **words)
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """The automatic class for what a config calls its architecture, `…ForQuestionAnswering` say."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    head = str(named).rpartition("For")[2]
+    return getattr(transformers, f"AutoModelFor{head}", transformers.AutoModelForCausalLM)
 
 
 def _tensor_parallel(transformers: Any) -> Any:

@@ -1,0 +1,150 @@
+"""Named models as subjects of expectations: loaded, and called with the documented input.
+
+The input is the tokens 5 … 64, filled up on the left to 64 positions. Files are called
+`models.test_model_expectations.{class}.{model}.{test}`; the model part is `org--name`, and names
+with the last part of the id alone, which older files have, are read too.
+"""
+
+# torch, transformers and fms are only partly annotated.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.decoding.decoder import DecoderModel
+from driftline.decoding.models import load_model
+from driftline.decoding.prompts import Padded, Prompt, pad_left
+from driftline.decoding.targets import DTYPES, Target, default_targets, parse_target
+from driftline.errors import BadInput
+from driftline.gating.expectation_files import documented_label, model_label
+from driftline.gating.expectations import Subject
+from driftline.gating.expecting import device_name
+from driftline.gating.signature import tensors_of
+
+DOCUMENTED_MODULE = "models.test_model_expectations"
+DTYPE = "fp16"
+FIRST_TOKEN, TOKENS, LENGTH = 5, 60, 64
+
+
+class Ask(NamedTuple):
+    """How the models of a test run are loaded, in the user's words; empty ones are defaults."""
+
+    target: str = ""
+    library: str = ""
+    micro_layers: str = ""
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to be expected of.
+
+    Attributes:
+        name: As the user named it.
+        subject: What is called and what its fingerprint says.
+        label: Its part of the file names, and the one that older files have.
+    """
+
+    name: str
+    subject: Subject
+    label: tuple[str, str]
+
+    def names(self, suite: str, test: str) -> list[str]:
+        """The file names of one of its expectations, the one to write first."""
+        stems = dict.fromkeys(f"{DOCUMENTED_MODULE}.{suite}.{label}" for label in self.label)
+        return [f"{stem}.{test}" for stem in stems]
+
+
+def load(name: str, ask: Ask, *, tuple_output: bool) -> Loaded:
+    """Load a model and make its documented input.
+
+    Args:
+        name: Id or folder.
+        ask: How.
+        tuple_output: It gives several tensors and sees all of its input, not only what is before.
+
+    Raises:
+        BadInput: The model, the target or the number of layers cannot mean anything.
+    """
+    target = parse_target(ask.target, dtype=DTYPE) if ask.target else default_targets(DTYPE)[1]
+    layers = _layers(ask.micro_layers)
+    model = load_model(
+        name,
+        target,
+        unfuse_weights=True,
+        micro_layers=layers,
+        random_weights=layers is not None,
+        library=ask.library,
+        as_written=True,
+    )
+    batch = documented_batch(model.vocabulary)
+    words = _words(model, batch, causal=not tuple_output)
+    label = (model_label(name), documented_label(name))
+    if layers is not None:
+        label = (f"{label[0]}-micro{layers}", label[1])
+    facts = {
+        "model": label[0],
+        "library": model.library,
+        "device": _device(model),
+        "compile": target.compile,
+        "weights": DTYPES[target.dtype],
+        "micro_layers": layers,
+    }
+    subject = Subject(
+        name,
+        lambda: _checked(name, model.module(**words), tuple_output=tuple_output),
+        model.module,
+        np.asarray(batch.mask[0].numpy(), np.bool_),
+        facts,
+    )
+    return Loaded(name, subject, label)
+
+
+def documented_batch(vocabulary: int) -> Padded:
+    """The tokens 5 … 64 of one prompt, padded on the left; smaller vocabularies begin again."""
+    ids = range(FIRST_TOKEN, FIRST_TOKEN + TOKENS)
+    size = vocabulary or FIRST_TOKEN + TOKENS
+    return pad_left([Prompt("documented", tuple(token % size for token in ids))], LENGTH)
+
+
+def _layers(text: str) -> int | None:
+    if not text:
+        return None
+    if not text.isdecimal() or not int(text):
+        raise BadInput(f"'{text}' is no number of layers", hint="--driftline-micro-layers 3")
+    return int(text)
+
+
+def _words(model: DecoderModel, batch: Padded, *, causal: bool) -> dict[str, Any]:
+    import torch
+
+    ids, mask, positions = (part.to(model.device) for part in batch)
+    if model.library == "fms":
+        # Padding sees padding and nothing else, so that no row of the softmax is empty.
+        allowed = mask.unsqueeze(-1) == mask.unsqueeze(-2)
+        allowed = allowed.tril() if causal else allowed
+        dtype = getattr(torch, DTYPES[model.target.dtype])
+        bias = torch.where(allowed, 0.0, -torch.inf).to(dtype)
+        return {"x": ids, "mask": bias, "position_ids": positions}
+    words: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.to(ids.dtype)}
+    takes = inspect.signature(model.module.forward).parameters
+    # Encoders number positions in a way of their own; decoders would count the padding.
+    optional = {"use_cache": False, **({"position_ids": positions} if causal else {})}
+    return words | {name: value for name, value in optional.items() if name in takes}
+
+
+def _checked(name: str, output: Any, *, tuple_output: bool) -> Any:
+    found = len(tensors_of(output))
+    if not tuple_output and found > 1:
+        raise BadInput(
+            f"{name} gives {found} tensors; a decoder gives one",
+            hint="name it under --driftline-tuple-output-models, for TestAIUModelsTupleOutput",
+        )
+    return output
+
+
+def _device(model: DecoderModel) -> str:
+    kind: Target = model.target
+    return kind.device if kind.device.startswith("aiu") else device_name(model.device)
