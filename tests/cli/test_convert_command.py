@@ -84,7 +84,7 @@ def test_what_is_left_out_is_counted_with_the_reason(driftline: Say, tmp_path: P
         (("there", "-o", "there"), "into itself"),
         (("there", "-o", "there/a.npy", "--to", "npy"), "is a file"),
         (("text.txt", "-o", "out"), "is no tensor file"),
-        (("empty", "-o", "out"), "no dump of another program"),
+        (("empty", "-o", "out"), "is an empty folder"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(

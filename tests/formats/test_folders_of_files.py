@@ -92,7 +92,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_a_row_with_a_reason(tmp_path
 
 
 def test_an_empty_folder_is_still_no_run(tmp_path: Path) -> None:
-    with pytest.raises(BadRun, match="is an empty folder"):
+    with pytest.raises(BadRun, match="an empty folder"):
         open_run(tmp_path)
 
 

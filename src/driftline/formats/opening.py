@@ -116,7 +116,7 @@ def open_run(path: StrPath) -> Run:
                 if format_.sniff(place):
                     return _opened(format_, place)
             if not any(place.iterdir()):
-                raise BadRun(f"'{place}' is an empty folder") from None
+                raise BadRun(f"'{place}' is no run: it is an empty folder") from None
             if not (place / MANIFEST).exists():
                 raise BadRun(
                     f"'{place}' is no run, and no dump of another program that is known",
