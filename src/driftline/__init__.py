@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from driftline.dialects.labels import set_task_id as set_task_id
     from driftline.formats.conversion import convert as convert
     from driftline.formats.opening import open_run as open_run
+    from driftline.gating.checking import check as check
     from driftline.gating.door import align as align
     from driftline.gating.door import compare as compare
     from driftline.gating.models import compare_models as compare_models
+    from driftline.tolerance.calibration import calibrate as calibrate
+    from driftline.tolerance.thresholds import load_thresholds as load_thresholds
 
 __version__ = "0.1.0"
 
@@ -37,6 +40,9 @@ _DOORS = {
     "compare": "driftline.gating.door:compare",
     "compare_models": "driftline.gating.models:compare_models",
     "open_table": "driftline.comparison.storage:open_table",
+    "calibrate": "driftline.tolerance.calibration:calibrate",
+    "check": "driftline.gating.checking:check",
+    "load_thresholds": "driftline.tolerance.thresholds:load_thresholds",
     "DumpConfig": "driftline.dialects.ait:DumpConfig",
     "register_hook": "driftline.dialects.ait:register_hook",
     "register_saving_hook": "driftline.dialects.ait:register_saving_hook",
@@ -49,11 +55,14 @@ __all__ = [
     "DumpConfig",
     "__version__",
     "align",
+    "calibrate",
     "capture",
+    "check",
     "compare",
     "compare_models",
     "convert",
     "gen_id",
+    "load_thresholds",
     "open_run",
     "open_table",
     "register_hook",

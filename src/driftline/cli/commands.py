@@ -42,6 +42,16 @@ COMMANDS: dict[str, Command] = {
         "Compare",
         "two runs or tensor files: which layers differ, which one first",
     ),
+    "calibrate": Command(
+        "driftline.cli.calibrate:calibrate",
+        "Compare",
+        "clean comparisons: limits for every layer",
+    ),
+    "check": Command(
+        "driftline.cli.check:check",
+        "Compare",
+        "a comparison against such limits: the first layer beyond its own",
+    ),
     "labels": Command(
         "driftline.cli.labels:labels",
         "Compare",

@@ -40,6 +40,7 @@ def compare(
     rtol: Annotated[float | None, Option(group=_LIMITS)] = None,
     atol: Annotated[float | None, Option(group=_LIMITS)] = None,
     min_coverage: Annotated[float, Option(metavar="SHARE", group=_LIMITS)] = 0.0,
+    thresholds: Annotated[Path | None, Option(metavar="FILE.json", group=_LIMITS)] = None,
     site: Annotated[list[str] | None, Option(metavar="GLOB", group=_WHICH)] = None,
     port: Annotated[list[str] | None, Option(group=_WHICH)] = None,
     step: Annotated[list[str] | None, Option(metavar="N[-M]", group=_WHICH)] = None,
@@ -89,6 +90,7 @@ def compare(
         rtol: Every element must keep |c - r| <= atol + rtol |r|.
         atol: See --rtol.
         min_coverage: Fail when less than this share of all tensors was compared, such as 0.9.
+        thresholds: Limits of each layer, as `driftline calibrate` and `thresholds` write them.
         site: Only sites that match, such as 'model.layers.*.mlp'; may be repeated.
         port: Only this side: input, output, grad_input, grad_output, param, ...; may be repeated.
         step: Only these steps, such as 0 or 3-5; may be repeated.
@@ -188,6 +190,7 @@ def compare(
             rtol=rtol,
             atol=atol,
             min_coverage=min_coverage,
+            thresholds=thresholds,
             plan=pairing,
             threads=threads,
             progress=progress,

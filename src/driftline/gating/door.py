@@ -19,6 +19,8 @@ from driftline.tolerance.limits import Limit, Tolerance, limits_from
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
+    from driftline.tolerance.thresholds import Thresholds
+
 Source: TypeAlias = "Run | StrPath"
 """A run, or the path of one or of a foreign dump."""
 Limits: TypeAlias = Mapping[str, float] | Sequence[Limit] | None
@@ -33,6 +35,7 @@ def compare(
     rtol: float | None = None,
     atol: float | None = None,
     min_coverage: float = 0.0,
+    thresholds: Thresholds | StrPath | None = None,
     sites: Sequence[str] = (),
     ports: Sequence[str] = (),
     maps: Sequence[str] = (),
@@ -53,6 +56,8 @@ def compare(
         rtol: With `atol`, every element must keep `|c - r| <= atol + rtol |r|`.
         atol: See `rtol`.
         min_coverage: The share of all tensors that must have been compared for a pass.
+        thresholds: Limits of each layer: what `calibrate` gave, or the path of a thresholds file.
+            Tensors it does not speak of are then measured, but not judged by it.
         sites: Globs; only sites that match one of them. All, when none is given.
         ports: Only these ports. All, when none is given.
         maps: `REFERENCE=CANDIDATE` for sites that are called differently; see `align`.
@@ -73,7 +78,7 @@ def compare(
         allowed = limits_from(limits, columns)
     else:
         allowed = tuple(limits)
-    tolerance = Tolerance(allowed, rtol, atol, min_coverage)
+    tolerance = Tolerance(allowed, rtol, atol, min_coverage, _loaded(thresholds))
     ours, theirs = open_source(reference), open_source(candidate)
     if not isinstance(plan, Plan):
         plan = align(
@@ -96,7 +101,19 @@ def compare(
         threads=threads,
         progress=progress,
     )
-    return judge(table, tolerance)
+    if tolerance.thresholds is None:
+        return judge(table, tolerance)
+    from driftline.gating.checking import judge_by
+
+    return judge_by(table, tolerance)
+
+
+def _loaded(thresholds: Thresholds | StrPath | None) -> Thresholds | None:
+    if thresholds is None:
+        return None
+    from driftline.tolerance.thresholds import Thresholds, load_thresholds
+
+    return thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
 
 
 def _constant(rtol: float | None, atol: float | None) -> Elementwise:
