@@ -15,7 +15,7 @@ def calibrate(
     output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="FILE.json")] = None,
     metric: Annotated[list[str] | None, Option(metavar="NAME")] = None,
     quantile: float = 0.99,
-    margin: float = 1.5,
+    margin: float = 2.0,
     site: Annotated[list[str] | None, Option(metavar="GLOB")] = None,
     port: list[str] | None = None,
     model: str = "",

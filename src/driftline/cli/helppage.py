@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from driftline.cli.commands import EXIT_CODES
+from driftline.cli.commands import COMMANDS, EXIT_CODES
 from driftline.cli.parsing import Argument, arguments_of, load
 
 WIDEST = 100
@@ -24,7 +24,7 @@ def help_page(name: str) -> str:
     width = max(60, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
     function = load(name)
     arguments = arguments_of(function)
-    usage = " ".join(_usage_word(a) for a in arguments if not a.names)
+    usage = " ".join(_usage_word(a, name) for a in arguments if not a.names)
     prose, _, described = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:")
     said = {field: " ".join(text.split()) for field, text in _DESCRIBED.findall(described)}
     lines = [f"usage: driftline {name} [OPTIONS] {usage}".rstrip(), "", *_prose(prose, width)]
@@ -53,8 +53,11 @@ def _groups(arguments: Iterable[Argument]) -> list[str]:
     return first + [title for title in titles if title not in first]
 
 
-def _usage_word(argument: Argument) -> str:
-    return f"[-- {argument.placeholder} ...]" if argument.several else argument.placeholder
+def _usage_word(argument: Argument, command: str) -> str:
+    if not argument.several:
+        return argument.placeholder
+    several = f"{argument.placeholder} ..."
+    return f"[-- {several}]" if COMMANDS[command].takes_program else several
 
 
 def _prose(text: str, width: int) -> list[str]:

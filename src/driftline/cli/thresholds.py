@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput
+
+if TYPE_CHECKING:
+    from driftline.tolerance.thresholds import Thresholds
+
+_SHOWN = 8
+"""Complaints about files, for each model; a model has hundreds of layers."""
 
 
 def thresholds(
@@ -58,25 +64,29 @@ def thresholds(
     for model in wanted:
         fits(f"{flat(model)}-thresholds.json")
     found = find_metric_files(file_base)
-    say = Say(_result, _trouble)
+    complaints: list[str] = []
+    say = Say(_result, complaints.append)
     unusable: list[str] = []
     for model in wanted:
-        made = make_thresholds(
-            found,
-            model,
-            metrics,
-            say,
-            folder=file_base,
-            layers=layer_io,
-            statistic=chosen,
-            seed=seed,
-        )
+        try:
+            made = make_thresholds(
+                found,
+                model,
+                metrics,
+                say,
+                folder=file_base,
+                layers=layer_io,
+                statistic=chosen,
+                seed=seed,
+            )
+        finally:
+            _complain(complaints)
         unusable += [
             f"{entry.metric} of {entry.site or model}" for entry in made.entries if not entry.usable
         ]
         if any(entry.usable for entry in made.entries):
-            goal = made.write((output_path or file_base) / f"{flat(model)}-thresholds.json")
-            _trouble(f"the thresholds are in {goal}")
+            goal = (output_path or file_base) / f"{flat(model)}-thresholds.json"
+            _write(made, goal)
     if unusable:
         one = len(unusable) == 1
         raise BadInput(
@@ -87,13 +97,41 @@ def thresholds(
     return EXIT_FINE
 
 
+def _write(made: Thresholds, goal: Path) -> None:
+    """Per token and per layer go into one file: what was not asked for this time stays in it."""
+    from driftline.errors import BadFile
+    from driftline.tolerance.thresholds import load_thresholds
+
+    beside = ""
+    if goal.exists():
+        try:
+            older = load_thresholds(goal)
+        except BadFile as trouble:
+            _said(f"{trouble}; it is replaced")
+        else:
+            rest = [name for name in older.metrics if name not in made.metrics]
+            if rest:
+                made = made.kept_beside(older)
+                beside = f", beside those of {', '.join(rest)} that were there"
+    made.write(goal)
+    _said(f"the thresholds are in {goal}{beside}")
+
+
+def _complain(complaints: list[str]) -> None:
+    for line in complaints[:_SHOWN]:
+        _said(line)
+    if len(complaints) > _SHOWN:
+        _said(f"and {len(complaints) - _SHOWN} more files of this kind")
+    complaints.clear()
+
+
 def _result(line: str) -> None:
     from driftline.reports.terminal import printable
 
     print(printable(line), flush=True)
 
 
-def _trouble(line: str) -> None:
+def _said(line: str) -> None:
     from driftline.reports.terminal import printable
 
     print(f"driftline: {printable(line)}", file=sys.stderr)

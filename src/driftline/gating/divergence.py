@@ -196,7 +196,8 @@ def _all_fine(rows: Sequence[Row], compared: int) -> str:
     worst = max(passing, key=lambda row: row.severity)
     if worst.severity == 0.0:
         return f"{share}, none differs"
-    whose = "asked for" if worst.limit_from == "user" else f"allowed for {worst.limit_from}"
+    said = {"user": "asked for", "thresholds": "allowed by its threshold"}
+    whose = said.get(worst.limit_from, f"allowed for {worst.limit_from}")
     about = "estimated " if worst.decided_by in worst.estimated else ""
     return (
         f"{share}, none outside its limit; the closest is '{worst.key.site}' "

@@ -10,6 +10,7 @@ scale (1.0) are outside. docs/metrics.md shows the table.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from driftline.numerics.definition import COMPONENT, ULP_FORMATS
@@ -84,6 +85,7 @@ def with_smallest_steps(dtype: DType, count: int, reference_l2: float) -> float:
     return LIMITS[dtype.name] + 2.0 * step * math.sqrt(count) / reference_l2
 
 
+@functools.lru_cache(1024)
 def coarsest(names: tuple[str, ...]) -> DType | None:
     """The coarsest floating format among these names; None when there is none.
 
@@ -98,6 +100,7 @@ def coarsest(names: tuple[str, ...]) -> DType | None:
     return found
 
 
+@functools.lru_cache(1024)
 def is_exact(name: str) -> bool:
     """Whether values of this format are compared exactly: integers and booleans."""
     dtype = DTYPES.get(name)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -129,6 +129,14 @@ class Thresholds:
                 hint="its clean values held NaN or Inf; look at those first",
             )
         return value
+
+    def kept_beside(self, older: Thresholds) -> Thresholds:
+        """These, and the thresholds of an older file for metrics that these do not speak of."""
+        kept = [entry for entry in older.entries if entry.metric not in self.metrics]
+        if not kept:
+            return self
+        sources = dict.fromkeys((*self.sources, *older.sources))
+        return replace(self, entries=(*self.entries, *kept), sources=tuple(sources))
 
     def belongs_to(self, model: str) -> bool:
         """Whether these may be the thresholds of a model, given by its id or path.
