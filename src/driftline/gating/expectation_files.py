@@ -168,7 +168,7 @@ def write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The line last: without it there is no expectation, whatever lies beside.
-        _put(beside, json.dumps(fingerprint, indent=2, allow_nan=False) + "\n")
+        _put(beside, _json(fingerprint))
         _put(path, line)
     except OSError as trouble:
         raise DriftlineError(
@@ -177,6 +177,12 @@ def write(
             "names the folder",
         ) from None
     return path
+
+
+def _json(fingerprint: Mapping[str, Any]) -> str:
+    """One line per fact: it is read by people, and its changes are looked at in reviews."""
+    lines = (f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in fingerprint.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _put(path: Path, text: str) -> None:

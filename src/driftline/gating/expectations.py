@@ -196,11 +196,14 @@ class Expectations:
 
     def _fingerprint(self, subject: Subject, dtype: str) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC)
-        facts = {
+        return {
             "made_by": f"driftline {driftline.__version__}",
             "made_at": f"{now:%Y-%m-%dT%H:%MZ}",
+            **environment(),
+            **({"dtype": dtype} if dtype else {}),
+            "seed": subject.seed,
+            **subject.facts,
         }
-        return {**facts, **environment(), **({"dtype": dtype} if dtype else {}), **subject.facts}
 
 
 def environment() -> dict[str, str]:

@@ -52,7 +52,9 @@ def expectations_of(config: pytest.Config) -> Expectations:
     if named is not None:
         folder = config.invocation_params.dir / str(named)  # as paths on a command line are meant
     else:
-        folder = config.rootpath / (setting(config, "expectations_dir") or FOLDER)
+        # Without an ini file pytest's root depends on which tests are named.
+        base = config.rootpath if config.inipath else config.invocation_params.dir
+        folder = base / (setting(config, "expectations_dir") or FOLDER)
     update = "all" if captures(config) else cast("Update", config.getoption("driftline_update"))
     words = [str(word) for word in config.invocation_params.args]
     return Expectations(folder, update, shlex.join(["pytest", *words, CAPTURE]))
@@ -86,6 +88,12 @@ def saved(request: pytest.FixtureRequest, what: str) -> str:
     return f"{what} file has been saved, please re-run the tests without {CAPTURE}"
 
 
+def say(message: str) -> None:
+    """End the test with these words, if there are any."""
+    if message:
+        pytest.fail(message, pytrace=False)
+
+
 class Expecter:
     """What the fixture `expect` gives: call it with a model and its inputs."""
 
@@ -105,7 +113,6 @@ class Expecter:
                 otherwise); `seed`, set before every call (42); `rtol` and `atol`, instead of
                 measured limits: a position may be off by `atol + rtol * (largest number)`.
         """
-        __tracebackhide__ = True
         self._calls += 1
         try:
             asked = self._asked(words)
@@ -121,9 +128,7 @@ class Expecter:
             what = "Signature and Weights Key"
             names = [f"{stem}.weight_keys"]
             wrong.append(settle(self._request, lambda: here.weight_keys(about, names)))
-        message = "\n".join(filter(None, wrong)) or saved(self._request, what)
-        if message:
-            pytest.fail(message, pytrace=False)
+        say("\n".join(filter(None, wrong)) or saved(self._request, what))
 
     def _asked(self, words: dict[str, Any]) -> dict[str, Any]:
         asked: dict[str, Any] = {}

@@ -73,10 +73,28 @@ def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, obje
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _refuse_a_model_as_root(config)
     config.addinivalue_line(
         "markers",
         "driftline(name=, seed=, rtol=, atol=): how `expect` captures and compares in this test",
     )
+
+
+def _refuse_a_model_as_root(config: pytest.Config) -> None:
+    """pytest takes any path that follows a blank for a folder of tests, and looks there for its
+    ini file; the user's own would silently not be read."""
+    from itertools import pairwise
+
+    here = config.invocation_params.dir
+    if config.rootpath == here or config.rootpath in here.parents:
+        return
+    words = [str(word) for word in config.invocation_params.args]
+    for option, value in pairwise(words):
+        if option.startswith("--driftline-") and "=" not in option and (here / value).exists():
+            raise pytest.UsageError(
+                f"pytest takes {value} for a folder of tests; join it to its option with a sign: "
+                f"{option}={value}"
+            )
 
 
 @pytest.fixture

@@ -11,24 +11,25 @@ imports the two classes. `--capture_expectation` writes the files.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import pytest
 
 from driftline.errors import DriftlineError
-from driftline.gating.expectations import Expectations, Result
 from driftline.gating.expecting import (
     captures,
     expectations_of,
     fail,
     model_list,
     saved,
+    say,
     setting,
     settle,
 )
 from driftline.suites.subjects import Ask, Loaded, load
 
+_loaded: dict[tuple[str, Ask, bool], Loaded] = {}
+"""The model that is being tested, and no other; both tests of a model use it."""
 UNFUSED = "All AIU models are already unfused"
 
 
@@ -50,43 +51,40 @@ class ModelExpectations:
         if "capture_expectation" in metafunc.fixturenames:
             metafunc.parametrize("capture_expectation", [captures(metafunc.config)])
 
-    @pytest.fixture(scope="class")
-    def loaded(self, request: pytest.FixtureRequest, model_id: str) -> Loaded:
-        words = {name: setting(request.config, name) for name in Ask._fields}
-        try:
-            return load(model_id, Ask(**words), tuple_output=self.tuple_output)
-        except DriftlineError as trouble:
-            fail(trouble)
+    @classmethod
+    def teardown_class(cls) -> None:
+        _loaded.clear()
 
-    def check(
-        self,
-        request: pytest.FixtureRequest,
-        what: str,
-        check: Callable[[Expectations, list[str]], Result],
-        names: list[str],
-    ) -> None:
-        __tracebackhide__ = True
-        expectations = expectations_of(request.config)
-        message = settle(request, lambda: check(expectations, names)) or saved(request, what)
-        if message:
-            pytest.fail(message, pytrace=False)
+    def _model(self, request: pytest.FixtureRequest, name: str) -> Loaded:
+        ask = Ask(*(setting(request.config, word) for word in Ask._fields))
+        key = (name, ask, self.tuple_output)
+        if key not in _loaded:
+            _loaded.clear()  # before the next is loaded: two large models may not fit
+            try:
+                _loaded[key] = load(name, ask, tuple_output=self.tuple_output)
+            except DriftlineError as trouble:
+                fail(trouble)
+        return _loaded[key]
 
     def test_model_output(
-        self, request: pytest.FixtureRequest, loaded: Loaded, capture_expectation: bool
+        self, request: pytest.FixtureRequest, model_id: str, capture_expectation: bool
     ) -> None:
-        """The signature of the output is the captured one, within what the model's own rounding
-        explains."""
-        __tracebackhide__ = True
-        names = loaded.names(type(self).__name__, "test_model_output")
-        self.check(request, "Signature", lambda e, n: e.output(loaded.subject, n), names)
+        """The signature of the output is the captured one, but for what rounding explains."""
+        model = self._model(request, model_id)
+        names = model.names(type(self).__name__, "test_model_output")
+        here = expectations_of(request.config)
+        wrong = settle(request, lambda: here.output(model.subject, names))
+        say(wrong or saved(request, "Signature"))
 
     def test_model_weight_keys(
-        self, request: pytest.FixtureRequest, loaded: Loaded, capture_expectation: bool
+        self, request: pytest.FixtureRequest, model_id: str, capture_expectation: bool
     ) -> None:
         """The keys of the state dict are the captured ones."""
-        __tracebackhide__ = True
-        names = loaded.names(type(self).__name__, "test_model_weight_keys")
-        self.check(request, "Weights Key", lambda e, n: e.weight_keys(loaded.subject, n), names)
+        model = self._model(request, model_id)
+        names = model.names(type(self).__name__, "test_model_weight_keys")
+        here = expectations_of(request.config)
+        wrong = settle(request, lambda: here.weight_keys(model.subject, names))
+        say(wrong or saved(request, "Weights Key"))
 
     @pytest.mark.skip(reason=UNFUSED)
     def test_model_unfused(self, model_id: str) -> None:
