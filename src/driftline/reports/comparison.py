@@ -57,7 +57,11 @@ def view(table: Table, *, everything: bool = False) -> View:
         rows = [row for row in table.rows if row.status == status]
         if rows:
             blocks.append(_others(title, rows, everything))
-    blocks += [Sentence(f"alignment: {note}", "doubtful") for note in table.notes]
+    # Notes are alignment's, but for those that say whose they are.
+    blocks += [
+        Sentence(note if note.startswith("thresholds: ") else f"alignment: {note}", "doubtful")
+        for note in table.notes
+    ]
     if said := _recipes(table):
         blocks.append(Sentence(said, "doubtful"))
     for name, side in (("reference", table.reference), ("candidate", table.candidate)):

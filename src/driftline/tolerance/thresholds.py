@@ -322,8 +322,8 @@ def _layers(content: JSON) -> Iterator[tuple[str, JSON]]:
 def _odd_zeros(top: Mapping[str, JSON]) -> tuple[str, ...]:
     """The older form writes 0 for NaN and for layers whose output is a tuple: no threshold."""
     zeros = [
-        layer
-        for content in top.values()
+        f"{metric} of '{layer}'"
+        for metric, content in top.items()
         if isinstance(content, list)
         for layer, value in _layers(cast("JSON", content))
         if value == 0.0
@@ -331,8 +331,8 @@ def _odd_zeros(top: Mapping[str, JSON]) -> tuple[str, ...]:
     if not zeros:
         return ()
     return (
-        f"{len(set(zeros))} layers, '{zeros[0]}' for one, have the value 0, which files of this "
-        "older form hold where there was NaN or a tuple; those are passed over",
+        f"{len(zeros)} values are 0, {zeros[0]} for one: files of this older form have that where "
+        "there was NaN or a tuple, so they are passed over",
     )
 
 
