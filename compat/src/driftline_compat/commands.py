@@ -37,6 +37,11 @@ def hook_result_checker() -> int:
     return main(["check-hooks", *sys.argv[1:]])
 
 
+def get_thresholds() -> int:
+    """`get_thresholds.py --models M --metrics … --file_base DIR [--layer_io]`."""
+    return main(["thresholds", *sys.argv[1:]])
+
+
 def _dump(words: list[str]) -> list[str]:
     """The original writes its own tree, into the current folder unless told otherwise."""
     own = words[: words.index("--")] if "--" in words else words
