@@ -183,3 +183,11 @@ def test_compare_sees_bytes_that_changed_on_disk_although_the_digests_agree(
     data[-1] ^= 0x40
     shard.write_bytes(data)
     assert driftline("compare", reference, twin).code == 1
+
+
+def test_what_is_lost_is_not_counted_as_kept(driftline: Say, tmp_path: Path) -> None:
+    np.save(tmp_path / "fine.npy", np.ones(3))
+    (tmp_path / "broken.npy").write_bytes(b"nothing")
+    said = driftline("show", tmp_path)
+    assert "1 full, 1 lost" in said.out
+    assert "missing: broken.npy" in said.out

@@ -175,7 +175,7 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     for name, counts in (
         ("ports", Counter(record.key.port for record in records)),
         ("dtypes", Counter(record.dtype or "unknown" for record in records)),
-        ("kept", Counter(record.kept for record in records)),
+        ("kept", Counter("lost" if run.lost(record) else record.kept for record in records)),
     ):
         yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
     beside = manifest.get("beside")
