@@ -129,3 +129,24 @@ METRICS_VARIABLES = {
 
 def metrics_variable(option: str) -> str:
     return environment().get(METRICS_VARIABLES[option], "").strip()
+
+
+LAYER_VARIABLES = {
+    "model_paths": "MODEL_PATHS",
+    "batch_sizes": "BATCH_SIZES",
+    "seq_lengths": "SEQ_LENGTHS",
+    "max_new_tokens": "MAX_NEW_TOKENS",
+    "output_path": "OUTPUT_PATH",
+    "sharegpt_path": "SHARE_GPT_DATASET_PATH",
+}
+"""What the options of `driftline layer-metrics` fall back to, by option; commas between several."""
+SHARE_GPT = "share_gpt.json"
+"""Name of the prompt file in the user's home, where no other is named."""
+
+
+def layer_variable(option: str) -> str:
+    return environment().get(LAYER_VARIABLES[option], "").strip()
+
+
+def home_prompts() -> str:
+    return os.path.join(os.path.expanduser("~"), SHARE_GPT)  # noqa: PTH111, PTH118 - a leaf

@@ -68,6 +68,11 @@ COMMANDS: dict[str, Command] = {
         "Decoders",
         "a decoder on two targets: scores of every generated token",
     ),
+    "layer-metrics": Command(
+        "driftline.cli.layer_metrics:layer_metrics",
+        "Decoders",
+        "a decoder on two targets: differences of every layer",
+    ),
     "thresholds": Command(
         "driftline.cli.thresholds:thresholds",
         "Decoders",

@@ -66,11 +66,11 @@ def counting_rows(shape: tuple[int, ...], slot: str, span: Span) -> Mask | None:
 def is_cache(slot: str) -> bool:
     """Whether an output is part of a key-value cache: transformers say so, fms nests them.
 
-    >>> is_cache("past_key_values.3.0"), is_cache("1.3.0"), is_cache("1")
-    (True, True, False)
+    >>> is_cache("past_key_values.3.0"), is_cache("1.3.0"), is_cache("1.0"), is_cache("1")
+    (True, True, True, False)
     """
     parts = slot.split(".")
-    return parts[0] == CACHE or (len(parts) >= 3 and all(part.isdigit() for part in parts))
+    return parts[0] == CACHE or (len(parts) >= 2 and all(part.isdigit() for part in parts))
 
 
 def _anywhere(mask: Mask) -> Mask:

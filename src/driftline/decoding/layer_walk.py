@@ -1,4 +1,4 @@
-"""Two decoders read the same text at the same time, and every layer's outputs are compared.
+"""Two decoders read the same text, layer by layer in turn, and every layer's outputs are compared.
 
 Both are captured while they run, the reference in a thread of its own; in `generate` mode the
 candidate goes on with the reference's tokens, so that both read the same text at every iteration.
@@ -23,7 +23,7 @@ from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import lone
 from driftline.decoding.counted_rows import Span, counting_rows
 from driftline.decoding.decoder import DecoderModel, Forward
-from driftline.decoding.meeting import AHEAD, Event, Meeting
+from driftline.decoding.meeting import Event, Meeting
 from driftline.decoding.prompts import Padded
 from driftline.decoding.row_figures import Figures, figures_of
 from driftline.errors import BadInput, DriftlineError
@@ -51,13 +51,13 @@ class Walk(NamedTuple):
             that the reference does not have.
         tokens: int64 [prompts, length + new]: what both read, and what the reference says next.
         events: What capture had to say.
-        most_waiting: Bytes of outputs that were held at once, at most.
+        most_aside: Bytes of outputs that had to be put aside at once, at most.
     """
 
     rows: tuple[Row, ...]
     tokens: torch.Tensor
     events: tuple[Event, ...]
-    most_waiting: int
+    most_aside: int
 
 
 def walk_layers(
@@ -69,7 +69,6 @@ def walk_layers(
     mode: Mode = "generate",
     new_tokens: int = 1,
     elements: bool = False,
-    ahead: int = AHEAD,
     progress: Progress | None = None,
 ) -> Walk:
     """Run both models on one batch and compare what every module of them gives.
@@ -83,7 +82,6 @@ def walk_layers(
             as there are new tokens.
         new_tokens: Iterations of `generate`.
         elements: Whether the figures shall hold every element's difference.
-        ahead: Bytes by which the reference may be ahead.
         progress: Called with (module calls done, about how many there are).
 
     Raises:
@@ -101,7 +99,7 @@ def walk_layers(
     count = new_tokens if mode == "generate" else 1
     text = _Text(batch, count)
     look = _Look(take, elements, progress, count * len(list(reference.module.modules())))
-    meeting = Meeting(look.met, ahead=ahead)
+    meeting = Meeting(look.met)
     own = _Thread()
     caches: list[Any] = [None, None]
     try:
@@ -142,6 +140,7 @@ def walk_layers(
 
 def _ours(model: DecoderModel, call: _Call, cache: Any, every: bool, meeting: Meeting) -> Forward:
     try:
+        meeting.await_turn()
         return model.forward(*call.words, cache, every_position=every)
     finally:
         meeting.over("reference")

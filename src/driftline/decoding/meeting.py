@@ -1,9 +1,10 @@
-"""Where two models that run at the same time meet, output by output.
+"""Where two models that run in turn meet, output by output.
 
-Each is captured into its own door. What the reference's layer gives waits until the candidate's
-layer of the same name has given its own; the two are compared, and both are let go. The reference
-waits when it is too far ahead, so memory holds some outputs, never all of either model. Knows no
-metric and no model.
+Each is captured into its own door. The candidate runs until one of its layers has given something;
+then the reference runs until its layer of the same name has, the two are compared, and both are let
+go. So memory holds one output of each, and what came in another order; never all of either model.
+One of the two always stands still: while one is compiled, torch would not let the other be watched.
+Knows no metric and no model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from driftline.alignment.plan import Pair
+from driftline.decoding.layer_names import ROOT
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.sink import JSON
@@ -22,8 +24,6 @@ from driftline.runs.sink import JSON
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Met = Callable[[Pair, Bytes, Bytes], None]
 """Takes a pair and the flat bytes of both sides, which are gone when it returns."""
-AHEAD = 256 << 20
-"""Bytes of outputs the reference may be ahead by; more only where a single one is larger."""
 
 
 class Event(NamedTuple):
@@ -39,30 +39,36 @@ class Meeting:
     """Two doors and what waits between them.
 
     Attributes:
-        reference: What the reference is captured into; may be called from another thread.
+        reference: What the reference is captured into, in a thread of its own.
         candidate: What the candidate is captured into. `met` is called in its thread.
         alone: Records that the other side did not have, of the calls that are over, by side.
         events: What capture had to say.
-        most: The most bytes that waited at any time.
+        most: The most bytes of outputs that had to be put aside at any time.
     """
 
-    def __init__(self, met: Met, *, ahead: int = AHEAD) -> None:
+    def __init__(self, met: Met) -> None:
         self.reference = _Door("reference", self._offer, self._event)
         self.candidate = _Door("candidate", self._take, self._event)
         self.alone: list[tuple[str, Record]] = []
         self.events: list[Event] = []
         self.most = 0
         self._met = met
-        self._ahead = ahead
-        self._waiting: dict[TensorKey, tuple[Record, Bytes]] = {}
+        self._aside: dict[TensorKey, tuple[Record, Bytes]] = {}
+        self._shown: tuple[Record, Bytes] | None = None  # in the reference's own memory
         self._bytes = 0
         self._change = threading.Condition()
-        self._hungry = self._reference_over = self._candidate_over = False
+        self._wanted: TensorKey | None = None  # what the candidate waits for, standing still
+        self._reference_over = self._candidate_over = False
         self._failure: BaseException | None = None
 
     def begin(self) -> None:
         """Both models are about to be called."""
         self._reference_over = self._candidate_over = False
+
+    def await_turn(self) -> None:
+        """The reference's thread waits here before its call, until the candidate waits for it."""
+        with self._change:
+            self._change.wait_for(self._reference_may_run)
 
     def over(self, side: str) -> None:
         """A model's call has returned, or will not: nobody must wait for it."""
@@ -74,59 +80,76 @@ class Meeting:
             self._change.notify_all()
 
     def end(self) -> None:
-        """Both calls are over: what still waits has no partner.
+        """Both calls are over: what was put aside has no partner.
 
         Raises:
             BaseException: Whatever went wrong while a pair was looked at.
         """
-        self.alone += [("reference", record) for record, _ in self._waiting.values()]
-        self._waiting.clear()
+        self.alone += [("reference", record) for record, _ in self._aside.values()]
+        self._aside.clear()
         self._bytes = 0
         if self._failure is not None:
             raise self._failure
 
-    def _offer(self, record: Record, data: Bytes) -> None:
-        """The reference gave something."""
-        with self._change:
-            self._change.wait_for(lambda: self._has_room(data.nbytes))
-            if self._candidate_over:  # nobody will ask for it
-                self.alone.append(("reference", record))
-                return
-            self._waiting[record.key] = record, data.copy()
-            self._bytes += data.nbytes
-            self.most = max(self.most, self._bytes)
-            self._change.notify_all()
+    def _reference_may_run(self) -> bool:
+        return self._wanted is not None or self._candidate_over
 
-    def _has_room(self, size: int) -> bool:
-        # A hungry candidate waits for something that is still to come: it must be let come.
-        fits = not self._waiting or self._bytes + size <= self._ahead
-        return fits or self._hungry or self._candidate_over
+    def _offer(self, record: Record, data: Bytes) -> None:
+        """The reference gave something; it stands still until the candidate wants another."""
+        with self._change:
+            self._change.wait_for(self._reference_may_run)
+            wanted = self._wanted
+            if wanted is None or _inside(record.key, wanted):
+                # The outer module has given its output already: the inner ones never will.
+                self.alone.append(("reference", record))
+            elif record.key == wanted:
+                self._shown = record, data
+                self._wanted = None
+                self._change.notify_all()
+                self._change.wait_for(lambda: self._shown is None or self._candidate_over)
+                self._shown = None
+            else:
+                self._aside[record.key] = record, data.copy()
+                self._bytes += data.nbytes
+                self.most = max(self.most, self._bytes)
 
     def _take(self, record: Record, data: Bytes) -> None:
-        """The candidate gave something."""
+        """The candidate gave something; it stands still until the reference has."""
         with self._change:
-            self._hungry = True
-            self._change.notify_all()
-            self._change.wait_for(lambda: record.key in self._waiting or self._reference_over)
-            self._hungry = False
-            found = self._waiting.pop(record.key, None)
-            if found is None:
-                self.alone.append(("candidate", record))
-                return
-            self._bytes -= found[1].nbytes
-            self._change.notify_all()
-        if self._failure is not None:
+            found = self._aside.pop(record.key, None)
+            if found is not None:
+                self._bytes -= found[1].nbytes
+            else:
+                self._wanted = record.key
+                self._change.notify_all()
+                self._change.wait_for(lambda: self._shown is not None or self._reference_over)
+                self._wanted = None
+                found = self._shown
+        if found is None:
+            self.alone.append(("candidate", record))
             return
         try:
-            self._met(Pair(found[0], record), found[1], data)
+            if self._failure is None:
+                self._met(Pair(found[0], record), found[1], data)
         except BaseException as trouble:
             # Capture never raises into the program it watches: `end` says what happened.
             self._failure = trouble
             if not isinstance(trouble, Exception):
                 raise
+        finally:
+            with self._change:
+                self._shown = None
+                self._change.notify_all()
 
     def _event(self, side: str, kind: str, message: str, site: str) -> None:
         self.events.append(Event(side, kind, message, site))
+
+
+def _inside(key: TensorKey, outer: TensorKey) -> bool:
+    """Whether a module lies inside another that has returned, in the same call of the model."""
+    if key.step != outer.step or key.site == outer.site:
+        return False
+    return outer.site == ROOT or key.site.startswith(f"{outer.site}.")
 
 
 class _Door:

@@ -1,0 +1,249 @@
+"""`driftline layer-metrics`: how far every layer of a decoder is from itself on another target."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from driftline.cli.parsing import Option
+from driftline.cli.progress import on_terminal
+from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
+
+if TYPE_CHECKING:
+    from driftline.decoding.layers_ask import LayersAsk
+    from driftline.decoding.layers_run import LayersOutcome
+
+_MODEL = "Model"
+_PROMPTS = "Prompts and shapes"
+_TARGETS = "Targets"
+_OUTPUT = "Output"
+_HELP = "see driftline layer-metrics --help"
+
+
+def _spelt(name: str, *more: str) -> tuple[str, ...]:
+    """The documented spelling, and ours."""
+    return (f"--{name}", *dict.fromkeys((f"--{name.replace('_', '-')}", *more)))
+
+
+def layer_metrics(
+    *,
+    mode: Annotated[Literal["generate", "model-forward"] | None, Option()] = None,
+    model_paths: Annotated[
+        str, Option(_spelt("model_paths", "--model_path"), "PATH[,PATH]", _MODEL)
+    ] = "",
+    variant: Annotated[str, Option(metavar="ID", group=_MODEL)] = "",
+    tokenizer: Annotated[str, Option(metavar="PATH", group=_MODEL)] = "",
+    architecture: Annotated[str, Option(metavar="NAME", group=_MODEL)] = "hf_pretrained",
+    library: Annotated[Literal["transformers", "fms"] | None, Option(group=_MODEL)] = None,
+    fused_weights: Annotated[bool, Option(_spelt("fused_weights"), group=_MODEL)] = False,
+    sharegpt_path: Annotated[
+        Path | None, Option(_spelt("sharegpt_path"), metavar="FILE", group=_PROMPTS)
+    ] = None,
+    batch_sizes: Annotated[str, Option(_spelt("batch_sizes"), "N[,N]", _PROMPTS)] = "",
+    seq_lengths: Annotated[str, Option(_spelt("seq_lengths"), "N[,N]", _PROMPTS)] = "",
+    max_new_tokens: Annotated[str, Option(_spelt("max_new_tokens"), "N[,N]", _PROMPTS)] = "",
+    order: Annotated[Literal["head", "doc"], Option(group=_PROMPTS)] = "head",
+    reference: Annotated[str, Option(metavar="TARGET", group=_TARGETS)] = "",
+    candidate: Annotated[str, Option(metavar="TARGET", group=_TARGETS)] = "",
+    default_dtype: Annotated[str, Option(_spelt("default_dtype"), "D", _TARGETS)] = "fp16",
+    compile_unit: Annotated[
+        Literal["block", "leaf", "model"], Option(_spelt("compile_unit"), group=_TARGETS)
+    ] = "block",
+    output_path: Annotated[Path | None, Option(_spelt("output_path", "-o"), "DIR", _OUTPUT)] = None,
+    elements: Annotated[bool, Option(group=_OUTPUT)] = False,
+    quiet: Annotated[bool, Option(("--quiet", "-q"), group=_OUTPUT)] = False,
+    force: Annotated[bool, Option(group=_OUTPUT)] = False,
+) -> int:
+    """Run a decoder on two targets and compare what every layer gives.
+
+        driftline layer-metrics --mode generate --model_paths M --batch_sizes 1
+            --seq_lengths 64 --max_new_tokens 128 --sharegpt_path share_gpt.json
+            --output_path out
+
+    Both targets read the same prompts; with --mode generate they go on token by token, the
+    candidate along the reference's tokens, and every iteration counts. Per layer two csv files:
+    abs_diff (mean |difference|) and cos_sim (cosine), a line per token and output of the layer.
+    Padding does not count. ….layers is the same as a comparison table, for `driftline show` and
+    `driftline check`. Files become thresholds with `driftline thresholds --layer_io`.
+
+    A target is device=cpu|cuda|npu|aiu, dtype=fp32|fp16|bf16 and compile=BACKEND of torch.compile,
+    with commas between them: device=cuda,dtype=fp16. MODEL_PATHS, BATCH_SIZES, SEQ_LENGTHS,
+    MAX_NEW_TOKENS, OUTPUT_PATH and SHARE_GPT_DATASET_PATH in the environment are taken where the
+    option is not given. All combinations of several values are run; what is there already is not
+    computed again. Exit code 1 if anything is NaN or infinite on one side only.
+
+    Args:
+        mode: generate: token by token, with a cache; model-forward: one call on the prompts.
+        model_paths: Folders of causal language models, or their ids.
+        variant: Id that names the model in file names; without --model_paths it is loaded, too.
+        tokenizer: Folder or id of the tokenizer; the model's own if not given.
+        architecture: hf_pretrained, or the name of an architecture of ibm-fms.
+        library: Who loads the model; fms needs the extra driftline[fms]. transformers, unless the
+            architecture is one that only ibm-fms knows.
+        fused_weights: Leave the joined projections of models of ibm-fms joined.
+        sharegpt_path: Prompts: ShareGPT JSON, or a text file with one prompt per line;
+            ~/share_gpt.json if not given.
+        batch_sizes: Prompts that are run together, 1 if not given.
+        seq_lengths: Prompts have half of it to all of it in tokens, and are padded to it; 64 if not
+            given.
+        max_new_tokens: Iterations of generate; 128 if not given.
+        order: How prompts are drawn: head among those that fit, doc as older results were made.
+        reference: device=cpu,dtype=fp32 if not given.
+        candidate: CUDA if there is one, else the CPU, in --default_dtype if not given.
+        default_dtype: Number format of the candidate.
+        compile_unit: What a compiled target makes one graph of; nothing inside a graph is seen.
+        output_path: Folder of the results; it is made.
+        elements: abs_diff files get a line per element; large.
+        quiet: Print nothing but errors.
+        force: Compute again what is there.
+    """
+    if mode is None:
+        raise BadInput(
+            "`driftline layer-metrics` needs --mode", hint="--mode generate, or model-forward"
+        )
+    from driftline import settings
+    from driftline.decoding.layers_ask import LayersAsk, check
+    from driftline.decoding.targets import default_targets, dtype_name, parse_target
+
+    folder = output_path or _path(settings.layer_variable("output_path"))
+    if folder is None:
+        raise BadInput(
+            "`driftline layer-metrics` needs --output_path",
+            hint="OUTPUT_PATH in the environment is taken as well",
+        )
+    models = _words(model_paths or ("" if variant else settings.layer_variable("model_paths")))
+    if not models and not variant:
+        raise BadInput(
+            "no model is named", hint="give --model_paths, or MODEL_PATHS in the environment"
+        )
+    if variant and len(models) > 1:
+        raise BadInput(f"--variant names one model, and {len(models)} are given", hint=_HELP)
+    prompts = sharegpt_path or Path(
+        settings.layer_variable("sharegpt_path") or settings.home_prompts()
+    )
+    dtype = dtype_name(default_dtype)
+    left = parse_target(reference)
+    right = parse_target(candidate, dtype=dtype) if candidate else default_targets(dtype)[1]
+    asks = [
+        LayersAsk(
+            model_path=model,
+            prompts=prompts,
+            output_path=folder,
+            mode=mode,
+            tokenizer=tokenizer,
+            batch_size=batch,
+            length=length,
+            new_tokens=new,
+            reference=left,
+            candidate=right,
+            variant=variant,
+            architecture=architecture,
+            library=library or "",
+            unfuse_weights=not fused_weights,
+            order=order,
+            elements=elements,
+            compiled=compile_unit,
+            force=force,
+        )
+        for model in models or [""]
+        for length in _numbers("seq_lengths", seq_lengths, "64")
+        for batch in _numbers("batch_sizes", batch_sizes, "1")
+        for new in _numbers("max_new_tokens", max_new_tokens, "128")
+    ]
+    for ask in asks:
+        check(ask)
+    return _run(asks, quiet=quiet)
+
+
+def _run(asks: list[LayersAsk], *, quiet: bool) -> int:
+    from driftline.decoding.layers_run import LayerModels, run_layers
+    from driftline.gating.judge import judge
+
+    models = LayerModels()
+    code = EXIT_FINE
+    for ask in asks:
+        progress = None if quiet else on_terminal("module calls")
+        try:
+            outcome = run_layers(
+                ask,
+                models=models,
+                judge=judge,
+                say=_nothing if quiet else _say,
+                progress=progress,
+            )
+        finally:
+            if progress is not None:
+                progress.close()
+        if not quiet and not outcome.skipped:
+            sys.stdout.write(_summary(outcome))
+            sys.stdout.flush()
+        if outcome.nonfinite:
+            code = EXIT_DIFFERENT
+    return code
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _nothing(line: str) -> None:
+    del line
+
+
+def _words(text: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+def _numbers(option: str, text: str, default: str) -> list[int]:
+    from driftline import settings
+
+    said = text or settings.layer_variable(option) or default
+    numbers: list[int] = []
+    for word in _words(said):
+        if not word.isdecimal():
+            named = f"--{option}" if text else settings.LAYER_VARIABLES[option]
+            raise BadInput(f"{named} takes whole numbers, not '{word}'", hint=_HELP)
+        numbers.append(int(word))
+    if not numbers:
+        raise BadInput(f"--{option} names no number", hint=_HELP)
+    return numbers
+
+
+def _summary(outcome: LayersOutcome) -> str:
+    from driftline.reports.terminal import printable
+    from driftline.reports.wording import counted, number
+
+    ask = outcome.ask
+    layers = outcome.layers
+    steps = counted(ask.new_tokens, "iteration") if ask.mode == "generate" else "one call"
+    worst = max(layers, key=lambda layer: layer.abs_diff)
+    turned = min(layers, key=lambda layer: layer.cos_sim)
+    lines = [
+        f"{ask.prefix}: {counted(len(layers), 'layer')}, "
+        f"{counted(sum(layer.rows for layer in layers), 'row')} of {steps} ({ask.mode})",
+        f"  reference {ask.reference}; candidate {ask.candidate}",
+        f"  largest average abs_diff {number(worst.abs_diff)} at {worst.layer}",
+        f"  smallest cos_sim {turned.cos_sim:.8g} at {turned.layer}",
+    ]
+    if outcome.table is not None and outcome.table.finding:
+        lines.append(f"  {outcome.table.finding}")
+    bad = outcome.nonfinite
+    if bad:
+        rows = sum(layer.nonfinite for layer in bad)
+        lines.append(
+            f"  NaN or infinite on one side: {counted(rows, 'row')} of "
+            f"{counted(len(bad), 'layer')}, first {bad[0].layer}"
+        )
+    lines += [f"  {note}" for note in outcome.notes]
+    lines += [
+        f"  in {ask.output_path}: {counted(len(outcome.files), 'csv file')}, "
+        f"{ask.table.name}, {ask.sidecar.name}",
+        f"  next: driftline thresholds --models {ask.model} --metrics abs_diff cos_sim "
+        f"--file_base {ask.output_path} --layer_io",
+    ]
+    return "".join(f"{printable(line)}\n" for line in lines)

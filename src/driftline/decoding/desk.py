@@ -1,0 +1,69 @@
+"""A hidden folder beside the results where work that is not finished lies; one process at a time.
+
+While it is there, results of that name are not whole, whatever lies beside it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from driftline.errors import AlreadyThere, BadInput
+
+_LOCK = "lock"
+
+
+def require_writable(folder: Path, option: str) -> None:
+    """Make the folder of the results, and see that files can be made in it.
+
+    Raises:
+        BadInput: They cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".driftline-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as trouble:
+        raise BadInput(
+            f"the output folder {folder} cannot be written: {trouble.strerror}",
+            hint=f"give another folder with {option}",
+        ) from None
+
+
+def desk_of(folder: Path, what: str, name: str) -> Path:
+    """Where unfinished work of this name lies, if there is any."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return folder / f".driftline-{what}-{digest}"
+
+
+@contextmanager
+def empty_desk(folder: Path, what: str, name: str, option: str) -> Generator[Path]:
+    """The desk, empty; it stays behind when the work is interrupted.
+
+    Raises:
+        AlreadyThere: Another process is at work there.
+    """
+    desk = desk_of(folder, what, name)
+    desk.mkdir(exist_ok=True)
+    with (desk / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AlreadyThere(
+                f"another driftline is at work on {name} in {folder}",
+                hint=f"wait for it, or give another folder with {option}",
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        for old in desk.iterdir():  # of a process that was killed
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old, ignore_errors=True)
+            elif old.name != _LOCK:
+                old.unlink()
+        yield desk
+        shutil.rmtree(desk, ignore_errors=True)
