@@ -6,7 +6,10 @@ other settings is never taken for this one's.
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +21,12 @@ from driftline.decoding.prompts import Order
 from driftline.decoding.targets import Target
 from driftline.errors import AlreadyThere, BadFile, BadInput
 from driftline.runs.manifest import plain_json, provenance
+from driftline.settings import job_place
 
 Keep = Literal["full", "topk"]
 TABLE = "tokens.parquet"
 SIDECAR = "provenance.json"
+_LOOK = 1 << 16
 DONE = "prob_mean"
 """The metric whose file is written last: where it is, everything is."""
 
@@ -139,24 +144,30 @@ def settings(ask: MetricsAsk) -> dict[str, Any]:
         "library": library_for(ask.architecture, ask.library),
         "unfuse_weights": ask.unfuse_weights,
         "extra": plain_json(ask.extra),
-        "prompts": ask.prompts.name if ask.prompts else None,
-        "order": ask.order,
+        "weights": _weights(ask.source),
         "reference": str(ask.reference),
         "candidate": str(ask.candidate),
+        "ranks": job_place().world_size if ask.distributed else 1,
         "topk": ask.topk,
         "batch_size": ask.batch_size,
         "length": ask.length,
         "max_new_tokens": ask.new_tokens,
         "rounds": ask.rounds,
-    }
+    } | ({} if ask.skip_computation else {"prompts": _digest(ask.prompts), "order": ask.order})
 
 
 def side_settings(ask: MetricsAsk, side: out_files.Side, seed: int) -> dict[str, Any]:
     """What the logits of one side and round depend on, beside the prompts themselves."""
     everything = settings(ask)
-    own = ("model", "architecture", "library", "unfuse_weights", "extra", "max_new_tokens")
-    target = ask.reference if side == out_files.REFERENCE else ask.candidate
-    return {name: everything[name] for name in own} | {"target": str(target), "seed": seed}
+    own = ("model", "architecture", "library", "unfuse_weights", "extra", "weights")
+    trusted = side == out_files.REFERENCE
+    target = ask.reference if trusted else ask.candidate
+    return {name: everything[name] for name in own} | {
+        "target": str(target),
+        "ranks": 1 if trusted else everything["ranks"],
+        "seed": seed,
+        "max_new_tokens": ask.new_tokens,
+    }
 
 
 def described(ask: MetricsAsk, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,17 +178,30 @@ def described(ask: MetricsAsk, content: Mapping[str, Any]) -> dict[str, Any]:
         **made,
         "format": "driftline-decoder-metrics",
         "settings": plain_json(content),
-        "weights": _weights(ask.source),
     }
 
 
-def _weights(source: str) -> list[dict[str, Any]]:
-    """The weight files of a local model by name and size: enough to notice another model."""
+def _weights(source: str) -> str | None:
+    """Enough of a local model's files to notice that it was trained on: no more is read of them."""
     folder = Path(source)
     if not folder.is_dir():
-        return []
-    found = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
-    return [{"name": path.name, "size": path.stat().st_size} for path in found[:200]]
+        return None
+    made = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".bin", ".json"):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                file.seek(size // 2)
+                made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
+                made.update(file.read(_LOOK))
+    return made.hexdigest()[:32]
+
+
+def _digest(path: Path | None) -> str | None:
+    if path is None or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
 def differences(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -188,6 +212,16 @@ def differences(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]
         for name, value in plain.items()
         if name in kept and kept[name] != value
     ]
+
+
+def forget(ask: MetricsAsk) -> None:
+    """Take back that all is done; where it was asked for, delete the logits that were saved."""
+    ask.csv(DONE).unlink(missing_ok=True)
+    if ask.force and not ask.skip_computation:
+        for side in (out_files.REFERENCE, out_files.CANDIDATE):
+            for place in ask.output_dir.glob(f"{glob.escape(ask.prefix)}.{side}_validation_info.*"):
+                if place.is_dir():
+                    shutil.rmtree(place)
 
 
 def is_done(ask: MetricsAsk) -> bool:
@@ -204,10 +238,15 @@ def is_done(ask: MetricsAsk) -> bool:
         kept = json.loads(ask.sidecar.read_text(encoding="utf-8")).get("settings", {})
     except (OSError, ValueError, AttributeError) as trouble:
         raise BadFile(f"{ask.sidecar} cannot be read: {trouble}") from None
-    changed = differences(kept, settings(ask))
+    wanted = settings(ask)
+    rounds = wanted.pop("rounds")
+    changed = differences(kept, wanted)
+    if not changed and kept.get("rounds") != rounds:
+        return False  # those that are there are used again
     if changed:
         raise AlreadyThere(
             f"{ask.csv(DONE)} is there, made under other settings: {'; '.join(changed[:3])}",
-            hint="give another --output_dir, or --force to compute it again",
+            hint="give another --output_dir, or --force to compute it again; with "
+            "--skip_computation --force the saved logits are scored again",
         )
     return True

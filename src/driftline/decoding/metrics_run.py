@@ -78,13 +78,14 @@ def run_metrics(ask: MetricsAsk, *, say: Say = print, models: Models | None = No
     job = own.job
     quiet = say if job.writes else _nothing
     if job.share(metrics_ask.is_done(ask) if job.writes else None):
-        quiet("skipping metric generation as it has already been done")
+        quiet(f"skipping metric generation as it has already been done: {ask.prefix}")
         return Outcome(ask.prefix, ask.output_dir, skipped=True)
     if not job.writes:
         _help(ask, own, job)
         return Outcome(ask.prefix, ask.output_dir)
     _writable(ask.output_dir)
     with _desk(ask) as desk:
+        metrics_ask.forget(ask)
         work = _Work(ask, own, job, desk, quiet)
         for seed in range(ask.rounds):
             work.round(seed)
@@ -176,10 +177,9 @@ def _desk(ask: MetricsAsk) -> Generator[Path]:
     """A hidden folder beside the results for rounds that are done; one process at a time."""
     name = hashlib.sha256(ask.prefix.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     desk = ask.output_dir / f".driftline-metrics-{name}"
-    if ask.force:
-        shutil.rmtree(desk, ignore_errors=True)
     desk.mkdir(exist_ok=True)
-    with (desk / "lock").open("w") as lock:
+    lock_name = "lock"
+    with (desk / lock_name).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -189,8 +189,11 @@ def _desk(ask: MetricsAsk) -> Generator[Path]:
             ) from None
         except OSError:  # a file system without locks
             pass
-        for draft in desk.glob(".driftline-*"):  # of a process that was killed
-            shutil.rmtree(draft, ignore_errors=True)
+        for left in desk.iterdir():
+            if left.is_dir():  # a draft of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            elif left.name != lock_name and ask.force:
+                left.unlink()
         yield desk
         shutil.rmtree(desk, ignore_errors=True)
 
@@ -265,7 +268,7 @@ class _Work:
         batch = pad_left(self._prompts(seed), ask.length)
         reference = self._saved(REFERENCE, seed, batch.ids)
         candidate = self._saved(CANDIDATE, seed, batch.ids)
-        if reference is not None and candidate is not None:
+        if reference is not None and reference.logits and candidate is not None:
             return reference, candidate
         if reference is None or not reference.logits:
             self.say(f"round {seed}: reference ({ask.reference})")
@@ -294,7 +297,7 @@ class _Work:
             AlreadyThere: It is of other prompts or settings.
         """
         place = self.ask.out(side, seed)
-        if self.ask.force or not place.is_dir():
+        if not place.is_dir():
             return None
         saved = self._read(place)
         wanted = metrics_ask.side_settings(self.ask, side, seed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -225,14 +225,16 @@ def _tensor_parallel(transformers: Any) -> Any:
 
 def _fewer_layers(config: Any, layers: int) -> Any:
     inner = config.get_text_config()
-    if layers < 1 or layers > inner.num_hidden_layers:
-        raise BadInput(
-            f"{layers} layers cannot be kept of a model that has {inner.num_hidden_layers}"
-        )
+    _check_layers(layers, inner.num_hidden_layers)
     inner.num_hidden_layers = layers
     if getattr(inner, "layer_types", None):
         inner.layer_types = inner.layer_types[:layers]
     return config
+
+
+def _check_layers(wanted: int, there: int) -> None:
+    if wanted < 1 or wanted > there:
+        raise BadInput(f"{wanted} layers cannot be kept of a model that has {there}")
 
 
 def _from_fms(ask: _Ask) -> torch.nn.Module:
@@ -240,25 +242,33 @@ def _from_fms(ask: _Ask) -> torch.nn.Module:
     torch_module = require("torch", install="driftline[torch]")
     place = ready(ask.target)
     words: dict[str, Any] = dict(ask.extra)
-    if ask.micro_layers is not None:
+    if ask.micro_layers is not None and ask.random_weights:
         words.setdefault("nlayers", ask.micro_layers)
     if ask.unfuse_weights:
         words.setdefault("fused_weights", False)
-    if ask.distributed:
-        words.setdefault("distributed_strategy", "tp")
-    local = Path(ask.source).is_dir()
-    architecture = ask.architecture
-    if ask.random_weights and architecture == HF_ARCHITECTURE:
-        architecture = "hf_configured"
+    # Unsaid, a model is split as soon as the process belongs to a job, and waits for the others.
+    words.setdefault("distributed_strategy", "tp" if ask.distributed else "none")
+    architecture, variant = ask.architecture, ask.variant or None
+    folder = ask.source if Path(ask.source).is_dir() and not ask.random_weights else None
+    if architecture == HF_ARCHITECTURE:  # then it wants the id or the folder, never both
+        architecture = "hf_configured" if ask.random_weights else architecture
+        variant = None if folder else ask.source
     torch_module.manual_seed(WEIGHTS_SEED)
-    return models.get_model(
-        architecture,
-        variant=ask.variant or (None if local and not ask.random_weights else ask.source),
-        model_path=ask.source if local and not ask.random_weights else None,
-        device_type=place.device.type,
-        data_type=place.dtype,
-        **words,
-    )
+    with redirect_stdout(sys.stderr):  # it speaks while it loads
+        module = models.get_model(
+            architecture,
+            variant=variant,
+            model_path=folder,
+            device_type=place.device.type,
+            data_type=place.dtype,
+            **words,
+        )
+    if ask.micro_layers is not None and not ask.random_weights:
+        # A model with weights takes its layers from them, whatever is said; so they are cut off.
+        _check_layers(ask.micro_layers, len(module.base_model.layers))
+        module.base_model.layers = module.base_model.layers[: ask.micro_layers]
+        module.config.nlayers = ask.micro_layers
+    return module
 
 
 def load_tokenizer(path: str) -> Any:
