@@ -154,12 +154,12 @@ class Folder:
         """
         file, size = self.open(name)
         try:
-            if length < size <= SMALL and size <= self._room:
-                whole = pread(file, size, 0)
-                self._kept[name] = whole
-                self._room -= size
-                return whole, size
-            return os.read(file, length), size
+            if size > SMALL or size > self._room or size <= length:
+                return os.read(file, length), size
+            whole = pread(file, size, 0)
+            self._kept[name] = whole
+            self._room -= size
+            return whole, size
         finally:
             os.close(file)
 

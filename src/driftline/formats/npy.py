@@ -58,6 +58,7 @@ class Header:
         fortran: The first index varies fastest.
         offset: Where the data begin.
         byte_count: How long they are.
+        plain: The bytes lie as `flat` gives them: little endian, C order.
     """
 
     def __init__(
@@ -69,11 +70,13 @@ class Header:
         self.fortran = fortran
         self.offset = offset
         self.byte_count = math.prod(shape) * stored.itemsize
+        known = DTYPES.get(self.name)
+        self.plain = known is not None and stored.str == known.storage and not fortran
 
     def flat(self, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[Any]]:
         """The data bytes as a flat array in C order and little endian; a view where they are so."""
         array = raw[: self.byte_count].view(self.stored)
-        if self.stored.str == DTYPES[self.name].storage and not self.fortran:
+        if self.plain:
             return array
         if self.fortran and len(self.shape) > 1:
             array = array.reshape(self.shape, order="F").ravel(order="C")

@@ -7,7 +7,6 @@ run of its own; other packages announce theirs as entry points of the group `dri
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -22,6 +21,7 @@ from driftline.runs.key import TensorKey
 from driftline.runs.layout import INDEX, MANIFEST
 from driftline.runs.record import Blob, Record
 from driftline.runs.run import Loss, Run, Storage
+from driftline.runs.uncollected import uncollected
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
@@ -162,15 +162,8 @@ def _trees() -> Iterator[TreeFormat]:
 def _opened(format_: Format | TreeFormat, path: Path) -> Run:
     open_ = getattr(format_, "open", None)
     if open_ is not None:
-        # Hundreds of thousands of records are made, none of which can be garbage yet: looking for
-        # some took two thirds of the time.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with uncollected():  # looking for cycles took two thirds of the time
             return open_(path)
-        finally:
-            if collecting:
-                gc.enable()
     members = cast("Format", format_).members(path)
     return FileRun(path, format_.NAME, members)
 

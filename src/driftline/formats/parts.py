@@ -84,9 +84,8 @@ def _npy(folder: Folder, name: str) -> Member:
     if header.byte_count > size - header.offset:
         claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
         return Member("", header.name, header.shape, _nothing, claim)
-    storage = DTYPES[header.name].storage
-    if header.stored.str == storage and not header.fortran:
-        plain = _Plain(folder, name, header.offset, header.byte_count, storage)
+    if header.plain:
+        plain = _Plain(folder, name, header.offset, header.byte_count, header.stored.str)
         return Member("", header.name, header.shape, plain)
     return Member(
         "", header.name, header.shape, functools.partial(_npy_values, folder, name, header)

@@ -8,6 +8,7 @@ files, that list says what each one is instead. The order of the files means not
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,10 +66,8 @@ def open(path: Path) -> TreeRun:
             )
         if _is_tensor_file(name):
             names.append(name)
-    stems = _stems(names)
     leaves: list[Leaf] = []
-    for name in names:
-        site = stems[name]
+    for name, site in zip(names, _sites(names), strict=True):
         members = describe(folder, name)
         if len(members) == 1:
             leaves.append(leaf(TensorKey(site, "output", "0"), name, members[0]))
@@ -101,11 +100,10 @@ def _is_tensor_file(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def _stems(names: list[str]) -> dict[str, str]:
-    """File → site: its name without the suffix, unless another file has the same one."""
-    by_stem: dict[str, list[str]] = {}
-    for name in names:
-        by_stem.setdefault(name.rpartition(".")[0], []).append(name)
-    return {
-        name: stem if len(alike) == 1 else name for stem, alike in by_stem.items() for name in alike
-    }
+def _sites(names: list[str]) -> list[str]:
+    """The site of each file: its name without the suffix, unless another has the same one."""
+    stems = [name.rpartition(".")[0] for name in names]
+    if len(set(stems)) == len(stems):
+        return stems
+    alike = Counter(stems)
+    return [stem if alike[stem] == 1 else name for stem, name in zip(stems, names, strict=True)]

@@ -6,6 +6,7 @@ order (or as near to it as the folder knows). Knows no layout: that is each form
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -88,9 +89,9 @@ class TreeRun(Run):
         self._facts = dict(facts or {})
         self._leaves: dict[TensorKey, Leaf] = {}
         records: list[Record] = []
-        ranked = sorted(leaves, key=lambda leaf: (leaf.record.key.rank, leaf.record.key.process))
+        ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])  # by rank and process
         for order, leaf in enumerate(ranked):
-            record = leaf.record._replace(order=order, blob=_place(leaf))
+            record = leaf.record.placed(order, _place(leaf))
             earlier = self._leaves.setdefault(record.key, leaf)
             if earlier is not leaf:
                 raise BadFile(
@@ -146,4 +147,9 @@ def _place(leaf: Leaf) -> Blob | None:
     record = leaf.record
     if record.lost or leaf.fetch is None:
         return None
-    return Blob(leaf.source, leaf.offset, DTYPES[record.dtype].byte_count(math.prod(record.shape)))
+    return Blob(leaf.source, leaf.offset, _byte_count(record.dtype, record.shape))
+
+
+@functools.lru_cache(1024)
+def _byte_count(dtype: str, shape: tuple[int, ...]) -> int:
+    return DTYPES[dtype].byte_count(math.prod(shape))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from driftline.alignment.door import AlignOptions, align_runs
 from driftline.alignment.plan import Plan
 from driftline.comparison.engine import Elementwise, Progress, measure
-from driftline.comparison.metrics.catalogue import requested
+from driftline.comparison.metrics.catalogue import STANDARD, requested
 from driftline.comparison.table import Table
 from driftline.gating.judge import judge
 from driftline.runs.run import Run
+from driftline.runs.uncollected import uncollected
 from driftline.tolerance.defaults import elementwise
 from driftline.tolerance.limits import Limit, Tolerance, limits_from
 
@@ -79,33 +81,35 @@ def compare(
     else:
         allowed = tuple(limits)
     tolerance = Tolerance(allowed, rtol, atol, min_coverage, _loaded(thresholds))
-    ours, theirs = open_source(reference), open_source(candidate)
-    if not isinstance(plan, Plan):
-        plan = align(
+    # Metrics of users may make cycles, ours do not.
+    with uncollected() if wanted == STANDARD else nullcontext():
+        ours, theirs = open_source(reference), open_source(candidate)
+        if not isinstance(plan, Plan):
+            plan = align(
+                ours,
+                theirs,
+                sites=sites,
+                ports=ports,
+                maps=maps,
+                placements=placements,
+                masks=masks,
+                step_map=step_map,
+                plan=plan,
+            )
+        table = measure(
+            plan,
             ours,
             theirs,
-            sites=sites,
-            ports=ports,
-            maps=maps,
-            placements=placements,
-            masks=masks,
-            step_map=step_map,
-            plan=plan,
+            metrics=wanted,
+            elementwise=_constant(rtol, atol) if tolerance.elementwise else elementwise,
+            threads=threads,
+            progress=progress,
         )
-    table = measure(
-        plan,
-        ours,
-        theirs,
-        metrics=wanted,
-        elementwise=_constant(rtol, atol) if tolerance.elementwise else elementwise,
-        threads=threads,
-        progress=progress,
-    )
-    if tolerance.thresholds is None:
-        return judge(table, tolerance)
-    from driftline.gating.checking import judge_by
+        if tolerance.thresholds is None:
+            return judge(table, tolerance)
+        from driftline.gating.checking import judge_by
 
-    return judge_by(table, tolerance)
+        return judge_by(table, tolerance)
 
 
 def _loaded(thresholds: Thresholds | StrPath | None) -> Thresholds | None:

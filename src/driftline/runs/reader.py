@@ -7,7 +7,6 @@ allocated. What is missing is listed in `losses`, and everything else stays read
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from driftline.runs.record import Record
 from driftline.runs.run import Loss, Memory, Run, Storage, no_values
 from driftline.runs.shards import Shards
 from driftline.runs.sink import JSON
+from driftline.runs.uncollected import uncollected
 
 if TYPE_CHECKING:
     import numpy as np
@@ -287,15 +287,10 @@ class DiskRun(Run):
     def _load(self) -> _Records:
         if self._records is None:
             # A hundred thousand small lists keep the collector busier than the decoder.
-            collecting = gc.isenabled()
-            gc.disable()
-            try:
+            with uncollected():
                 for part in self._parts.values():
                     part.load(self._losses)
                 self._records = _Records(list(self._parts.values()))
-            finally:
-                if collecting:
-                    gc.enable()
         return self._records
 
     @property

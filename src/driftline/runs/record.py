@@ -56,3 +56,7 @@ class Record(NamedTuple):
     summary: Summary | None = None
     placement: str = ""
     lost: str = ""
+
+    def placed(self, order: int, blob: Blob | None) -> Record:
+        """The same at a place in a run; `_replace` would take three times as long."""
+        return self._make((self[0], order, *self[2:9], blob, *self[10:]))
