@@ -242,7 +242,7 @@ def _summary(outcome: LayersOutcome) -> str:
     lines += [f"  {note}" for note in outcome.notes]
     lines += [
         f"  in {ask.output_path}: {counted(len(outcome.files), 'csv file')}, "
-        f"{ask.table.name}, {ask.sidecar.name}",
+        "….layers (table), ….layers.json",
         f"  next: driftline thresholds --models {ask.model} --metrics abs_diff cos_sim "
         f"--file_base {ask.output_path} --layer_io",
     ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from driftline.errors import AlreadyThere, BadInput
 
 _LOCK = "lock"
+_NAMING = "naming"
 
 
 def require_writable(folder: Path, option: str) -> None:
@@ -43,7 +44,7 @@ def desk_of(folder: Path, what: str, name: str) -> Path:
 
 @contextmanager
 def empty_desk(folder: Path, what: str, name: str, option: str) -> Generator[Path]:
-    """The desk, empty; it stays behind when the work is interrupted.
+    """The desk, empty. It goes with the work, but stays if that ends while files are being named.
 
     Raises:
         AlreadyThere: Another process is at work there.
@@ -65,5 +66,15 @@ def empty_desk(folder: Path, what: str, name: str, option: str) -> Generator[Pat
                 shutil.rmtree(old, ignore_errors=True)
             elif old.name != _LOCK:
                 old.unlink()
-        yield desk
+        try:
+            yield desk
+        except BaseException:
+            if not (desk / _NAMING).exists():
+                shutil.rmtree(desk, ignore_errors=True)
+            raise
         shutil.rmtree(desk, ignore_errors=True)
+
+
+def naming_begins(desk: Path) -> None:
+    """From now on files get their final names: until all have, the desk says they are not whole."""
+    (desk / _NAMING).touch()

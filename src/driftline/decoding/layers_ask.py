@@ -96,6 +96,11 @@ def check(ask: LayersAsk) -> None:
     """
     if not ask.source:
         raise BadInput("no model is named", hint="give --model_paths, or set MODEL_PATHS")
+    if ask.source.startswith(("/", ".", "~")) and not Path(ask.source).is_dir():
+        raise BadInput(
+            f"there is no model folder {ask.source}",
+            hint="give the folder that holds config.json, or an id of a model",
+        )
     least = {
         "--batch_sizes": ask.batch_size,
         "--seq_lengths": ask.length,

@@ -19,7 +19,7 @@ from driftline.comparison.table import Side, Table
 from driftline.decoding import layers_ask, out_files
 from driftline.decoding.compiled_parts import compile_parts
 from driftline.decoding.decoder import DecoderModel
-from driftline.decoding.desk import empty_desk, require_writable
+from driftline.decoding.desk import empty_desk, naming_begins, require_writable
 from driftline.decoding.layer_files import LayerFiles, LayerSum
 from driftline.decoding.layer_names import ROOT
 from driftline.decoding.layer_walk import METRICS, Progress, Walk, walk_layers
@@ -31,7 +31,7 @@ from driftline.errors import DriftlineError
 
 Say = Callable[[str], None]
 Judge = Callable[[Table], Table]
-_TELLING = ("refused", "compiled", "exception")
+_TELLING = ("refused", "exception")
 
 
 class LayersOutcome(NamedTuple):
@@ -162,7 +162,7 @@ def _finish(
     ask: LayersAsk, files: LayerFiles, walk: Walk, desk: Path, judge: Judge | None
 ) -> LayersOutcome:
     """Everything under its name; what says that all is there comes last."""
-    notes = tuple(_notes(walk))
+    notes = (*_compiled(ask), *_notes(walk))
     table = Table(
         rows=walk.rows,
         columns=tuple(metric.column for metric in METRICS),
@@ -172,12 +172,13 @@ def _finish(
     )
     if judge is not None:
         table = judge(table)
+    table.write(desk / "table")
+    naming_begins(desk)
     for old in (ask.sidecar, ask.table):
         if old.is_dir():
             shutil.rmtree(old)
         else:
             old.unlink(missing_ok=True)
-    table.write(desk / "table")
     names = files.finish(ask.output_path, ask.prefix)
     (desk / "table").rename(ask.table)
     told = layers_ask.described(ask)
@@ -195,6 +196,21 @@ def _finish(
     told["files"] = names
     out_files.write_json(ask.sidecar, told)
     return LayersOutcome(ask, False, tuple(files.sums.values()), table, notes, tuple(names))
+
+
+def _compiled(ask: LayersAsk) -> Iterator[str]:
+    """What a compiled side cannot show."""
+    for side, target in (("reference", ask.reference), ("candidate", ask.candidate)):
+        if not target.compile:
+            continue
+        if ask.compiled == "leaf":
+            yield f"the {side} is compiled layer by layer: nothing is fused across layers"
+            continue
+        unit = "as a whole" if ask.compiled == "model" else "block by block"
+        yield (
+            f"the {side} is compiled {unit}: what lies inside cannot be seen "
+            "(--compile_unit leaf shows it)"
+        )
 
 
 def _notes(walk: Walk) -> Iterator[str]:

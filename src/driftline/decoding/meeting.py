@@ -108,6 +108,7 @@ class Meeting:
                 self._change.notify_all()
                 self._change.wait_for(lambda: self._shown is None or self._candidate_over)
                 self._shown = None
+                self._change.wait_for(self._reference_may_run)
             else:
                 self._aside[record.key] = record, data.copy()
                 self._bytes += data.nbytes
