@@ -49,6 +49,37 @@ def empty_desk(folder: Path, what: str, name: str, option: str) -> Generator[Pat
     Raises:
         AlreadyThere: Another process is at work there.
     """
+    with _locked(folder, what, name, option) as desk:
+        _clear(desk, files=True)
+        try:
+            yield desk
+        except BaseException:
+            if not (desk / _NAMING).exists():
+                shutil.rmtree(desk, ignore_errors=True)
+            raise
+        shutil.rmtree(desk, ignore_errors=True)
+
+
+@contextmanager
+def kept_desk(
+    folder: Path, what: str, name: str, option: str, *, fresh: bool = False
+) -> Generator[Path]:
+    """The desk with the files that finished steps have left; it stays until all work is done.
+
+    Folders on it are drafts that somebody did not come to rename, and go. With `fresh` the files
+    go as well.
+
+    Raises:
+        AlreadyThere: Another process is at work there.
+    """
+    with _locked(folder, what, name, option) as desk:
+        _clear(desk, files=fresh)
+        yield desk
+        shutil.rmtree(desk, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, what: str, name: str, option: str) -> Generator[Path]:
     desk = desk_of(folder, what, name)
     desk.mkdir(exist_ok=True)
     with (desk / _LOCK).open("w") as lock:
@@ -61,18 +92,16 @@ def empty_desk(folder: Path, what: str, name: str, option: str) -> Generator[Pat
             ) from None
         except OSError:  # a file system without locks
             pass
-        for old in desk.iterdir():  # of a process that was killed
-            if old.is_dir() and not old.is_symlink():
-                shutil.rmtree(old, ignore_errors=True)
-            elif old.name != _LOCK:
-                old.unlink()
-        try:
-            yield desk
-        except BaseException:
-            if not (desk / _NAMING).exists():
-                shutil.rmtree(desk, ignore_errors=True)
-            raise
-        shutil.rmtree(desk, ignore_errors=True)
+        yield desk
+
+
+def _clear(desk: Path, *, files: bool) -> None:
+    """Take away what a process that was killed has left."""
+    for old in desk.iterdir():
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old, ignore_errors=True)
+        elif files and old.name != _LOCK:
+            old.unlink()
 
 
 def naming_begins(desk: Path) -> None:

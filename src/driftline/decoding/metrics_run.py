@@ -8,11 +8,7 @@ never needs the memory of another, and nothing half-written has a name that coun
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import shutil
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,18 +17,27 @@ import numpy as np
 
 from driftline.decoding import metrics_ask, out_files, score_table, top_logits
 from driftline.decoding.decoder import DecoderModel
+from driftline.decoding.desk import kept_desk, require_writable
 from driftline.decoding.generation import generate
 from driftline.decoding.job import Job, join_job
 from driftline.decoding.metrics_ask import MetricsAsk
-from driftline.decoding.models import end_ids, load_model, load_tokenizer
+from driftline.decoding.models import (
+    end_ids,
+    find_library,
+    find_model,
+    load_model,
+    load_tokenizer,
+)
 from driftline.decoding.out_files import CANDIDATE, METRICS, REFERENCE, Saved
 from driftline.decoding.prompts import Prompt, PromptPool, pad_left
 from driftline.decoding.round_scores import Scored, score_round
+from driftline.decoding.targets import ready
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
 
 if TYPE_CHECKING:
     import torch
 
+OPTION = "--output_dir"
 Say = Callable[[str], None]
 """Takes one line for the user."""
 
@@ -74,6 +79,8 @@ def run_metrics(ask: MetricsAsk, *, say: Say = print, models: Models | None = No
         DriftlineError: It could not be done. What was finished before is kept, and used next time.
     """
     metrics_ask.check(ask)
+    if not ask.skip_computation:
+        find_model(ask.source)
     own = models or Models(ask)
     job = own.job
     quiet = say if job.writes else _nothing
@@ -83,8 +90,8 @@ def run_metrics(ask: MetricsAsk, *, say: Say = print, models: Models | None = No
     if not job.writes:
         _help(ask, own, job)
         return Outcome(ask.prefix, ask.output_dir)
-    _writable(ask.output_dir)
-    with _desk(ask) as desk:
+    require_writable(ask.output_dir, OPTION)
+    with kept_desk(ask.output_dir, "metrics", ask.prefix, OPTION, fresh=ask.force) as desk:
         metrics_ask.forget(ask)
         work = _Work(ask, own, job, desk, quiet)
         for seed in range(ask.rounds):
@@ -159,45 +166,6 @@ def _nothing(line: str) -> None:
     del line
 
 
-def _writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".driftline-probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as trouble:
-        raise BadInput(
-            f"the output folder {folder} cannot be written: {trouble.strerror}",
-            hint="give an --output_dir that can be",
-        ) from None
-
-
-@contextmanager
-def _desk(ask: MetricsAsk) -> Generator[Path]:
-    """A hidden folder beside the results for rounds that are done; one process at a time."""
-    name = hashlib.sha256(ask.prefix.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    desk = ask.output_dir / f".driftline-metrics-{name}"
-    desk.mkdir(exist_ok=True)
-    lock_name = "lock"
-    with (desk / lock_name).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise AlreadyThere(
-                f"another driftline is at work on {ask.prefix} in {ask.output_dir}",
-                hint="wait for it, or give another --output_dir",
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        for left in desk.iterdir():
-            if left.is_dir():  # a draft of a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            elif left.name != lock_name and ask.force:
-                left.unlink()
-        yield desk
-        shutil.rmtree(desk, ignore_errors=True)
-
-
 class _Work:
     """The rounds of one model and shape, on the rank that writes."""
 
@@ -212,7 +180,19 @@ class _Work:
         self.parts: list[Path] = []
         self.outs: list[str] = []
         if not ask.skip_computation:
-            self._prompts(0)  # too few prompts are told before a model is loaded
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Find out what is missing before hours are spent on what is there."""
+        ask = self.ask
+        self._prompts(0)
+        outs = [
+            ask.out(side, seed) for side in (REFERENCE, CANDIDATE) for seed in range(ask.rounds)
+        ]
+        if not all(out.is_dir() for out in outs):
+            for target in (ask.reference, ask.candidate):
+                ready(target)
+            find_library(ask.architecture, ask.library)
 
     def round(self, seed: int) -> None:
         """One round: its part is there afterwards."""

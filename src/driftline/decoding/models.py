@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HF_ARCHITECTURE = "hf_pretrained"
 """The architecture is whatever the model's own config says."""
 TRANSFORMERS = "driftline[transformers]"
+FMS = "driftline[fms]"
 WEIGHTS_SEED = 42
 """Random weights of a micro model are drawn from it, so both sides draw the same."""
 
@@ -104,11 +105,8 @@ def load_model(
     source = source.rstrip("/") or source
     kind = library_for(architecture, library)
     place = ready(target)
-    if _looks_like_a_folder(source) and not Path(source).is_dir():
-        raise BadInput(
-            f"there is no model folder {source}",
-            hint="give the folder that holds config.json, or an id of a model",
-        )
+    find_model(source)
+    find_library(architecture, library)
     ask = _Ask(
         source,
         target,
@@ -122,8 +120,6 @@ def load_model(
         dict(extra or {}),
     )
     make = _from_fms if kind == "fms" else _from_transformers
-    if kind == "transformers":
-        require("transformers", install=TRANSFORMERS)
     with _in_words(source), _no_bars():
         module = make(ask)
         ends = end_ids(source)
@@ -146,6 +142,31 @@ class _Ask(NamedTuple):
     distributed: bool
     as_written: bool
     extra: dict[str, Any]
+
+
+def find_model(source: str) -> None:
+    """Refuse a folder that is not there; whether an id can be found is seen when it is loaded.
+
+    Raises:
+        BadInput: There is no such folder.
+    """
+    if _looks_like_a_folder(source) and not Path(source).is_dir():
+        raise BadInput(
+            f"there is no model folder {source}",
+            hint="give the folder that holds config.json, or an id of a model",
+        )
+
+
+def find_library(architecture: str = "", library: str = "") -> None:
+    """Import who loads the model.
+
+    Raises:
+        NotInstalled: It is not there.
+    """
+    if library_for(architecture, library) == "fms":
+        require("fms.models", install=FMS)
+    else:
+        require("transformers", install=TRANSFORMERS)
 
 
 def _looks_like_a_folder(source: str) -> bool:
@@ -238,7 +259,7 @@ def _check_layers(wanted: int, there: int) -> None:
 
 
 def _from_fms(ask: _Ask) -> torch.nn.Module:
-    models = require("fms.models", install="driftline[fms]")
+    models = require("fms.models", install=FMS)
     torch_module = require("torch", install="driftline[torch]")
     place = ready(ask.target)
     words: dict[str, Any] = dict(ask.extra)
@@ -291,4 +312,7 @@ def load_tokenizer(path: str) -> Any:
     except Exception as trouble:
         lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
         said = lines[0][:300] if lines else type(trouble).__name__
-        raise BadInput(f"the tokenizer {source} cannot be loaded: {said}") from trouble
+        raise BadInput(
+            f"the tokenizer {source} cannot be loaded: {said}",
+            hint="is it a folder with tokenizer.json, or an id that can be found?",
+        ) from trouble

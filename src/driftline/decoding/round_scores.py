@@ -120,6 +120,11 @@ class _Pair:
     ) -> tuple[dict[str, Array | None], dict[str, Array]]:
         left, right = self.reference.logits[self.at], self.candidate.logits[self.at]
         self._same_shape(left, right, new)
+        if topk > left.shape[-1]:
+            raise BadInput(
+                f"{topk} logits per token are asked for, the vocabulary has {left.shape[-1]}",
+                hint="give a smaller --topk_per_token",
+            )
         scores = score(left, right, new, topk=topk)
         columns: dict[str, Array | None] = {name: getattr(scores, name) for name in SCORES}
         return columns, _nonfinite(scores)
