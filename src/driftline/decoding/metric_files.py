@@ -257,9 +257,12 @@ def _numbers(text: bytes, path: Path, line: int) -> Values:
     text = text.rstrip()
     if not text:
         return np.empty(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        values = np.fromstring(text, np.float64, sep="\n")
+    try:
+        with warnings.catch_warnings():  # what older numpy gives where newer ones raise
+            warnings.simplefilter("ignore", DeprecationWarning)
+            values = np.fromstring(text, np.float64, sep="\n")
+    except ValueError:
+        values = np.empty(0)
     if len(values) == text.count(b"\n") + 1 and b" " not in text and b"\t" not in text:
         return values
     slowly: list[float] = []

@@ -93,6 +93,12 @@ def judge_by(table: Table, tolerance: Tolerance) -> Table:
         )
     notes = [note for note in judged.notes if not note.startswith(_NOTE)]
     notes += [f"{_NOTE}{note}" for note in known.notes]
+    broken = [entry for entry in known.entries if not entry.usable]
+    if broken:
+        notes.append(
+            f"{_NOTE}{len(broken)} thresholds are no number, {broken[0].metric} of "
+            f"'{broken[0].site}' for one; they judge nothing"
+        )
     if absent:
         notes.append(
             f"{_NOTE}{len(absent)} of {len(known.sites)} layers with a threshold are not in the "
