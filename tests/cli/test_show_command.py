@@ -189,5 +189,5 @@ def test_what_is_lost_is_not_counted_as_kept(driftline: Say, tmp_path: Path) -> 
     np.save(tmp_path / "fine.npy", np.ones(3))
     (tmp_path / "broken.npy").write_bytes(b"nothing")
     said = driftline("show", tmp_path)
-    assert "1 full, 1 lost" in said.out
+    assert "1 lost, 1 full" in said.out
     assert "missing: broken.npy" in said.out

@@ -18,8 +18,9 @@ import driftline
 from driftline.errors import BadFile, BadInput, DriftlineError
 from driftline.formats import atb_bin
 from driftline.formats.atb_types import ACL_TYPES, hifloat8_values
-from driftline.formats.fractal import nd_to_nz, nz_to_nd
+from driftline.formats.fractal import nz_to_nd
 from driftline.testing.atb import NZ, AtbDump, Operation, Value, bin_bytes, write_bin
+from driftline.testing.atb_files import nd_to_nz
 
 GOLDEN = Path(__file__).parents[1] / "data" / "ascend" / "atb_bin"
 SAMPLES = sorted(path for path in GOLDEN.glob("*.bin") if path.with_suffix(".npy").exists())

@@ -108,13 +108,6 @@ class SeenRun(Run):
         return next((tree for at in places if (tree := self.whole.topology(*at))), None)
 
 
-def select_seen(run: Run, keep: Sequence[Record]) -> Run:
-    """The same view (or run) with only these of its records."""
-    if isinstance(run, SeenRun):
-        return SeenRun(run.whole, keep, run.origins, run.aside)
-    return SeenRun(run, keep, {})
-
-
 def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
     """A plan of two views as a plan of the runs behind them."""
     ours, theirs = origins_of(reference), origins_of(candidate)

@@ -279,6 +279,13 @@ def _reason(row: Row) -> str:
     """Why a row has no figures, or which elements its figures leave out."""
     if not row.compared:
         return row.reason or row.status
+    return figures_leave_out(row) or (
+        row.reason if row.basis in ("digest", "summary", "describe") else ""
+    )
+
+
+def figures_leave_out(row: Row) -> str:
+    """Which elements of a compared row its figures are not about; empty when they are of all."""
     said: list[str] = []
     if apart := int(row.metrics.get("one_sided", 0)):
         at = row.metrics.get("one_sided_at")
@@ -292,8 +299,6 @@ def _reason(row: Row) -> str:
         said.append(f"{_elements(max(strange))} NaN, Inf or a mask's lowest value on both sides")
     if said:
         said.append("the figures are over the other elements")
-    elif row.basis in ("digest", "summary", "describe") and row.reason:
-        said.append(row.reason)
     return "; ".join(said)
 
 

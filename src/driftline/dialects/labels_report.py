@@ -19,7 +19,7 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.engine import measure
 from driftline.comparison.row import LOST, Row
 from driftline.comparison.table import Table
-from driftline.dialects.ait_report import Cell, listed, write_whole
+from driftline.dialects.ait_report import Cell, figures_leave_out, listed, write_whole
 from driftline.dialects.labels_dump import find_dumped, read_dumped
 from driftline.dialects.labels_store import Label, file_stem, read_labels, read_value
 from driftline.errors import BadInput, DriftlineError
@@ -264,10 +264,7 @@ def _reason(row: Row, *, alone: bool) -> str:
         return _NO_ACL if row.status == "missing" else _NO_PTA
     if not row.compared:
         return row.reason.removeprefix(f"{LOST}: ")
-    apart = int(row.metrics.get("one_sided", 0))
-    if not apart:
-        return ""
-    return f"{apart} elements are NaN or Inf on one side only; the figures are over the others"
+    return figures_leave_out(row)
 
 
 class _LabelRun(Run):

@@ -9,7 +9,6 @@ that holds it down to one token. Files are `.pth` tensors or a `statistics.csv` 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from driftline.formats.folder import Folder, natural
 from driftline.formats.module_tree import Place, places_of, topology_of
 from driftline.formats.parts import describe, leaf
 from driftline.formats.tree import Leaf, TreeRun
-from driftline.runs.inside import reason_of
+from driftline.runs.inside import folders_in, reason_of
 from driftline.runs.key import TensorKey
 
 NAME = "ait torch dump"
@@ -83,7 +82,7 @@ def _processes(path: Path) -> Iterator[_Process]:
     else:
         for root in _roots(path):
             tensors = root if root.name == TORCH else root / TORCH
-            for name in _folders(tensors):
+            for name in folders_in(tensors):
                 if _has_tokens(tensors / name) or (tensors / name / TREE).is_file():
                     yield _Process(tensors / name)
 
@@ -95,7 +94,7 @@ def _by_hand(path: Path) -> Iterator[Path]:
         yield path
     else:
         for root in _roots(path):
-            for name in _folders(root):
+            for name in folders_in(root):
                 if _BY_HAND.fullmatch(name) and (root / name / GOLDEN).is_dir():
                     yield root / name
 
@@ -104,17 +103,9 @@ def _roots(path: Path) -> Iterator[Path]:
     if path.name == TORCH or (path / TORCH).is_dir() or path.name.startswith(_ROOTS):
         yield path
         return
-    for name in _folders(path):
+    for name in folders_in(path):
         if name.startswith(_ROOTS):
             yield path / name
-
-
-def _folders(path: Path) -> list[str]:
-    try:
-        with os.scandir(path) as entries:
-            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
 
 
 def _is_tensor(name: str) -> bool:
@@ -122,11 +113,11 @@ def _is_tensor(name: str) -> bool:
 
 
 def _has_tokens(path: Path) -> bool:
-    return any(name.isdigit() and _has_modules(path / name) for name in _folders(path))
+    return any(name.isdigit() and _has_modules(path / name) for name in folders_in(path))
 
 
 def _has_modules(path: Path) -> bool:
-    names = _folders(path)
+    names = folders_in(path)
     return any(name == ait_names.ROOT or name.startswith(f"{ait_names.ROOT}.") for name in names)
 
 
@@ -153,7 +144,7 @@ class _Reader:
             self.topologies[rank, number] = topology_of(roots)
         found: list[tuple[tuple[Any, ...], Leaf]] = []
         below = [str(process.token)] if process.token is not None else []
-        for token in below or sorted(_folders(process.folder), key=natural):
+        for token in below or sorted(folders_in(process.folder), key=natural):
             if token.isdigit():
                 for name in folder.files(token, named=_is_tensor):
                     found += self._file(folder, name, places, int(token), rank, number)

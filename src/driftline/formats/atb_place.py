@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from driftline.errors import BadRun
 from driftline.formats.atb_bin import FILE_NAME
+from driftline.runs.inside import folders_in
 
 ROOTS = ("ait_dump", "msit_dump", "atb_dump_data")
 TENSORS = ("tensors", "data")
@@ -73,7 +74,7 @@ def locate(path: Path) -> Place | None:
         BadRun: It holds several dumps.
     """
     real = path.resolve()
-    inside = [name for name in _folders(real) if name.startswith(ROOTS) and _is_root(real / name)]
+    inside = [name for name in folders_in(real) if name.startswith(ROOTS) and _is_root(real / name)]
     if len(inside) > 1:
         raise BadRun(
             f"{path} holds {len(inside)} dumps: {', '.join(sorted(inside)[:8])}"
@@ -113,7 +114,7 @@ def _part(real: Path) -> Place | None:
             if only and only[-1] in ("before", "after"):
                 only = only[:-1]
             return _placed(folder.parent, [Execution(*process, int(match[1]), folder, only)])
-    if any(_is_operation(real / name) for name in _folders(real) if _OPERATION.fullmatch(name)):
+    if any(_is_operation(real / name) for name in folders_in(real) if _OPERATION.fullmatch(name)):
         match = _EXECUTION.fullmatch(real.name)
         number = int(match[1]) if match else 0
         return Place(real, "", (Execution(0, "0", number, real),), False)
@@ -138,20 +139,20 @@ def _generation(root: Path) -> str:
         return "G3"
     if name.startswith("ait_dump"):
         return "G2" if name == "ait_dump" else "G2t"
-    names = _folders(root / "tensors")
+    names = folders_in(root / "tensors")
     return "G1" if any(_DEVICE_PID.fullmatch(name) for name in names) else "G0"
 
 
 def _is_root(folder: Path) -> bool:
     """Has tensors of processes, or is called like a dump and has what a dump may have besides."""
-    names = set(_folders(folder))
+    names = set(folders_in(folder))
     if any(_holds_tensors(folder / name) for name in TENSORS if name in names):
         return True
     # Torch dumps are called the same; topology beside one of those does not make it ATB's.
     return (
         folder.name.startswith(ROOTS)
         and "torch_tensors" not in names
-        and any(_folders(folder / name) for name in BESIDE if name in names)
+        and any(folders_in(folder / name) for name in BESIDE if name in names)
     )
 
 
@@ -167,7 +168,7 @@ def _processes(tensors: Path) -> list[tuple[int, str, Path]]:
     if tensors.name not in TENSORS:
         return []
     found: list[tuple[int, str, Path]] = []
-    for name in _folders(tensors):
+    for name in folders_in(tensors):
         process = _process(tensors / name)
         if process is not None and any(True for _ in _executions(*process, tensors / name)):
             found.append((*process, tensors / name))
@@ -184,14 +185,14 @@ def _process(folder: Path) -> tuple[int, str] | None:
 
 def _executions(device: int, pid: str, folder: Path) -> Iterator[Execution]:
     old = _DEVICE_PID.fullmatch(folder.name) is None
-    for name in _folders(folder):
+    for name in folders_in(folder):
         match = _EXECUTION.fullmatch(name)
         if match and (old or "_" not in name):
             yield Execution(device, pid, int(match[1]), folder / name)
 
 
 def _is_operation(folder: Path) -> bool:
-    return any(name in ("before", "after") for name in _folders(folder))
+    return any(name in ("before", "after") for name in folders_in(folder))
 
 
 def _has_tensors(folder: Path) -> bool:
@@ -210,12 +211,3 @@ def _has_tensors(folder: Path) -> bool:
         except OSError:
             continue
     return False
-
-
-def _folders(folder: Path) -> list[str]:
-    """Names of the folders in a folder; links are none."""
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []

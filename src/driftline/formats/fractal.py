@@ -62,16 +62,5 @@ def nz_to_nd(values: AnyArray, dims: tuple[int, ...], crop: tuple[int, ...] = ()
     return np.ascontiguousarray(whole)
 
 
-def nd_to_nz(matrix: AnyArray, width: int = 16) -> AnyArray:
-    """A tensor → `(batch, N1, M, C0)`, padded with zeros: what ATB would store."""
-    *batch, rows, columns = matrix.shape
-    padded = np.zeros(
-        (math.prod(batch), -(-rows // ROWS) * ROWS, -(-columns // width) * width), matrix.dtype
-    )
-    padded[:, :rows, :columns] = matrix.reshape(-1, rows, columns)
-    tiles = padded.reshape(len(padded), padded.shape[1], -1, width)
-    return np.ascontiguousarray(tiles.swapaxes(1, 2))
-
-
 def _graph_engine(dims: tuple[int, ...]) -> bool:
     return len(dims) >= 5 and dims[-2] == ROWS

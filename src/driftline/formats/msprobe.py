@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from driftline.formats.partial import partial_summary
 from driftline.formats.parts import describe, unreadable
 from driftline.formats.tree import Leaf, TreeRun
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.inside import reason_of
+from driftline.runs.inside import folders_in, reason_of
 from driftline.runs.key import Port, TensorKey
 from driftline.runs.record import Record
 
@@ -92,23 +91,15 @@ def _parts(path: Path) -> Iterator[_Part]:
     elif found := _STEP.fullmatch(path.name):
         yield from _in_step(path, int(found[1]))
     else:
-        for name in _folders(path):
+        for name in folders_in(path):
             if found := _STEP.fullmatch(name):
                 yield from _in_step(path / name, int(found[1]))
 
 
 def _in_step(path: Path, step: int) -> Iterator[_Part]:
-    for name in _folders(path):
+    for name in folders_in(path):
         if _PART.fullmatch(name) and (path / name / DUMP).is_file():
             yield _Part(path / name, step, name)
-
-
-def _folders(path: Path) -> list[str]:
-    try:
-        with os.scandir(path) as entries:
-            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
 
 
 def _rank(name: str) -> int:

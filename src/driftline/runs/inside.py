@@ -23,6 +23,15 @@ def is_inside(root: Path, path: Path) -> bool:
         return False
 
 
+def folders_in(path: Path) -> list[str]:
+    """Names of the folders in a folder; links are none, and what cannot be listed has none."""
+    try:
+        with os.scandir(path) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
 def open_inside(root: Path, path: Path) -> int:
     """Opens a regular file that lies, links followed, inside the run.
 

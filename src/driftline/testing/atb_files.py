@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from driftline.formats.fractal import ROWS
+
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 Keep = Literal["data", "description", "statistics"]
 ND = 2
@@ -206,3 +208,14 @@ def model_names(
         names[name] = f"{model}_{group}_{counts[group]}"
         counts[group] += 1
     return names
+
+
+def nd_to_nz(matrix: AnyArray, width: int = 16) -> AnyArray:
+    """A tensor → `(batch, N1, M, C0)`, padded with zeros: what ATB would store."""
+    *batch, rows, columns = matrix.shape
+    padded = np.zeros(
+        (math.prod(batch), -(-rows // ROWS) * ROWS, -(-columns // width) * width), matrix.dtype
+    )
+    padded[:, :rows, :columns] = matrix.reshape(-1, rows, columns)
+    tiles = padded.reshape(len(padded), padded.shape[1], -1, width)
+    return np.ascontiguousarray(tiles.swapaxes(1, 2))
