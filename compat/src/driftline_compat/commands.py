@@ -37,6 +37,11 @@ def hook_result_checker() -> int:
     return main(["check-hooks", *sys.argv[1:]])
 
 
+def generate_metrics() -> int:
+    """`generate_metrics.py --architecture=hf_pretrained --model_path=M …`."""
+    return main(["metrics", *sys.argv[1:]])
+
+
 def get_thresholds() -> int:
     """`get_thresholds.py --models M --metrics … --file_base DIR [--layer_io]`."""
     return main(["thresholds", *sys.argv[1:]])
