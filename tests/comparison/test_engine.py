@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from driftline.alignment.names import align_by_name
+from driftline.alignment.names import pair_by_name
 from driftline.comparison import values
 from driftline.comparison.engine import measure
 from driftline.comparison.metrics.catalogue import requested
@@ -34,7 +34,7 @@ def noise(*shape, dtype=np.float32):
 
 
 def measured(reference, candidate, **options):
-    plan = align_by_name(reference.records, candidate.records)
+    plan = pair_by_name(reference.records, candidate.records)
     return measure(plan, reference, candidate, **options)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftline.alignment.names import align_by_name
+from driftline.alignment.names import pair_by_name
 from driftline.comparison import small
 from driftline.comparison.engine import measure
 from driftline.comparison.metrics.catalogue import STANDARD
@@ -82,7 +82,7 @@ def in_memory(root):
 
 
 def rows(ours, theirs):
-    plan = align_by_name(ours.records, theirs.records)
+    plan = pair_by_name(ours.records, theirs.records)
     return measure(plan, ours, theirs, elementwise=elementwise).rows
 
 
@@ -96,7 +96,7 @@ def test_the_short_way_and_the_long_one_give_the_same_rows(tmp_path, monkeypatch
 
 def test_only_small_pairs_that_are_as_usual_go_the_short_way(tmp_path):
     ours, theirs = trees(tmp_path)
-    plan = align_by_name(ours.records, theirs.records)
+    plan = pair_by_name(ours.records, theirs.records)
     quick = SmallPairs(ours, theirs, STANDARD, elementwise)
     taken = {pair.reference.key.site: quick.row(pair) for pair in plan.pairs if quick.takes(pair)}
     handed_back = {site for site, row in taken.items() if row is None}
@@ -120,7 +120,7 @@ def test_a_file_that_shrank_after_it_was_described_is_a_row_with_the_reason(tmp_
 
 def test_the_bound_of_small_pairs_is_in_bytes_of_both_sides(tmp_path, monkeypatch):
     ours, theirs = trees(tmp_path)
-    plan = align_by_name(ours.records, theirs.records)
+    plan = pair_by_name(ours.records, theirs.records)
     pair = next(pair for pair in plan.pairs if pair.reference.key.site == "half")
     monkeypatch.setattr(small, "SMALL_BYTES", 300 * 6)
     assert SmallPairs(ours, theirs, STANDARD, elementwise).takes(pair)

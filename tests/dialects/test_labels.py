@@ -357,7 +357,7 @@ def test_nan_on_one_side_only_is_said_and_the_rest_is_still_measured(
     )
     (row,) = rows_of(tmp_path / "_cmp_result.csv")
     assert float(row["max_relative_error"]) == 0.0
-    assert "NaN or Inf on one side only" in row["cmp_fail_reason"]
+    assert "NaN or Inf on one side only, the first at index" in row["cmp_fail_reason"]
 
 
 def test_an_id_used_again_pairs_the_nth_with_the_nth(start: Start, tmp_path: Path) -> None:

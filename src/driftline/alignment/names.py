@@ -20,18 +20,6 @@ WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer
 """Prefixes that wrappers (data parallel, compile, heads, adapters) put in front of every name."""
 
 
-def align_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
-    """Pair the tensors of two runs.
-
-    Raises:
-        BadInput: The two share not a single name, which is a mistake rather than a result.
-    """
-    plan = pair_by_name(reference, candidate)
-    if not plan.pairs and plan.missing and plan.extra:
-        raise nothing_in_common(plan.missing, plan.extra)
-    return plan
-
-
 def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
     """Pair the tensors of two runs, as many as there are; none is an answer too."""
     ours = sorted(reference, key=_execution)
