@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 RUNS = 4
-MARGIN = 3.0
+MARGIN = 2.0
 """The limit is so many times the largest that was measured."""
 _ROUNDINGS = 4
 """At least so many units of roundoff of the largest number, however still a model is."""

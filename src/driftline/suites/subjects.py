@@ -17,7 +17,7 @@ import numpy as np
 
 from driftline.decoding.decoder import DecoderModel
 from driftline.decoding.models import load_model
-from driftline.decoding.prompts import Padded, Prompt, pad_left
+from driftline.decoding.prompts import PAD, Padded, Prompt, pad_left
 from driftline.decoding.targets import DTYPES, Target, default_targets, parse_target
 from driftline.errors import BadInput
 from driftline.gating.expectation_files import documented_label, model_label
@@ -79,7 +79,10 @@ def load(name: str, ask: Ask, *, tuple_output: bool) -> Loaded:
         library=ask.library,
         as_written=True,
     )
-    batch = documented_batch(model.vocabulary)
+    pad: Any = getattr(model.config, "pad_token_id", None)
+    # An encoder of transformers numbers positions by itself, from where it sees no pad any more.
+    own = tuple_output and model.library == "transformers" and isinstance(pad, int)
+    batch = documented_batch(model.vocabulary, pad=pad if own else PAD)
     words = _words(model, batch, causal=not tuple_output)
     label = (model_label(name), documented_label(name))
     if layers is not None:
@@ -102,11 +105,11 @@ def load(name: str, ask: Ask, *, tuple_output: bool) -> Loaded:
     return Loaded(name, subject, label)
 
 
-def documented_batch(vocabulary: int) -> Padded:
+def documented_batch(vocabulary: int, *, pad: int = PAD) -> Padded:
     """The tokens 5 … 64 of one prompt, padded on the left; smaller vocabularies begin again."""
     ids = range(FIRST_TOKEN, FIRST_TOKEN + TOKENS)
     size = vocabulary or FIRST_TOKEN + TOKENS
-    return pad_left([Prompt("documented", tuple(token % size for token in ids))], LENGTH)
+    return pad_left([Prompt("documented", tuple(token % size for token in ids))], LENGTH, pad=pad)
 
 
 def _layers(text: str) -> int | None:
@@ -130,7 +133,6 @@ def _words(model: DecoderModel, batch: Padded, *, causal: bool) -> dict[str, Any
         return {"x": ids, "mask": bias, "position_ids": positions}
     words: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.to(ids.dtype)}
     takes = inspect.signature(model.module.forward).parameters
-    # Encoders number positions in a way of their own; decoders would count the padding.
     optional = {"use_cache": False, **({"position_ids": positions} if causal else {})}
     return words | {name: value for name, value in optional.items() if name in takes}
 
