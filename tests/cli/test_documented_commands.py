@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
+DECODERS = Path(__file__).parents[1] / "data" / "aiu" / "fixtures"
 PROGRAM = """
 import argparse, torch
 options = argparse.ArgumentParser()
@@ -68,6 +70,8 @@ def test_every_shown_command_works(tmp_path: Path) -> None:
         np.save(tmp_path / tree / "tensors" / "rank_0" / "a.npy", np.ones(4))
     np.save(tmp_path / "a.npy", np.ones(4, np.float32))
     torch.save(torch.ones(4), tmp_path / "b.pt")
+    shutil.copytree(DECODERS / "tiny-llama", tmp_path / "tiny-llama")
+    shutil.copy(DECODERS / "share_gpt_tiny.json", tmp_path / "share_gpt.json")
     shown = re.findall(r"^    driftline (.+)$", DOCS.read_text("utf-8"), re.MULTILINE)
     assert len(shown) >= 8
     for text in shown:
