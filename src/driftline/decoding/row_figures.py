@@ -95,8 +95,9 @@ def figures_of(
     found = measure_moments(parts, metrics)
     row = row.measured("values", measure_values(_kept(values, here, width), found, metrics, []))
     if counts is not None:
-        words = f"{len(here)} of {counts.size} rows, without padding and earlier tokens"
+        words, kept = f"select({len(here)} of {counts.size} rows)", (len(here), width)
         row = row._replace(reference_recipe=words, candidate_recipe=words)
+        row = row._replace(reference_shape=kept, candidate_shape=kept)
     every = _elements(values, here, width) if elements else None
     return Figures(row, counts, abs_diff, cos_sim, every)
 
