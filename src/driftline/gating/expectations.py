@@ -22,7 +22,7 @@ import numpy as np
 import driftline
 from driftline.errors import BadInput
 from driftline.gating.expectation_files import Kept, find, write
-from driftline.gating.last_bits import Allowed, measured
+from driftline.gating.last_bits import Allowed, by_relative_l2, measured
 from driftline.gating.signature import (
     F64,
     Distance,
@@ -70,10 +70,23 @@ class Explicit(NamedTuple):
     rtol: float
     atol: float
 
-    def allowed(self, expected: F64) -> Allowed:
+    def allowed(self, expected: F64, seen: Seen) -> Allowed:
+        del seen
         limit = self.atol + self.rtol * (float(expected.max()) if expected.size else 0.0)
         why = f"atol {self.atol:g} + rtol {self.rtol:g} of the largest number, as the test says"
         return Allowed(limit, limit, math.inf, why)
+
+
+class Calibrated(NamedTuple):
+    """A limit on the relative L2 distance of all values, from a thresholds file."""
+
+    relative_l2: float
+    source: str
+
+    def allowed(self, expected: F64, seen: Seen) -> Allowed:
+        del expected
+        why = f"a relative L2 of {self.relative_l2:g}, by {self.source}"
+        return by_relative_l2(seen, self.relative_l2, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +109,7 @@ class Subject:
     judged: Mask | None = None
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     seed: int = SEED
-    explicit: Explicit | None = None
+    explicit: Explicit | Calibrated | None = None
 
     def see(self) -> Seen:
         with quiet(self.module, self.seed):
@@ -147,7 +160,7 @@ class Expectations:
         facts["shapes"] = [list(shape) for shape in seen.shapes]
         if subject.explicit is None:
             facts["allowed"] = subject.calibrated(seen)._asdict()
-        facts |= {"l2": seen.l2, "sketch": list(seen.sketch)}
+        facts |= {"rms": seen.rms, "sketch": list(seen.sketch)}
         return self._written(names[0], map(float, seen.signature), facts, kept)
 
     def weight_keys(self, subject: Subject, names: Sequence[str]) -> Result:
@@ -245,7 +258,7 @@ def _signature_problems(kept: Kept, seen: Seen, subject: Subject) -> list[str]:
     if found.largest == 0.0 and not found.moved > 0.0:
         return [f"{title}: {other[0]}", *other[1:]] if other else []
     if subject.explicit is not None:
-        allowed = subject.explicit.allowed(expected)
+        allowed = subject.explicit.allowed(expected, seen)
     else:
         allowed = kept.allowed() or subject.calibrated(seen)
     lines = _findings(found, allowed, expected, seen, judged)

@@ -33,6 +33,18 @@ def setting(config: pytest.Config, name: str) -> str:
     return str(said or "").strip()
 
 
+def path_setting(config: pytest.Config, name: str, default: str) -> Path:
+    """A setting that is a path: of an option from where pytest was started, else of the ini file.
+
+    Without an ini file it is where pytest was started, too: pytest's own root then depends on which
+    tests are named.
+    """
+    here = config.invocation_params.dir
+    if config.getoption(f"driftline_{name}", default=None) is None and config.inipath:
+        here = config.rootpath
+    return here / (setting(config, name) or default)
+
+
 def model_list(config: pytest.Config, name: str) -> list[str]:
     """The models of a list, `decoder_models` or `tuple_output_models`: options, else the ini."""
     given = cast("list[str]", config.getoption(f"driftline_{name}", default=None) or [])
@@ -48,13 +60,7 @@ def captures(config: pytest.Config) -> bool:
 
 def expectations_of(config: pytest.Config) -> Expectations:
     """The folder and the policy that the command line and the ini file ask for."""
-    named = config.getoption("driftline_expectations_dir", default=None)
-    if named is not None:
-        folder = config.invocation_params.dir / str(named)  # as paths on a command line are meant
-    else:
-        # Without an ini file pytest's root depends on which tests are named.
-        base = config.rootpath if config.inipath else config.invocation_params.dir
-        folder = base / (setting(config, "expectations_dir") or FOLDER)
+    folder = path_setting(config, "expectations_dir", FOLDER)
     update = "all" if captures(config) else cast("Update", config.getoption("driftline_update"))
     words = [str(word) for word in config.invocation_params.args]
     return Expectations(folder, update, shlex.join(["pytest", *words, CAPTURE]))

@@ -17,8 +17,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from driftline.gating.signature import Distance, Mask, Seen, distance, judged_positions
 from driftline.numerics.dtypes import DTYPES
 from driftline.tolerance.defaults import LIMITS
@@ -76,7 +74,7 @@ def measured(
     worst = max(found, key=lambda one: one.largest)
     if worst.largest == 0.0:
         return by_format(base)  # integer weights, or a compiler that has copied them
-    least = _ROUNDINGS * _roundoff(base) * _scale(base)
+    least = _ROUNDINGS * _roundoff(base) * float(base.signature.max(initial=0.0))
     return Allowed(
         max(MARGIN * worst.largest, least),
         max(MARGIN * max(one.rms for one in found), least),
@@ -88,15 +86,17 @@ def measured(
 def by_format(base: Seen) -> Allowed:
     """Limits where nothing could be measured: those of the output's number format."""
     limit = LIMITS.get(base.dtype, LIMITS["float32"])
-    scale = _scale(base)
-    return Allowed(
-        4 * limit * scale, limit * scale, limit, f"the limit of {base.dtype}, {limit:g} relative"
-    )
+    return by_relative_l2(base, limit, f"a relative L2 of {limit:g}, the default of {base.dtype}")
 
 
-def _scale(base: Seen) -> float:
-    numbers = base.signature[np.isfinite(base.signature)]
-    return float(np.sqrt(np.mean(numbers * numbers))) if numbers.size else 0.0
+def by_relative_l2(base: Seen, limit: float, why: str) -> Allowed:
+    """Limits from one on the relative L2 distance of all values.
+
+    A range is the difference of two values, so its error is √2 times theirs; the largest of some
+    thousand positions is about four times that.
+    """
+    error = math.sqrt(2.0) * limit * base.rms
+    return Allowed(4.0 * error, error, limit, why)
 
 
 def _roundoff(base: Seen) -> float:

@@ -27,6 +27,7 @@ _TEXT = {
     "tuple_output_models": "models of TestAIUModelsTupleOutput: ids or folders, one per line",
     "target": "where models run, like device=cuda,dtype=fp16,compile=inductor",
     "library": "who loads models: transformers (default) or fms",
+    "thresholds": "file of `driftline calibrate`: its relative_l2 replaces measured limits",
     "micro_layers": "keep only so many layers, and draw their weights",
 }
 
@@ -49,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         )
     group.addoption("--driftline-target", metavar="TARGET", help=_TEXT["target"])
     group.addoption("--driftline-library", metavar="NAME", help=_TEXT["library"])
+    group.addoption("--driftline-thresholds", metavar="FILE", help=_TEXT["thresholds"])
     group.addoption("--driftline-micro-layers", metavar="N", help=_TEXT["micro_layers"])
     for name, text in _TEXT.items():
         listed = name.endswith("_models")

@@ -43,7 +43,7 @@ class Seen(NamedTuple):
         shapes: Shape of every output tensor.
         dtype: Number format of the output (of the first tensor, if there are several).
         not_finite: How many values are NaN or infinite, at positions that are judged.
-        l2: Euclidean norm of all values at judged positions.
+        rms: Root of the mean square of all values at judged positions.
         sketch: 64 numbers whose distance estimates the distance of all values.
     """
 
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     not_finite: int
-    l2: float
+    rms: float
     sketch: tuple[float, ...]
 
 
@@ -86,7 +86,7 @@ def see(output: Any, *, judged: Mask | None = None) -> Seen:
         shapes,
         str(found[0].dtype).removeprefix("torch."),
         int(summary.nan + summary.pos_inf + summary.neg_inf),
-        summary.l2,
+        summary.l2 / math.sqrt(max(summary.count, 1)),
         tuple(summary.sketch),
     )
 

@@ -21,12 +21,15 @@ from driftline.decoding.prompts import PAD, Padded, Prompt, pad_left
 from driftline.decoding.targets import DTYPES, Target, default_targets, parse_target
 from driftline.errors import BadInput
 from driftline.gating.expectation_files import documented_label, model_label
-from driftline.gating.expectations import Subject
+from driftline.gating.expectations import Calibrated, Subject
 from driftline.gating.expecting import device_name
 from driftline.gating.signature import tensors_of
+from driftline.tolerance.thresholds import load_thresholds
 
 DOCUMENTED_MODULE = "models.test_model_expectations"
 DTYPE = "fp16"
+ROOT = "(root)"
+"""What capture calls the model as a whole."""
 FIRST_TOKEN, TOKENS, LENGTH = 5, 60, 64
 
 
@@ -36,6 +39,7 @@ class Ask(NamedTuple):
     target: str = ""
     library: str = ""
     micro_layers: str = ""
+    thresholds: str = ""
 
 
 class Loaded(NamedTuple):
@@ -101,6 +105,7 @@ def load(name: str, ask: Ask, *, tuple_output: bool) -> Loaded:
         model.module,
         np.asarray(batch.mask[0].numpy(), np.bool_),
         facts,
+        explicit=_calibrated(name, ask.thresholds),
     )
     return Loaded(name, subject, label)
 
@@ -110,6 +115,16 @@ def documented_batch(vocabulary: int, *, pad: int = PAD) -> Padded:
     ids = range(FIRST_TOKEN, FIRST_TOKEN + TOKENS)
     size = vocabulary or FIRST_TOKEN + TOKENS
     return pad_left([Prompt("documented", tuple(token % size for token in ids))], LENGTH, pad=pad)
+
+
+def _calibrated(name: str, path: str) -> Calibrated | None:
+    if not path:
+        return None
+    thresholds = load_thresholds(path)
+    thresholds.require_model(name)
+    sites = (ROOT, None) if ROOT in thresholds.sites else (None,)
+    limits = [thresholds.limit("relative_l2", site) for site in sites]
+    return Calibrated(next(limit for limit in limits if limit is not None), path)
 
 
 def _layers(text: str) -> int | None:

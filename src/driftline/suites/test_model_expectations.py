@@ -21,6 +21,7 @@ from driftline.gating.expecting import (
     expectations_of,
     fail,
     model_list,
+    path_setting,
     saved,
     say,
     setting,
@@ -56,7 +57,10 @@ class ModelExpectations:
         _loaded.clear()
 
     def _model(self, request: pytest.FixtureRequest, name: str) -> Loaded:
-        ask = Ask(*(setting(request.config, word) for word in Ask._fields))
+        config = request.config
+        ask = Ask(*(setting(config, word) for word in Ask._fields))
+        if ask.thresholds:
+            ask = ask._replace(thresholds=str(path_setting(config, "thresholds", "")))
         key = (name, ask, self.tuple_output)
         if key not in _loaded:
             _loaded.clear()  # before the next is loaded: two large models may not fit
