@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from driftline.alignment.classes import WHOLE, is_known, kind_of, role_of
+from driftline.alignment.classes import WHOLE, is_known, is_whole, kind_of, role_of
 from driftline.runs.record import Record
 
 ROOTS = ("(root)", "")
@@ -167,17 +167,24 @@ def _place(calls: list[Call]) -> None:
     """Say which calls are leaves, and which stand inside something that counts as one."""
     kinds = {call.site: kind_of(call.class_name) for call in calls}
     around: set[str] = set()
-    inside: set[str] = set()
+    within: dict[str, list[str]] = {}
     for site in kinds:
         for parent in enclosing(site):
             if parent in kinds:
                 around.add(parent)
                 if kinds[parent] in WHOLE and parent not in ROOTS:
-                    inside.add(site)
+                    within.setdefault(parent, []).append(site)
     if len(kinds) > 1:
         around.update(root for root in ROOTS if root in kinds)
+    classes = {call.site: call.class_name for call in calls}
+    whole = {
+        parent
+        for parent, sites in within.items()
+        if is_whole(classes[parent], [kinds[site] for site in sites])
+    }
+    inside = {site for parent in whole for site in within[parent]}
     for call in calls:
         call.inner = call.site in inside
         if call.site in around:
             call.kind = kinds[call.site]  # shapes say what a leaf is, not a container
-        call.leaf = not call.inner and (call.site not in around or kinds[call.site] in WHOLE)
+        call.leaf = not call.inner and (call.site not in around or call.site in whole)

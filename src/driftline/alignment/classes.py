@@ -7,6 +7,7 @@ no order. A class that is not in it is of its own kind, and only its shapes can 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 SOLID = frozenset({"linear", "norm.layer", "norm.rms", "norm", "norm.batch", "embedding", "conv"})
@@ -128,6 +129,26 @@ def container_kind(class_name: str) -> str:
         if pattern.fullmatch(lower):
             return kind
     return ""
+
+
+_ONE_LINEAR = re.compile(r"\w*(linear(_?\dbits?|fp\d|nf\d|lt)?|lm_?head)|dense")
+_ONE_NORM = frozenset({"norm.layer", "norm.rms", "norm", "dropout", "identity"})
+
+
+def is_whole(class_name: str, inside: Iterable[str]) -> bool:
+    """Whether a site with others inside is one thing all the same, by its class and their kinds.
+
+    An adapter around a Linear is one. T5's `DenseActDense` and a `PreNorm` that holds the attention
+    are called like a single piece of work, and are several.
+
+    >>> is_whole("Linear", ["linear", "dropout"]), is_whole("T5DenseActDense", ["linear"])
+    (True, False)
+    """
+    kind = kind_of(class_name)
+    if kind == "linear":
+        named = class_name in _EXACT or _ONE_LINEAR.fullmatch(class_name.lower()) is not None
+        return named and not {"activation", "conv", *_NORMS}.intersection(inside)
+    return kind in WHOLE and all(each in _ONE_NORM or not is_known(each) for each in inside)
 
 
 def is_solid(kind: str) -> bool:

@@ -124,23 +124,53 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
         plan = _more(plan, by_name.pairs, by_name) if plan.pairs else by_name
         if plan.missing and plan.extra:
             plan = _by_plain_name(plan)
-    if plan.missing and plan.extra and options.structural and ordered:
-        from driftline.alignment.structure import align_by_structure
-
-        found = align_by_structure(
-            reference,
-            candidate,
-            plan.pairs,
-            plan.missing,
-            plan.extra,
-            _same_class(options.mapping_file),
-        )
-        plan = _more(plan, found.pairs)._replace(
-            reasons=found.reasons, notes=(*plan.notes, *found.notes)
-        )
+    if (plan.missing or plan.extra) and options.structural and ordered:
+        plan = _by_structure(plan, reference, candidate, options)
     if not plan.pairs:
         raise nothing_in_common(plan.missing, plan.extra)
     return plan
+
+
+def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOptions) -> Plan:
+    from driftline.alignment.accidents import in_doubt, still_alone
+
+    doubted = in_doubt(plan.pairs, plan.missing, plan.extra)
+    if not doubted and not (plan.missing and plan.extra):
+        return plan
+    if doubted:
+        loose = {id(pair) for pair in doubted}
+        kept = tuple(pair for pair in plan.pairs if id(pair) not in loose)
+        missing = sorted([*plan.missing, *(pair.reference for pair in doubted)], key=_execution)
+        extra = sorted([*plan.extra, *(pair.candidate for pair in doubted)], key=_execution)
+        plan = plan._replace(pairs=kept, missing=tuple(missing), extra=tuple(extra))
+    from driftline.alignment.structure import align_by_structure
+
+    found = align_by_structure(
+        reference,
+        candidate,
+        plan.pairs,
+        plan.missing,
+        plan.extra,
+        _same_class(options.mapping_file),
+    )
+    again = still_alone(doubted, found.pairs)
+    notes = found.notes
+    moved = {(p.reference.key.site, p.candidate.key.site) for p in doubted}
+    moved -= {(p.reference.key.site, p.candidate.key.site) for p in (*again, *found.pairs)}
+    if moved:
+        notes = [
+            *notes,
+            f"the names of {len(moved)} sites agree by accident (such as '{min(moved)[0]}'): they "
+            "do other work or stand in another place, so structure decides; --map overrides it",
+        ]
+    plan = _more(plan, [*found.pairs, *again])
+    reasons = {
+        (side, record.key): found.reasons[side, record.key]
+        for side, records in (("reference", plan.missing), ("candidate", plan.extra))
+        for record in records
+        if (side, record.key) in found.reasons
+    }
+    return plan._replace(reasons=reasons, notes=(*plan.notes, *notes))
 
 
 def _only_numbered(reference: Run, candidate: Run) -> bool:
