@@ -42,6 +42,11 @@ def generate_metrics() -> int:
     return main(["metrics", *sys.argv[1:]])
 
 
+def generate_layers_metrics() -> int:
+    """`generate_layers_metrics.py --mode generate`, with the model and shapes in the environment."""
+    return main(["layer-metrics", *sys.argv[1:]])
+
+
 def get_thresholds() -> int:
     """`get_thresholds.py --models M --metrics … --file_base DIR [--layer_io]`."""
     return main(["thresholds", *sys.argv[1:]])
