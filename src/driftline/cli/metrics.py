@@ -230,7 +230,9 @@ def _summary(outcome: Outcome, ask: MetricsAsk) -> str:
     rounds = counted(outcome.rounds, "round")
     lines = [
         f"{outcome.prefix}: {counted(outcome.tokens, 'token')} of {rounds}",
-        f"  reference {ask.reference}; candidate {ask.candidate}",
+        "  of the logits that were saved"
+        if ask.skip_computation
+        else f"  reference {ask.reference}; candidate {ask.candidate}",
         f"  {'metric':<12}{'mean':>12}{'99 %':>12}{'largest':>12}",
     ]
     for name in METRICS:

@@ -74,7 +74,12 @@ def kept_desk(
     """
     with _locked(folder, what, name, option) as desk:
         _clear(desk, files=fresh)
-        yield desk
+        try:
+            yield desk
+        except BaseException:
+            if all(left.name == _LOCK for left in desk.iterdir()):
+                shutil.rmtree(desk, ignore_errors=True)
+            raise
         shutil.rmtree(desk, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from driftline.decoding.out_files import Saved
 from driftline.decoding.score_table import SCORES, Rows, rows_of
-from driftline.decoding.scoring import TokenScores, kept_before_eos, score
+from driftline.decoding.scoring import DOCUMENTED, kept_before_eos, score, top_scores
 from driftline.decoding.top_logits import AT_REFERENCE, INDICES, NONFINITE, VALUES
 from driftline.errors import BadFile, BadInput
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 Array = np.ndarray[Any, np.dtype[Any]]
-FROM_TOP = ("ce", "prob_mean", "prob_std", "diff_mean")
-"""Scores that the largest logits are enough for."""
 
 
 class Scored(NamedTuple):
@@ -120,14 +118,13 @@ class _Pair:
     ) -> tuple[dict[str, Array | None], dict[str, Array]]:
         left, right = self.reference.logits[self.at], self.candidate.logits[self.at]
         self._same_shape(left, right, new)
-        if topk > left.shape[-1]:
-            raise BadInput(
-                f"{topk} logits per token are asked for, the vocabulary has {left.shape[-1]}",
-                hint="give a smaller --topk_per_token",
-            )
         scores = score(left, right, new, topk=topk)
         columns: dict[str, Array | None] = {name: getattr(scores, name) for name in SCORES}
-        return columns, _nonfinite(scores)
+        counts = {
+            "reference": scores.reference_nan + scores.reference_inf,
+            "candidate": scores.candidate_nan + scores.candidate_inf,
+        }
+        return columns, counts
 
     def _from_top(
         self, new: torch.Tensor, topk: int
@@ -145,11 +142,12 @@ class _Pair:
                 f"{self.where}: {known} logits per token are saved, {topk} are asked for",
                 hint=f"--topk_per_token {known} can be had, or compute it again with --force",
             )
-        places = left[VALUES].argmax(dim=-1)
-        scores = score(left[VALUES], right[AT_REFERENCE], places, topk=topk)
-        columns: dict[str, Array | None] = {name: getattr(scores, name) for name in FROM_TOP}
-        same = left[INDICES][:, 0] == right[INDICES][:, 0]
-        columns["top1_agree"] = same.numpy()
+        ours, theirs = (part.double().numpy() for part in (left[VALUES], right[AT_REFERENCE]))
+        documented = top_scores(ours[:, :topk], theirs[:, :topk])
+        columns: dict[str, Array | None] = dict(zip(DOCUMENTED, documented, strict=True))
+        columns["top1_agree"] = (left[INDICES][:, 0] == right[INDICES][:, 0]).numpy()
+        if known > 1:
+            columns["gap"] = ours[:, 0] - ours[:, 1]
         counts = {
             "reference": left[NONFINITE].numpy(),
             "candidate": right[NONFINITE].numpy(),
@@ -167,10 +165,3 @@ class _Pair:
             raise BadInput(
                 f"{self.where}: {len(left)} and {len(right)} rows of logits for {len(new)} tokens"
             )
-
-
-def _nonfinite(scores: TokenScores) -> dict[str, Array]:
-    return {
-        "reference": scores.reference_nonfinite,
-        "candidate": scores.candidate_nonfinite,
-    }
