@@ -43,7 +43,7 @@ def generate_metrics() -> int:
 
 
 def generate_layers_metrics() -> int:
-    """`generate_layers_metrics.py --mode generate`, with the model and shapes in the environment."""
+    """`generate_layers_metrics.py --mode generate`; model and shapes in the environment."""
     return main(["layer-metrics", *sys.argv[1:]])
 
 
