@@ -164,8 +164,9 @@ class _Work:
 
     def _small_ones(self) -> None:
         try:
-            for at in self.small:
-                self._finish(at, self.quick.row(self.pairs[at]) or self._row(at, 0, 1))
+            rows = self.quick.rows([self.pairs[at] for at in self.small])
+            for at, row in zip(self.small, rows, strict=True):
+                self._finish(at, row or self._row(at, 0, 1))
         except BaseException as bug:
             self.failure = bug
 

@@ -8,7 +8,7 @@ here, or handed back: the engine, which knows all of that, then looks at the pai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from driftline.alignment.plan import Pair
@@ -19,12 +19,14 @@ from driftline.comparison.unmeasured import clash, paired
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType
-from driftline.runs.run import Run
+from driftline.runs.run import Memory, Run
 
 SMALL_BYTES = 1 << 18
 """Both sides of a pair together. Below this most of the work is Python's, which threads do not
 share: two of them take longer than one. Pairs of 256 kB a side are read and measured side by side.
 """
+_AHEAD = 64
+"""Pairs that are read at a time while those before them are measured, where a run can do that."""
 FAR_OFF = 0.1
 """A relative L2 from which on a square weight is also looked at the other way round."""
 
@@ -80,14 +82,51 @@ class SmallPairs:
         self._known[pair.reference.dtype, pair.candidate.dtype] = types
         return types
 
-    def row(self, pair: Pair) -> Row | None:
-        """The measured row of a pair that `takes` took; None to let the engine look at it."""
+    def rows(self, pairs: Sequence[Pair]) -> Iterator[Row | None]:
+        """Rows of pairs that `takes` took, in their order; see `row`."""
+        pieces = [pairs[at : at + _AHEAD] for at in range(0, len(pairs), _AHEAD)]
+        many = len(pieces) > 1
+        here = self._reference.read_ahead() if many else None
+        there = self._candidate.read_ahead() if many else None
+
+        def begin(at: int) -> None:
+            if here is not None and at < len(pieces):
+                here.begin([pair.reference for pair in pieces[at]])
+            if there is not None and at < len(pieces):
+                there.begin([pair.candidate for pair in pieces[at]])
+
+        try:
+            begin(0)
+            for at, piece in enumerate(pieces, 1):
+                unread = [None] * len(piece)
+                ours = unread if here is None else here.take()
+                theirs = unread if there is None else there.take()
+                begin(at)
+                yield from map(self.row, piece, ours, theirs)
+        finally:
+            for side in (here, there):
+                if side is not None:
+                    side.close()
+
+    def row(
+        self, pair: Pair, here: Memory | None = None, there: Memory | None = None
+    ) -> Row | None:
+        """The measured row of a pair that `takes` took; None to let the engine look at it.
+
+        Args:
+            pair: The pair.
+            here: Where the reference's values lie, if that is known already.
+            there: The same of the candidate.
+        """
         ours, theirs = pair.reference, pair.candidate
         our_dtype, their_dtype, _, rtol, atol = self._known[ours.dtype, theirs.dtype]
         shape = ours.shape
         count = math.prod(shape)
         try:
-            here, there = self._reference.memory(ours), self._candidate.memory(theirs)
+            if here is None:
+                here = self._reference.memory(ours)
+            if there is None:
+                there = self._candidate.memory(theirs)
         except (DriftlineError, OSError, ValueError):
             return None
         if (

@@ -11,12 +11,14 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from driftline.formats import reading
 from driftline.runs.inside import open_inside
 
 DEEPEST = 64
@@ -26,7 +28,11 @@ KEPT_BYTES = 128 << 20
 opening a small file costs more than reading it."""
 MAPPED_FROM = 1 << 20
 """Ranges of at least so many bytes are mapped instead of read."""
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+_AHEAD = 256
+_BEGINNING = 1 << 12
+_HEADER = 512
+"""So many files are read ahead at a time, so many bytes of each, and so many of a longer one are of
+use: the rest is its values."""
 _NUMBER = re.compile(r"(\d+)")
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -74,10 +80,11 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.real = path.resolve()
-        self._text = str(path)
+        self.text = str(path)
         self._links: set[str] = set()
         self._kept: dict[str, bytes] = {}
         self._room = KEPT_BYTES
+        self._at_hand: tuple[str, bytes, int] | None = None
         self.not_entered: list[str] = []
         """What was not looked into, each with the reason."""
 
@@ -91,7 +98,7 @@ class Folder:
             named: Says whether a name is that of a tensor file; what has such a name and is a pipe
                 or a folder is given too, so that it can be missed: opening it says what it is.
         """
-        start = f"{self._text}/{below}" if below else self._text
+        start = f"{self.text}/{below}" if below else self.text
         yield from self._walk(start, below, 0, named)
 
     def _walk(
@@ -139,12 +146,37 @@ class Folder:
         if name in self._links or ".." in name:
             file = open_inside(self.real, self.path / name)
         else:
-            file = os.open(f"{self._text}/{name}", _FLAGS)
+            file = os.open(f"{self.text}/{name}", reading.FLAGS)
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode):
             os.close(file)
             raise OSError(0, "is not a regular file")
         return file, about.st_size
+
+    def ahead(self, names: Sequence[str]) -> Iterator[str]:
+        """The names again, one by one; `start` has the first bytes of each at hand meanwhile."""
+        if len(names) < 2 * _AHEAD or not reading.available():
+            yield from names
+            return
+        pieces = [names[at : at + _AHEAD] for at in range(0, len(names), _AHEAD)]
+        here, there = reading.Read(), reading.Read()
+        starts = array("q", [0]) * _AHEAD
+        lengths = array("q", [_BEGINNING]) * _AHEAD
+        here.begin(reading.Ranges(self.text, pieces[0], starts, lengths))
+        for at, piece in enumerate(pieces, 1):
+            here.wait()
+            if at < len(pieces):
+                there.begin(reading.Ranges(self.text, pieces[at], starts, lengths))
+            view = memoryview(here.room)
+            begin = 0
+            for name, size, got in zip(piece, here.sizes, here.got, strict=True):
+                if got >= 0 and name not in self._links and ".." not in name:
+                    useful = got if got == size else min(got, _HEADER)
+                    self._at_hand = (name, bytes(view[begin : begin + useful]), size)
+                begin += _BEGINNING
+                yield name
+            here, there = there, here
+        self._at_hand = None
 
     def start(self, name: str, length: int) -> tuple[bytes, int]:
         """The first bytes of a file, or all of a small one, and its size.
@@ -152,6 +184,14 @@ class Folder:
         Raises:
             OSError: It cannot be read.
         """
+        at_hand = self._at_hand
+        if at_hand is not None and at_hand[0] == name:
+            _, begin, size = at_hand
+            if len(begin) == size and length < size <= self._room:
+                self._kept[name] = begin
+                self._room -= size
+            if len(begin) >= length or len(begin) == size:
+                return begin, size
         file, size = self.open(name)
         try:
             if size > SMALL or size > self._room or size <= length:
@@ -192,11 +232,20 @@ class Folder:
         if length >= MAPPED_FROM or name in self._links or ".." in name:
             return None
         # What was a regular file when it was described is not looked at again: three calls.
-        file = os.open(f"{self._text}/{name}", _FLAGS)
+        file = os.open(f"{self.text}/{name}", reading.FLAGS)
         try:
             return pread(file, length, start), 0
         finally:
             os.close(file)
+
+    def may_be_read_ahead(self, name: str, length: int) -> bool:
+        """Whether a range can be read by name alone, and is not at hand yet."""
+        return (
+            length < MAPPED_FROM
+            and name not in self._kept
+            and name not in self._links
+            and ".." not in name
+        )
 
     def values(self, name: str, start: int, length: int) -> Bytes:
         """Bytes of a file as a read-only array; large ranges are mapped.

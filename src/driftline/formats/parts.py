@@ -115,6 +115,13 @@ class _Plain:
             return np.empty(0, self.storage)
         return _values(self.folder, self.name, self.start, self.length).view(self.storage)
 
+    def ahead(self) -> tuple[str, str, int, int] | None:
+        """Folder, name and range of what may be read before it is asked for; None if it may not."""
+        folder = self.folder
+        if self.length and folder.may_be_read_ahead(self.name, self.length):
+            return folder.text, self.name, self.start, self.length
+        return None
+
     def memory(self) -> Memory | None:
         """The same without an array: making one takes as long as reading 16 kB."""
         try:

@@ -67,7 +67,7 @@ def open(path: Path) -> TreeRun:
         if _is_tensor_file(name):
             names.append(name)
     leaves: list[Leaf] = []
-    for name, site in zip(names, _sites(names), strict=True):
+    for name, site in zip(folder.ahead(names), _sites(names), strict=True):
         members = describe(folder, name)
         if len(members) == 1:
             leaves.append(leaf(TensorKey(site, "output", "0"), name, members[0]))

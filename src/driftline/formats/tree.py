@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.errors import BadFile
+from driftline.formats import reading
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Blob, Record
-from driftline.runs.run import Loss, Memory, Run, Storage, no_values
+from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
 from driftline.runs.sink import JSON
 
 
@@ -132,6 +134,11 @@ class TreeRun(Run):
         where = getattr(self._leaves[record.key].fetch, "memory", None)
         return None if where is None or record.lost else where()
 
+    def read_ahead(self) -> ReadAhead | None:
+        if not reading.available():
+            return None
+        return _Ahead(self._leaves)
+
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
 
@@ -141,6 +148,54 @@ class TreeRun(Run):
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
         return self._topologies.get((rank, process))
+
+
+class _Ahead:
+    """Values of small files, read in the background into memory that is used again."""
+
+    def __init__(self, leaves: Mapping[TensorKey, Leaf]) -> None:
+        self._leaves = leaves
+        self._now, self._next = reading.Read(), reading.Read()
+        self._asked: list[int | None] = []
+        self._lengths: array[int] = array("q")
+
+    def begin(self, records: Sequence[Record]) -> None:
+        self._asked = []
+        folder, names = "", list[str]()
+        starts, self._lengths = array("q"), array("q")
+        begins = 0
+        for record in records:
+            ahead = getattr(self._leaves[record.key].fetch, "ahead", None)
+            found = None if ahead is None or record.lost else ahead()
+            if found is None or (names and found[0] != folder):
+                self._asked.append(None)
+                continue
+            folder, name, start, length = found
+            self._asked.append(begins)
+            names.append(name)
+            starts.append(start)
+            self._lengths.append(length)
+            begins += length
+        self._next.begin(reading.Ranges(folder, names, starts, self._lengths))
+
+    def take(self) -> list[Memory | None]:
+        self._next.wait()
+        self._now, self._next = self._next, self._now
+        read, lengths = self._now, self._lengths
+        taken: list[Memory | None] = []
+        at = 0
+        for begins in self._asked:
+            if begins is None:
+                taken.append(None)
+                continue
+            whole = read.got[at] == lengths[at]
+            taken.append(Memory(read.address + begins, lengths[at], read.room) if whole else None)
+            at += 1
+        return taken
+
+    def close(self) -> None:
+        self._now.wait()
+        self._next.wait()
 
 
 def _place(leaf: Leaf) -> Blob | None:

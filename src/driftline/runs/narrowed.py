@@ -7,7 +7,7 @@ from typing import Any
 
 from driftline.errors import BadInput
 from driftline.runs.record import Record
-from driftline.runs.run import Loss, Memory, Run, Storage
+from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage
 from driftline.runs.sink import JSON
 
 
@@ -52,6 +52,9 @@ class _NarrowedRun(Run):
 
     def memory(self, record: Record) -> Memory | None:
         return self._whole.memory(record)
+
+    def read_ahead(self) -> ReadAhead | None:
+        return self._whole.read_ahead()
 
     @property
     def manifest(self) -> Mapping[str, Any]:

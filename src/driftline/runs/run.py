@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from driftline.errors import BadInput, NotInstalled, did_you_mean
 from driftline.numerics.dtypes import DTYPES, to_float64, unpack_nibbles
@@ -126,6 +126,22 @@ class Memory(NamedTuple):
     owner: object
 
 
+class ReadAhead(Protocol):
+    """Reads the values of records while somebody is busy with others; for one thread."""
+
+    def begin(self, records: Sequence[Record]) -> None:
+        """Begin to read these; what was taken before the last `take` may be written over."""
+        ...
+
+    def take(self) -> list[Memory | None]:
+        """Where the values of the records lie that were begun with; None: ask `Run.memory`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        ...
+
+
 def kept_elements(record: Record) -> int:
     """How many elements' values a record keeps."""
     elements = 1
@@ -220,6 +236,10 @@ class Run(ABC):
             DriftlineError: As `raw` does.
         """
         del record
+        return None
+
+    def read_ahead(self) -> ReadAhead | None:
+        """What reads many small tensors in the background; None where that gains nothing."""
         return None
 
     @property
