@@ -19,6 +19,7 @@ from driftline.formats import ait_names, statistics_csv
 from driftline.formats.folder import Folder, natural
 from driftline.formats.module_tree import Place, places_of, topology_of
 from driftline.formats.parts import describe, leaf
+from driftline.formats.several import refuse_several
 from driftline.formats.tree import Leaf, TreeRun
 from driftline.runs.inside import folders_in, reason_of
 from driftline.runs.key import TensorKey
@@ -50,7 +51,10 @@ def open(path: Path) -> TreeRun:
 
     Raises:
         BadFile: There is not a single tensor in it.
+        BadRun: There are several dumps in it.
     """
+    holding = [r for r in _roots(path) if r != path and sniff(r)]
+    refuse_several(path, (root.name for root in holding))
     reader = _Reader(path)
     numbers: dict[int, int] = {}
     for process in sorted(_processes(path), key=lambda each: natural(str(each.folder))):

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from driftline.errors import BadRun
 from driftline.formats.atb_bin import FILE_NAME
+from driftline.formats.several import refuse_several
 from driftline.runs.inside import folders_in
 
 ROOTS = ("ait_dump", "msit_dump", "atb_dump_data")
@@ -75,12 +75,7 @@ def locate(path: Path) -> Place | None:
     """
     real = path.resolve()
     inside = [name for name in folders_in(real) if name.startswith(ROOTS) and _is_root(real / name)]
-    if len(inside) > 1:
-        raise BadRun(
-            f"{path} holds {len(inside)} dumps: {', '.join(sorted(inside)[:8])}"
-            + (" …" if len(inside) > 8 else ""),
-            hint=f"give one of them: {path / min(inside)}",
-        )
+    refuse_several(path, inside)
     if inside:
         return _whole(real / inside[0])
     if _is_root(real):
@@ -141,6 +136,13 @@ def _generation(root: Path) -> str:
         return "G2" if name == "ait_dump" else "G2t"
     names = folders_in(root / "tensors")
     return "G1" if any(_DEVICE_PID.fullmatch(name) for name in names) else "G0"
+
+
+def torch_beside(opened: Path, root: Path) -> Iterator[str]:
+    """Torch dumps of the same tool that lie in what was opened, relative to it."""
+    for name in ("", *folders_in(opened)) if opened in (root, root.parent) else ():
+        if (not name or name.startswith(ROOTS)) and (opened / name / "torch_tensors").is_dir():
+            yield f"{name}/torch_tensors".lstrip("/")
 
 
 def _is_root(folder: Path) -> bool:

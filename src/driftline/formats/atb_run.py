@@ -18,7 +18,7 @@ from typing import Any, cast
 from driftline.formats.atb_alias import Aliases
 from driftline.formats.atb_bin import leaf_of
 from driftline.formats.atb_header import Header
-from driftline.formats.atb_place import Execution, Place
+from driftline.formats.atb_place import Execution, Place, torch_beside
 from driftline.formats.atb_sheets import (
     OperationLine,
     StatisticLine,
@@ -69,6 +69,9 @@ class AtbRun(TreeRun):
             {"kind": "note", "message": text + (f" ({count} tensors)" if count > 1 else "")}
             for text, count in self._notes.items()
         ]
+        for beside in torch_beside(path.resolve(), place.root):
+            text = f"{beside} is a torch dump beside this one; open it by its own path"
+            self._events.append({"kind": "note", "message": text})
 
     def source(self, record: Record) -> str:
         """Relative to what was opened, which may lie above the dump's root or inside it."""

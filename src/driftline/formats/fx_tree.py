@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from driftline.formats.folder import Folder, natural, some_names
 from driftline.formats.ge_graph import as_json, topology
 from driftline.formats.parts import describe, leaf
+from driftline.formats.several import refuse_several
 from driftline.formats.tree import Leaf, TreeRun
 from driftline.runs.key import TensorKey
 
@@ -71,6 +72,15 @@ def parse_place(folders: list[str]) -> Place:
     return Place(int(world[2][:9]) if world else 0, before if named else "", int(last))
 
 
+def _top_of(folders: list[str]) -> str:
+    """The folders above those of a dump's own layout."""
+    for at, part in enumerate(folders):
+        if part == "data_dump" or _GM.fullmatch(part) or _WORLD.fullmatch(part):
+            steps = part != "data_dump" and at > 0 and _is_number(folders[at - 1])
+            return "/".join(folders[: at - 1 if steps else at])
+    return ""
+
+
 def _is_number(part: str) -> bool:
     return part.isascii() and part.isdigit() and len(part) < 10
 
@@ -113,6 +123,7 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_Found]:
     places: dict[str, Place] = {}
     found: list[_Found] = []
     strange = 0
+    tops: set[str] = set()
     for file in folder.files(named=_FILE.fullmatch):
         head, _, name = file.rpartition("/")
         match = _FILE.fullmatch(name)
@@ -123,9 +134,12 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_Found]:
                     events.append(_warning(f"{file}: left alone, its name is not an FX dump's"))
             continue
         if head not in places:
-            places[head] = parse_place([*typed, *(head.split("/") if head else [])])
+            inner = head.split("/") if head else []
+            places[head] = parse_place([*typed, *inner])
+            tops.add(_top_of(inner))
         node, target, port, slot, stamp = match.groups()
         found.append(_Found(places[head], file, node, target, port.lower(), slot, stamp))
+    refuse_several(folder.path, tops)
     events += [_warning(why) for why in folder.not_entered]
     if any(place.from_one and place.step == 0 for place in places.values()):
         # Counted from 0 after all: taking one away would make two steps one.

@@ -80,6 +80,19 @@ def flat(op_name: str) -> str:
     return _FLAT.sub("_", op_name)
 
 
+def top_of(folders: list[str]) -> tuple[str, ...] | None:
+    """The folders above those of a dump's own layout; None where no session says where it begins.
+
+    >>> top_of(["a", "worldsize2_global_rank0", "20240130064151", "0", "graph_1", "1", "0"])
+    ('a',)
+    """
+    for at in range(len(folders) - 1, -1, -1):
+        if _SESSION.fullmatch(folders[at]):
+            ranked = at > 0 and WORLD.fullmatch(folders[at - 1])
+            return tuple(folders[: at - 1 if ranked else at])
+    return None
+
+
 def parse_place(folders: list[str]) -> Place:
     """What folders say, outermost first; folders above the dump do no harm."""
     session = next(

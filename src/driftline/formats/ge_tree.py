@@ -37,9 +37,11 @@ from driftline.formats.ge_names import (
     is_operator,
     parse_name,
     parse_place,
+    top_of,
 )
 from driftline.formats.prototext import NotText
 from driftline.formats.protowire import Malformed
+from driftline.formats.several import refuse_several
 from driftline.formats.tree import Leaf, TreeRun
 from driftline.runs.inside import reason_of
 from driftline.runs.key import TensorKey
@@ -110,6 +112,7 @@ class _Dump:
         places: dict[str, Place] = {}
         renamed: dict[str, Mapping[str, str]] = {}
         strange: list[str] = []
+        tops: set[tuple[str, ...]] = set()
         for file in self.folder.files(named=is_operator):
             head, _, name = file.rpartition("/")
             text = announced(file)
@@ -120,6 +123,8 @@ class _Dump:
                 continue
             if head not in places:
                 inner = head.split("/") if head else []
+                if (top := top_of(inner)) is not None:
+                    tops.add(top)
                 places[head] = parse_place([*self._typed, *inner])
                 renamed[head] = self._renamed(head)
             op = parse_name(renamed[head].get(name, name))
@@ -129,6 +134,7 @@ class _Dump:
                 self.note("overflow", f"{file}: the device recorded an overflow; it is no tensor")
             else:
                 self._files[places[head], flat(op.op_name)].append(_Found(places[head], file, op))
+        refuse_several(self.folder.path, ("/".join(top) for top in tops))
         for file in strange:
             self._strange(file, places[file.rpartition("/")[0]])
         for why in self.folder.not_entered:

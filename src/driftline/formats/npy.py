@@ -85,7 +85,8 @@ class Header:
 
 def read_header(stream: BinaryIO, source: str) -> Header:
     """Parse the header at the start of a stream without running or allocating what it asks for."""
-    start = io.BytesIO(stream.read(HEADER_BYTES))
+    first = stream.read(HEADER_BYTES)
+    start = io.BytesIO(first)
     readers: dict[tuple[int, int], Any] = {
         (1, 0): npy_format.read_array_header_1_0,
         (2, 0): npy_format.read_array_header_2_0,
@@ -98,6 +99,9 @@ def read_header(stream: BinaryIO, source: str) -> Header:
             warnings.simplefilter("ignore")
             shape, fortran, stored = reader(start)
     except Exception as trouble:  # numpy raises half a dozen kinds for a damaged header
+        if not first.startswith(MAGIC):
+            what = "does not begin as an npy file does" if first else "is empty"
+            raise BadFile(f"{source} {what}") from trouble
         said = str(trouble).splitlines()[0][:120] if str(trouble) else type(trouble).__name__
         raise BadFile(f"{source} has a malformed npy header: {said}") from trouble
     if stored.hasobject:

@@ -91,6 +91,8 @@ def _no_folder(place: Path) -> BadRun:
             hint=f"give the folder '{place.parent}'" if place.name == MANIFEST else "",
         )
     hint = ""
+    if place.is_symlink() and not place.exists():
+        return BadRun(f"'{place}' is a link that leads nowhere")
     if place.exists():  # a pipe or a device: reading it could wait for ever
         return BadRun(f"'{place}' is neither a file nor a folder")
     if place.parent.is_dir():
