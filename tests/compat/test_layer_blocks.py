@@ -1,0 +1,70 @@
+"""The document's blocks that make layer metrics: variables, command, and the names of the files.
+
+Only models, folders and prompts are replaced; names, options and their order are its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(sys.executable).parent / "generate_layers_metrics.py"
+FIXTURES = Path(__file__).parents[1] / "data" / "aiu" / "fixtures"
+
+EXPORTS = """
+export MODEL_PATHS=ibm-granite/granite-3.2-8b-instruct
+export BATCH_SIZES=1
+export SEQ_LENGTHS=64
+export MAX_NEW_TOKENS=128
+export OUTPUT_PATH=output/granite
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model under the documented id, and the prompts at home."""
+    assert SCRIPT.exists(), "driftline-compat is not installed: make install"
+    shutil.copytree(FIXTURES / "tiny-granite", tmp_path / "ibm-granite" / "granite-3.2-8b-instruct")
+    shutil.copy(FIXTURES / "share_gpt_tiny.json", tmp_path / "share_gpt.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shell(*lines: str) -> str:
+    done = subprocess.run(["bash", "-ec", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_the_documented_command_writes_the_documented_files(place: Path) -> None:
+    said = shell(EXPORTS, "mkdir output", f"{sys.executable} {SCRIPT} --mode generate")
+    start = (
+        "ibm-granite--granite-3.2-8b-instruct_max-new-tokens-128_batch-size-1_seq-length-64"
+        "_dtype-float16--"
+    )
+    names = {path.name for path in (place / "output" / "granite").glob("*.csv")}
+    for layer in ("model.layers.1.input_layernorm", "model.layers.1.self_attn.o_proj"):
+        for metric in ("abs_diff", "cos_sim"):
+            assert f"{start}{layer}.{metric}.csv" in names
+    assert all(name.startswith(start) for name in names)
+    assert "128 iterations (generate)" in said
+
+
+def test_one_call_of_the_model_and_several_values(place: Path) -> None:
+    shell(
+        EXPORTS,
+        "export BATCH_SIZES=1,2 SEQ_LENGTHS=32,64 MAX_NEW_TOKENS=2",
+        f"{sys.executable} {SCRIPT} --mode model-forward",
+    )
+    for batch in (1, 2):
+        for length in (32, 64):
+            shape = f"*_batch-size-{batch}_seq-length-{length}_*lm_head.abs_diff.csv"
+            (file,) = (place / "output" / "granite").glob(shape)
+            assert len(file.read_text().splitlines()) > batch * length // 2
