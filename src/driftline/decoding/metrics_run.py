@@ -210,12 +210,12 @@ class _Work:
             return
         reference, candidate = self._both(seed)
         scored = self._score(seed, reference, candidate)
-        score_table.write_part(part, scored.rows, self.settings)
-        if scored.trouble:
+        if scored.trouble:  # not scored, then: or the next run would take the round as done
             raise DriftlineError(
                 f"{scored.trouble}; no baseline can be made of such logits",
                 hint=f"the logits of this round are in {outs[0].parent}",
             )
+        score_table.write_part(part, scored.rows, self.settings)
 
     def _score(self, seed: int, reference: Saved, candidate: Saved) -> Scored:
         names = [] if self.ask.skip_computation else [p.name for p in self._prompts(seed)]
