@@ -17,7 +17,17 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-SUITES = ("startup", "kernel", "files", "compare", "capture", "npy_tree", "foreign", "alignment")
+SUITES = (
+    "startup",
+    "kernel",
+    "files",
+    "compare",
+    "capture",
+    "npy_tree",
+    "foreign",
+    "alignment",
+    "decoding",
+)
 
 
 class Figure(TypedDict):

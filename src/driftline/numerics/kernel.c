@@ -49,7 +49,7 @@
 enum { BLOCK = 4096, PIECE = 512, BUCKETS = 64 };
 
 /* Bumped whenever a struct or a signature changes: the binding refuses a library it does not know. */
-enum { ABI_VERSION = 1 };
+enum { ABI_VERSION = 2 };
 
 /* How the tolerance is tested; the second where it can fall below float32's normal numbers: no absolute part. */
 enum { TOLERANT = 1, EXACT_NEAR_ZERO = 2 };
@@ -116,6 +116,7 @@ INLINE void restore_floats(FloatMode old) {
 #include "csrc/formats.h"
 #include "csrc/pairs.h"
 #include "csrc/summaries.h"
+#include "csrc/token_rows.h"
 #include "csrc/xxh3.h"
 #include "csrc/bounds.h"
 
@@ -203,6 +204,21 @@ INLINE void restore_floats(FloatMode old) {
 #define scramble NAME(scramble)
 #define hash_long NAME(hash_long)
 #define read_two NAME(read_two)
+#define exp_lanes NAME(exp_lanes)
+#define rest_lanes NAME(rest_lanes)
+#define farther NAME(farther)
+#define strip_of NAME(strip_of)
+#define sum_strip NAME(sum_strip)
+#define parted NAME(parted)
+#define sum_again NAME(sum_again)
+#define floats_at NAME(floats_at)
+#define beyond NAME(beyond)
+#define any_lane NAME(any_lane)
+#define rank_of NAME(rank_of)
+#define greatest_of NAME(greatest_of)
+#define offer_strip NAME(offer_strip)
+#define sum_kind NAME(sum_kind)
+#define score_row NAME(score_row)
 
 #define SUFFIX _generic
 #define TARGET
@@ -310,6 +326,37 @@ static Hash digest(const uint8_t *p, size_t n, int path) {
     default: hash_long_generic(p, n, sums); break;
   }
   return finish_long(sums, n);
+}
+
+/* Rows of logits; `scratch` has room for three rows, each rounded up to whole strips of 1024. */
+EXPORT void driftline_score(const void *r, int r_dtype, const void *c, int c_dtype, int64_t rows, int64_t vocabulary,
+                            const int64_t *tokens, int64_t k, int path, float *scratch, RowScore *out, int64_t *top_at,
+                            float *r_top, float *c_top) {
+  ScoreAsk ask = {{r, c}, {r_dtype, c_dtype}, rows, vocabulary, k, tokens};
+  const int64_t padded = (vocabulary + STRIP - 1) / STRIP * STRIP;
+  ScoreRoom room;
+  room.es = scratch;
+  room.bases = scratch + 2 * padded;
+  FloatMode mode = exact_floats();
+  for (int64_t row = 0; row < rows; row++) {
+    TopList top = {r_top + row * k, top_at + row * k, 0, k, -INFINITY};
+    memset(out + row, 0, sizeof *out);
+    for (int64_t i = 0; i < k; i++) {
+      top.value[i] = NAN;
+      top.at[i] = -1;
+    }
+    switch (path) {
+#if X86_PATHS
+      case PATH_AVX512: score_row_avx512(&ask, row, &room, out + row, &top); break;
+      case PATH_AVX2: score_row_avx2(&ask, row, &room, out + row, &top); break;
+#endif
+      default: score_row_generic(&ask, row, &room, out + row, &top); break;
+    }
+    const uint8_t *candidate = (const uint8_t *)c + row * vocabulary * (BITS[c_dtype] / 8);
+    for (int64_t i = 0; i < k; i++)
+      c_top[row * k + i] = top.at[i] < 0 ? NAN : value_at(candidate, c_dtype, top.at[i]);
+  }
+  restore_floats(mode);
 }
 
 /* Benchmark only: the floor that the kernels are measured against, prefetching `ahead` bytes. */

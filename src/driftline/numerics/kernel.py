@@ -30,7 +30,7 @@ else:
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 PATHS = ("generic", "avx2", "avx512")
 NUMPY = "numpy"
 NUMPY_BLOCK = 1 << 18
@@ -102,6 +102,10 @@ def load(path: Path) -> ctypes.CDLL | None:
         ],
         "driftline_summary": [pointer, c_int, int64, c_int, c_int, pointer],
         "driftline_digest": [pointer, int64, c_int, pointer],
+        "driftline_score": [
+            *(pointer, c_int, pointer, c_int, int64, int64, pointer, int64),
+            *(c_int, pointer, pointer, pointer, pointer, pointer),
+        ],
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)
@@ -143,6 +147,17 @@ def _numbered(wanted: str) -> int:
             hint=did_you_mean(chosen, possible),
         )
     return -1 if chosen == NUMPY else PATHS.index(chosen)
+
+
+def chosen(path: str | None) -> tuple[ctypes.CDLL | None, int]:
+    """The library and the number of the path to take, for another door; None: do it in numpy."""
+    number = _numbered(path) if path else _default_number()
+    return (_library() if number >= 0 else None), number
+
+
+def code_of(dtype: DType) -> int:
+    """The number C knows an element type by."""
+    return _LAYOUT[dtype.name][0]
 
 
 def _address(array: AnyArray) -> int:

@@ -9,6 +9,7 @@
 #include "lanes.h"
 #include "fast_pair.h"
 #include "fast_summary.h"
+#include "scores.h"
 #if WIDTH == 4
 #include "plain_hash.h"
 #else

@@ -1,0 +1,283 @@
+/* One row of logits against another, once per instruction set. What each number means: ../scores.py.
+ *
+ * One pass over memory, strip by strip: greatest elements, rank, sums; then one over what it left in the cache, for
+ * the total variation. With e = exp(r - max r), u = (c - r) - (max c - max r)
+ * and m = exp(u) - 1 the sums are of e, e*u, e*u*m and e*(m - u), each accurate to its own size even where the two
+ * rows are nearly equal: u is small then, and m - u a short series.
+ */
+
+/* exp(x) in units of 2^minus_base, all in powers of two: the product is exact within the multiply-add. What comes out
+ * below 2^-126 is of no weight beside the row's 1 and may come out as anything smaller than that. */
+LANE_FN VF exp_lanes(VF x, VF minus_base) {
+  VF t = OP(fmadd_ps)(x, OP(set1_ps)(LOG2_E), minus_base);
+#if WIDTH == 16
+  VF f = _mm512_reduce_ps(t, 1), q = OP(set1_ps)(UP_5); /* what is left beside the integer below */
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_4));
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_3));
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_2));
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_1));
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_0));
+  return _mm512_scalef_ps(q, t);
+#else
+  const VF magic = OP(set1_ps)(12582912.0f); /* 1.5 * 2^23: an integer added to it lies in the lowest bits */
+  t = OP(max_ps)(t, OP(set1_ps)(-125.0f));
+  VF shifted = OP(add_ps)(t, magic), f = OP(sub_ps)(t, OP(sub_ps)(shifted, magic)), q = OP(set1_ps)(NEAR_5);
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_4));
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_3));
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_2));
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_1));
+  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_0));
+  return AS_FLOAT(OP(add_epi32)(AS_BITS(q), OP(slli_epi32)(AS_BITS(shifted), 23)));
+#endif
+}
+
+/* exp(u) - 1 - u where |u| <= NEAR_EQUAL. */
+LANE_FN VF rest_lanes(VF u) {
+  VF w = OP(set1_ps)(REST_3);
+  w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_2));
+  w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_1));
+  w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_0));
+  return OP(mul_ps)(OP(mul_ps)(u, u), w);
+}
+
+/* The greater magnitude of each lane; of not-a-number the sums will tell. */
+LANE_FN VF farther(VF most, VF u) {
+#if WIDTH == 16
+  return _mm512_range_ps(most, u, 0xB);
+#else
+  return OP(max_ps)(most, ABS(u));
+#endif
+}
+
+LANE_FN VF floats_at(const float *p) { return load_lanes((const uint8_t *)p, LANES_F32); }
+
+/* Which lanes are greater than `limit`; not-a-number is. */
+LANE_FN MASK beyond(VF v, VF limit) {
+#if WIDTH == 16
+  return _mm512_cmp_ps_mask(v, limit, _CMP_NLE_UQ);
+#elif WIDTH == 8
+  return _mm256_cmp_ps(v, limit, _CMP_NLE_UQ);
+#else
+  return ~(VI)(v <= limit);
+#endif
+}
+
+LANE_FN int any_lane(MASK mask) {
+#if WIDTH == 4
+  return any_hit(mask);
+#else
+  return mask_word(mask) != 0;
+#endif
+}
+
+/* 1 and how many elements are greater. */
+TARGET static int64_t rank_of(const uint8_t *row, int dtype, int64_t n, float said) {
+  const VF limit = OP(set1_ps)(said);
+  const int kind = dtype == F32 ? LANES_F32 : dtype == F16 ? LANES_F16 : LANES_BF16, size = dtype == F32 ? 4 : 2;
+  int64_t i = 0, rank = 1;
+  for (; i + WIDTH <= n; i += WIDTH) {
+    VF v = load_lanes(row + size * i, kind);
+#if WIDTH == 16
+    rank += __builtin_popcount(_mm512_cmp_ps_mask(limit, v, _CMP_LT_OQ));
+#elif WIDTH == 8
+    rank += __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_cmp_ps(limit, v, _CMP_LT_OQ)));
+#else
+    rank += tallied((VI)(limit < v) & plain_set1_epi32(1));
+#endif
+  }
+  for (; i < n; i++) rank += value_at(row, dtype, i) > said;
+  return rank;
+}
+
+/* The reference's strip as float32, where it lies or decoded into `room`. */
+LANE_FN const float *strip_of(const uint8_t *row, int dtype, int64_t from, int64_t n, float *room) {
+  const uint8_t *p = row + from * (BITS[dtype] / 8);
+  if (n < STRIP) {
+    decode_float(row, dtype, from, n, room);
+    for (int64_t i = n; i < STRIP; i++) room[i] = FILLING;
+    return room;
+  }
+  if (dtype == F32) return (const float *)p;
+  if (dtype == F16)
+    for (int i = 0; i < STRIP; i += WIDTH) OP(storeu_ps)(room + i, load_lanes(p + 2 * i, LANES_F16));
+  else
+    for (int i = 0; i < STRIP; i += WIDTH) OP(storeu_ps)(room + i, load_lanes(p + 2 * i, LANES_BF16));
+  return room;
+}
+
+LANE_FN float greatest_of(const float *p) {
+  VF a = floats_at(p), b = floats_at(p + WIDTH);
+  for (int i = 2 * WIDTH; i < STRIP; i += 2 * WIDTH) {
+    a = OP(max_ps)(a, floats_at(p + i));
+    b = OP(max_ps)(b, floats_at(p + i + WIDTH));
+  }
+  return max_lane(OP(max_ps)(a, b));
+}
+
+/* Elements that belong to the k greatest so far. */
+TARGET static void offer_strip(TopList *top, const float *p, int64_t from, int64_t n) {
+  for (int64_t i = 0; i < n; i += WIDTH)
+    if (top->size < top->k || any_lane(beyond(floats_at(p + i), OP(set1_ps)(top->lowest))))
+      offer(top, p + i, from + i, n - i < WIDTH ? n - i : WIDTH);
+}
+
+/* The sums of one strip, joined to the row's; e and e*m are left for the total variation. `wide`: u may be large; if
+ * it is where that was not expected, nothing is joined and the strip must be asked again. Not-a-number is large. */
+LANE_FN int sum_kind(const float *r, const uint8_t *c, int kind, int wide, const Strip *units, float *es,
+                     RowSums *sums, Seen *seen) {
+  const VF zero = OP(setzero_ps)(), minus_base = OP(set1_ps)(-units->base), between = OP(set1_ps)(units->between);
+  const VF near_equal = OP(set1_ps)(NEAR_EQUAL);
+  const int size = kind == LANES_F32 ? 4 : 2;
+  VF s_e = zero, s_u = zero, s_w = zero, s_v = zero, bad = zero, best = OP(set1_ps)(-INFINITY), most = zero;
+  for (int i = 0; i < STRIP; i += WIDTH) {
+    VF a = floats_at(r + i), b = load_lanes(c + size * i, kind);
+    /* The next strip: its greatest is looked for first, and should not wait for memory. */
+    __builtin_prefetch(r + i + STRIP);
+    if (i % (64 / size) == 0) __builtin_prefetch(c + size * (i + STRIP));
+    VF d = OP(sub_ps)(b, a); /* exact where they are near, and that is where u is small */
+    VF u = OP(sub_ps)(d, between), e = exp_lanes(a, minus_base), em, ew;
+    best = OP(max_ps)(best, b);
+    most = farther(most, u);
+    if (wide) {
+      bad = OP(fmadd_ps)(d, zero, bad);
+      MASK far = beyond(ABS(u), near_equal);
+      u = OP(max_ps)(OP(min_ps)(u, OP(set1_ps)(FARTHEST)), OP(set1_ps)(-FARTHEST));
+      ew = OP(mul_ps)(e, rest_lanes(u));
+      em = OP(fmadd_ps)(e, u, ew);
+      if (any_lane(far)) {
+        /* exp(u) may be too large for a float; e * exp(u) is not. */
+        VF other = OP(min_ps)(OP(sub_ps)(b, between), OP(set1_ps)(units->most));
+        VF apart = OP(sub_ps)(exp_lanes(other, minus_base), e);
+        ew = chosen(far, OP(sub_ps)(apart, OP(mul_ps)(e, u)), ew);
+        em = chosen(far, apart, em);
+      }
+    } else {
+      ew = OP(mul_ps)(e, rest_lanes(u));
+      em = OP(fmadd_ps)(e, u, ew);
+    }
+    s_e = OP(add_ps)(s_e, e);
+    s_u = OP(fmadd_ps)(e, u, s_u);
+    s_w = OP(add_ps)(s_w, ew);
+    s_v = OP(fmadd_ps)(u, em, s_v);
+    OP(storeu_ps)(es + 2 * i, e);
+    OP(storeu_ps)(es + 2 * i + WIDTH, em);
+  }
+  double v = sum_lanes(s_v);
+  int far = any_lane(beyond(most, near_equal)) || !(fabs(v) <= DBL_MAX);
+  if (far && !wide) return 0;
+  sums->e += sum_lanes(s_e);
+  sums->eu += sum_lanes(s_u);
+  sums->ew += sum_lanes(s_w);
+  sums->euv += v;
+  seen->best = max_lane(best);
+  seen->odd |= !(sum_lanes(bad) == 0);
+  seen->wide = far;
+  return 1;
+}
+
+#undef SUM_KIND
+#define SUM_KIND(kind)                                                            \
+  do {                                                                            \
+    if (!seen->wide && sum_kind(r, c, kind, 0, units, es, sums, seen)) return;    \
+    sum_kind(r, c, kind, 1, units, es, sums, seen);                               \
+  } while (0)
+
+TARGET static void sum_strip(const float *r, const uint8_t *c, int dtype, const Strip *units, float *es,
+                             RowSums *sums, Seen *seen) {
+  if (dtype == F32) SUM_KIND(LANES_F32);
+  else if (dtype == F16) SUM_KIND(LANES_F16);
+  else SUM_KIND(LANES_BF16);
+}
+
+/* The sum of |e*m - x*e|, strip by strip in the units of the row's end; backwards, as the last strips are in the cache. */
+LANE_FN double parted(const float *es, const float *bases, int64_t n, float x) {
+  const VF minus_x = OP(set1_ps)(-x);
+  double sum = 0;
+  for (int64_t from = n - STRIP; from >= 0; from -= STRIP) {
+    VF a = OP(setzero_ps)(), b = a;
+    for (int64_t i = STRIP - 2 * WIDTH; i >= 0; i -= 2 * WIDTH) {
+      const float *p = es + 2 * (from + i);
+      VF one = OP(fmadd_ps)(floats_at(p), minus_x, floats_at(p + WIDTH));
+      VF two = OP(fmadd_ps)(floats_at(p + 2 * WIDTH), minus_x, floats_at(p + 3 * WIDTH));
+      a = OP(add_ps)(a, ABS(one));
+      b = OP(add_ps)(b, ABS(two));
+    }
+    double strip = sum_lanes(OP(add_ps)(a, b)), base = bases[from / STRIP];
+    sum += base == bases[n / STRIP - 1] ? strip : strip * exp2(base - bases[n / STRIP - 1]);
+  }
+  return sum;
+}
+
+/* The sums again with both maxima known, `of` being the side that counts as the reference. */
+TARGET COLD static RowSums sum_again(const ScoreAsk *ask, int of, int64_t row, float of_top, float other_top,
+                                     ScoreRoom *room) {
+  RowSums sums = {0, 0, 0, 0};
+  Seen seen = {0, 0, 1};
+  const Strip units = units_of(of_top, other_top - of_top);
+  for (int64_t from = 0; from < ask->vocabulary; from += STRIP) {
+    int64_t size = ask->vocabulary - from < STRIP ? ask->vocabulary - from : STRIP;
+    const float *p[2];
+    for (int side = 0; side < 2; side++)
+      p[side] = strip_of(row_of(ask, side, row), ask->dtype[side], from, size, room->strip[side]);
+    sum_strip(p[of], (const uint8_t *)p[!of], F32, &units, room->es + 2 * from, &sums, &seen);
+    room->bases[from / STRIP] = units.base;
+  }
+  return sums;
+}
+
+TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, RowScore *out, TopList *top) {
+  const int64_t n = ask->vocabulary, padded = (n + STRIP - 1) / STRIP * STRIP;
+  const uint8_t *r_row = row_of(ask, 0, row), *c_row = row_of(ask, 1, row);
+  const int c_dtype = ask->dtype[1], c_size = BITS[c_dtype] / 8;
+  RowSums sums = {0, 0, 0, 0};
+  Seen seen = {0, 0, 0};
+  Strip units = {0, 0, 0};
+  float r_top = 0;
+  const float said = value_at(c_row, c_dtype, ask->tokens[row]);
+  float c_top = -INFINITY;
+  int64_t c_at = 0;
+  begin_top(top, ask->k);
+  for (int64_t from = 0; from < n; from += STRIP) {
+    int64_t size = n - from < STRIP ? n - from : STRIP;
+    const float *r = strip_of(r_row, ask->dtype[0], from, size, room->strip[0]);
+    if (top->size < top->k || greatest_of(r) > top->lowest) offer_strip(top, r, from, size);
+    /* The unit is the greatest reference so far: when it grows, the sums shrink. */
+    if (from == 0) {
+      r_top = top->value[0];
+      units = units_of(r_top, value_at(c_row, c_dtype, top->at[0] < 0 ? 0 : top->at[0]) - r_top);
+    } else if (top->value[0] > r_top) {
+      const double before = units.base;
+      r_top = top->value[0];
+      units = units_of(r_top, units.between);
+      shrink(&sums, exp2(before - units.base));
+    }
+    room->bases[from / STRIP] = units.base;
+    if (size == STRIP) {
+      sum_strip(r, c_row + from * c_size, c_dtype, &units, room->es + 2 * from, &sums, &seen);
+    } else {
+      const float *c = strip_of(c_row, c_dtype, from, size, room->strip[1]);
+      sum_strip(r, (const uint8_t *)c, F32, &units, room->es + 2 * from, &sums, &seen);
+      seen.best = greatest_before(c, size);
+    }
+    if (seen.best > c_top) {
+      c_top = seen.best;
+      c_at = from;
+    }
+  }
+  out->choice = place_of(c_row, c_dtype, c_at, n, c_top);
+  out->rank = said == c_top && !seen.odd ? 1 : rank_of(c_row, c_dtype, n, said);
+  if (seen.odd && count_odd(ask, row, out)) return;
+  int turned = 0;
+  if (seen.odd || poor_units(&sums, c_top - r_top - units.between)) {
+    units = units_of(r_top, c_top - r_top);
+    sums = sum_again(ask, 0, row, r_top, c_top, room);
+    /* From the flatter row's side a peaked one is a difference of large sums; from the peaked one's it is not. */
+    turned = sums.eu + sums.ew < -0.3 * sums.e;
+    if (turned) {
+      units = units_of(c_top, r_top - c_top);
+      sums = sum_again(ask, 1, row, c_top, r_top, room);
+    }
+  }
+  double x = finish_row(&sums, turned, &units, out);
+  out->variation = 0.5 * parted(room->es, room->bases, padded, (float)x) / (sums.e * (1 + x));
+}

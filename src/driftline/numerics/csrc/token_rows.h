@@ -1,0 +1,159 @@
+/* Logits of a token, reference against candidate: what needs no vectors. What the numbers mean: ../scores.py. */
+
+enum { STRIP = 1024 };
+static const float FILLING = -1e30f;    /* behind a row's end: as good as impossible on both sides */
+static const float NEAR_EQUAL = 0.25f;  /* differences of log-probability up to here go by the series */
+static const float FARTHEST = 1e6f;     /* and none counts as more than this */
+
+/* Polynomials of near-equal ripple: 2^f for f in [0, 1] and in [-1/2, 1/2] (1e-7), (exp(u) - 1 - u) / u^2 for
+ * |u| <= NEAR_EQUAL (1.5e-6). */
+#define LOG2_E 0x1.715476p+0f
+#define UP_0 0.9999998958f
+#define UP_1 0.69315462f
+#define UP_2 0.2401407701f
+#define UP_3 0.05586328266f
+#define UP_4 0.008946214666f
+#define UP_5 0.001895107291f
+#define NEAR_0 1.000000075f
+#define NEAR_1 0.6931472067f
+#define NEAR_2 0.2402210736f
+#define NEAR_3 0.05550327214f
+#define NEAR_4 0.009676037098f
+#define NEAR_5 0.001340043217f
+#define REST_0 0.4999993209f
+#define REST_1 0.1666664242f
+#define REST_2 0.04175356311f
+#define REST_3 0.008348848462f
+
+/* Fields in the order of scores.py. */
+typedef struct {
+  double lse[2], kl_rc, kl_cr, variation;
+  int64_t choice, rank, nan[2], inf[2];
+} RowScore;
+
+typedef struct {
+  const uint8_t *data[2];
+  int dtype[2];
+  int64_t rows, vocabulary, k;
+  const int64_t *tokens;
+} ScoreAsk;
+
+typedef struct { double e, eu, ew, euv; } RowSums;
+
+/* What a strip is summed in: the reference's unit as a power of two, how far the candidate's lies from it, and the
+ * greatest logit whose exponential is still a number. */
+typedef struct { float base, between, most; } Strip;
+
+INLINE Strip units_of(float top, float between) { return (Strip){top * LOG2_E, between, top + 80}; }
+
+/* What is seen on the way. `odd` stays: a difference was no number. `wide`: the last strip differed much somewhere. */
+typedef struct { float best; int odd, wide; } Seen;
+
+/* What a thread works in: e and e*m of a row in turns, the unit of each strip, and a strip of either side as float32. */
+typedef struct {
+  float *es, *bases, strip[2][STRIP];
+} ScoreRoom;
+
+INLINE const uint8_t *row_of(const ScoreAsk *ask, int side, int64_t row) {
+  return ask->data[side] + row * ask->vocabulary * (BITS[ask->dtype[side]] / 8);
+}
+
+/* The k greatest so far, greatest first; of equal ones the first stays in front. */
+typedef struct {
+  float *value;
+  int64_t *at, size, k;
+  float lowest;
+} TopList;
+
+static void begin_top(TopList *top, int64_t k) {
+  top->size = 0;
+  top->k = k;
+  top->lowest = -INFINITY;
+}
+
+static void offer(TopList *top, const float *p, int64_t from, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    float v = p[i];
+    if (!(v > top->lowest) && (top->size == top->k || v != v)) continue;
+    int64_t place = top->size < top->k ? top->size++ : top->k - 1;
+    while (place > 0 && top->value[place - 1] < v) {
+      top->value[place] = top->value[place - 1];
+      top->at[place] = top->at[place - 1];
+      place--;
+    }
+    top->value[place] = v;
+    top->at[place] = from + i;
+    if (top->size == top->k) top->lowest = top->value[top->k - 1];
+  }
+}
+
+static float value_at(const uint8_t *row, int dtype, int64_t at) {
+  float v;
+  decode_float(row, dtype, at, 1, &v);
+  return v;
+}
+
+COLD static float greatest_before(const float *p, int64_t n) {
+  float best = -INFINITY;
+  for (int64_t i = 0; i < n; i++)
+    if (p[i] > best) best = p[i];
+  return best;
+}
+
+static int64_t place_of(const uint8_t *row, int dtype, int64_t from, int64_t n, float value) {
+  while (from + 1 < n && value_at(row, dtype, from) != value) from++;
+  return from;
+}
+
+static void shrink(RowSums *s, double by) {
+  s->e *= by;
+  s->eu *= by;
+  s->ew *= by;
+  s->euv *= by;
+}
+
+/* A row with something in it that is no number: counted, and not measured. Whether there is any. */
+COLD static int64_t count_odd(const ScoreAsk *ask, int64_t row, RowScore *out) {
+  for (int side = 0; side < 2; side++) {
+    const uint8_t *p = row_of(ask, side, row);
+    for (int64_t i = 0; i < ask->vocabulary; i++) {
+      float v = value_at(p, ask->dtype[side], i);
+      out->nan[side] += v != v;
+      out->inf[side] += v == INFINITY || v == -INFINITY;
+    }
+    out->lse[side] = NAN;
+  }
+  out->kl_rc = out->kl_cr = out->variation = NAN;
+  return out->nan[0] + out->nan[1] + out->inf[0] + out->inf[1];
+}
+
+/* log(1 + x) - x and (1 + x) log(1 + x) - x: differences of nearly equal numbers unless x is large. */
+static double log_rest(double x) {
+  if (fabs(x) > 0.02) return log1p(x) - x;
+  double sum = 0, power = x;
+  for (int i = 2; i < 10; i++) {
+    power *= -x;
+    sum += power / i;
+  }
+  return sum;
+}
+
+/* With p = e / sum e, x = sum p*m: 1 + x is what the other side's exponentials sum to, in the first one's. Returned. */
+static double finish_row(const RowSums *s, int turned, const Strip *units, RowScore *out) {
+  double u = s->eu / s->e, w = s->ew / s->e, v = s->euv / s->e, x = u + w;
+  double rest = log_rest(x), grown = log1p(x);
+  double there = x > 0.5 ? grown - u : w + rest, back = (v - w - (x * grown + rest)) / (1 + x);
+  out->lse[turned] = (double)units->base / LOG2_E + log(s->e);
+  out->lse[!turned] = out->lse[turned] + units->between + grown;
+  there = there > 0 ? there : 0; /* never negative but for rounding */
+  back = back > 0 ? back : 0;
+  out->kl_rc = turned ? back : there;
+  out->kl_cr = turned ? there : back;
+  return x;
+}
+
+/* Whether the candidate lies so far from where the first strip said that digits are lost, or a number is too large. */
+static int poor_units(const RowSums *s, float off) {
+  double x = (s->eu + s->ew) / s->e, kl = s->ew / s->e + log_rest(x);
+  return !(fabsf(off) < 10) || x < -0.3 || x * x > 100 * kl;
+}

@@ -1,0 +1,232 @@
+"""Rows of logits against rows of logits: top elements, divergences, choices, counts of non-numbers.
+
+A row is one token's logits over the vocabulary, `reference` first. `define` says what each number
+means, in numpy float64; `score_rows` gives the same from the C kernel, which passes over a row
+without a copy of it. Nothing here knows tokens' texts, models or files.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from driftline.errors import BadInput
+from driftline.numerics import kernel
+from driftline.numerics.definition import real_values
+from driftline.numerics.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from driftline.numerics.late_numpy import np
+
+AnyArray: TypeAlias = "npt.NDArray[Any]"
+F64: TypeAlias = "npt.NDArray[np.float64]"
+I64: TypeAlias = "npt.NDArray[np.int64]"
+
+STRIP = 1024
+"""Elements the kernel takes at a time; its scratch rows are rounded up to whole strips."""
+INSERTED = 256
+"""The longest list of greatest elements that is worth inserting into; longer ones go by numpy."""
+_THREAD_ROWS = 8
+"""Rows below which a thread more costs what it saves."""
+
+
+class RowScores(NamedTuple):
+    """One number per row, but for the last three, which have one per row and top element.
+
+    Rows that hold a NaN or an infinity on either side are counted; their sums and divergences are
+    NaN.
+
+    Attributes:
+        reference_lse: log of the sum of exponentials of the reference's row.
+        candidate_lse: The same of the candidate's.
+        kl_rc: Kullback-Leibler divergence of the candidate from the reference, sum p log(p/q).
+        kl_cr: The other way round, sum q log(q/p).
+        total_variation: Half the sum of |p - q|: how much probability lies elsewhere.
+        candidate_choice: Where the candidate is greatest, the first of equal places.
+        rank: How the candidate ranks the given token: 1 and how many logits are greater.
+        reference_nan: NaN in the row; likewise the three that follow.
+        top: Places of the k greatest elements of the reference, greatest first, of equal ones
+            the first in front; -1 where NaN left fewer.
+        reference_top: The reference there.
+        candidate_top: The candidate at the same places.
+    """
+
+    reference_lse: F64
+    candidate_lse: F64
+    kl_rc: F64
+    kl_cr: F64
+    total_variation: F64
+    candidate_choice: I64
+    rank: I64
+    reference_nan: I64
+    candidate_nan: I64
+    reference_inf: I64
+    candidate_inf: I64
+    top: I64
+    reference_top: AnyArray
+    candidate_top: AnyArray
+
+
+def define(reference: F64, candidate: F64, tokens: I64, k: int) -> RowScores:
+    """What every field means, slowly: float64, all rows at once.
+
+    Args:
+        reference: [rows, vocabulary].
+        candidate: [rows, vocabulary].
+        tokens: The token of each row whose rank is asked.
+        k: How many of the greatest elements are wanted.
+    """
+    rows = np.arange(len(reference))
+    odd = ~(np.isfinite(reference).all(axis=1) & np.isfinite(candidate).all(axis=1))
+    with np.errstate(all="ignore"):
+        sums = [_log_sum(side) for side in (reference, candidate)]
+        log_p = reference - sums[0][:, None]
+        log_q = candidate - sums[1][:, None]
+        p, q = np.exp(log_p), np.exp(log_q)
+        figures = [
+            *sums,
+            np.maximum(0.0, (p * (log_p - log_q)).sum(axis=1)),
+            np.maximum(0.0, (q * (log_q - log_p)).sum(axis=1)),
+            0.5 * np.abs(p - q).sum(axis=1),
+        ]
+        for figure in figures:
+            figure[odd] = np.nan
+        said = candidate[rows, tokens]
+        rank = 1 + (candidate > said[:, None]).sum(axis=1)
+        # NaN sorts last either way; it is no choice.
+        order = np.argsort(-reference, axis=1, kind="stable")[:, :k]
+        choice = np.argmax(np.where(np.isnan(candidate), -np.inf, candidate), axis=1)
+    r_top = np.take_along_axis(reference, order, axis=1)
+    c_top = np.take_along_axis(candidate, order, axis=1)
+    nan_top = np.isnan(r_top)
+    columns: list[AnyArray] = [
+        *figures,
+        choice.astype(np.int64),
+        rank.astype(np.int64),
+        *(np.isnan(side).sum(axis=1).astype(np.int64) for side in (reference, candidate)),
+        *(np.isinf(side).sum(axis=1).astype(np.int64) for side in (reference, candidate)),
+        np.where(nan_top, -1, order).astype(np.int64),
+        r_top,
+        np.where(nan_top, np.nan, c_top),
+    ]
+    return RowScores._make(columns)
+
+
+def _log_sum(rows: F64) -> F64:
+    top = rows.max(axis=1)
+    return top + np.log(np.exp(rows - top[:, None]).sum(axis=1))
+
+
+def score_rows(
+    reference: AnyArray,
+    reference_dtype: DType,
+    candidate: AnyArray,
+    candidate_dtype: DType,
+    tokens: I64,
+    *,
+    k: int,
+    path: str | None = None,
+    threads: int | None = None,
+) -> RowScores:
+    """`define` for rows in their own element types, fast and without copies of them.
+
+    Args:
+        reference: [rows, vocabulary], contiguous storage.
+        reference_dtype: What its bytes mean.
+        candidate: Likewise, of the same shape.
+        candidate_dtype: What its bytes mean.
+        tokens: int64 [rows], each within the vocabulary.
+        k: How many of the greatest elements are wanted, at most the vocabulary.
+        path: One of `kernel.available()`.
+        threads: How many at once; None: one per core that this process may use.
+    """
+    rows, vocabulary = reference.shape
+    _check(reference, candidate, tokens, k)
+    library, number = kernel.chosen(path)
+    fast = ("float32", "float16", "bfloat16")
+    if (
+        library is None
+        or k > INSERTED
+        or reference_dtype.name not in fast
+        or candidate_dtype.name not in fast
+    ):
+        return _in_blocks(reference, reference_dtype, candidate, candidate_dtype, tokens, k)
+    figures = np.empty((rows, 11), np.float64)
+    top = np.empty((rows, k), np.int64)
+    r_top, c_top = (np.empty((rows, k), np.float32) for _ in range(2))
+    tokens = np.ascontiguousarray(tokens, np.int64)
+    workers = threads or len(os.sched_getaffinity(0))
+    workers = max(1, min(workers, rows // _THREAD_ROWS))
+    cuts = [rows * i // workers for i in range(workers + 1)]
+
+    def work(first: int, last: int) -> None:
+        scratch = np.empty(3 * (-(-vocabulary // STRIP) * STRIP), np.float32)
+        parts = (reference, candidate, tokens, scratch, figures, top, r_top, c_top)
+        r, c, t, *rest = (
+            part.ctypes.data if part is scratch else part[first:last].ctypes.data for part in parts
+        )
+        library.driftline_score(
+            *(r, kernel.code_of(reference_dtype), c, kernel.code_of(candidate_dtype)),
+            *(last - first, vocabulary, t, k, number, *rest),
+        )
+
+    if workers == 1:
+        work(0, rows)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(work, cuts[:-1], cuts[1:]))
+    counts = figures.view(np.int64)
+    columns: list[AnyArray] = [
+        *(figures[:, at].copy() for at in range(5)),
+        *(counts[:, at].copy() for at in range(5, 11)),
+        top,
+        r_top,
+        c_top,
+    ]
+    return RowScores._make(columns)
+
+
+def _check(reference: AnyArray, candidate: AnyArray, tokens: I64, k: int) -> None:
+    rows, vocabulary = reference.shape
+    if candidate.shape != reference.shape:
+        raise BadInput(
+            f"logits of {reference.shape} and of {candidate.shape} are not of the same tokens "
+            "and vocabulary"
+        )
+    if tokens.shape != (rows,):
+        raise BadInput(f"{rows} rows of logits, but {tokens.size} tokens")
+    if not 1 <= k <= vocabulary:
+        raise BadInput(f"the {k} greatest of {vocabulary} logits cannot be taken")
+    if rows and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary):
+        raise BadInput(
+            f"a token is {int(tokens.max())}, the vocabulary has {vocabulary} entries",
+            hint="the tokens belong to another model than the logits",
+        )
+    if not (reference.flags.c_contiguous and candidate.flags.c_contiguous):
+        raise BadInput("the kernel takes contiguous arrays only")
+
+
+def _in_blocks(
+    reference: AnyArray,
+    reference_dtype: DType,
+    candidate: AnyArray,
+    candidate_dtype: DType,
+    tokens: I64,
+    k: int,
+) -> RowScores:
+    """By the definition, a few rows at a time so that their float64 copies stay small."""
+    rows, vocabulary = reference.shape
+    step = max(1, kernel.NUMPY_BLOCK // vocabulary)
+    parts: list[RowScores] = []
+    for first in range(0, rows, step) or (0,):
+        cut = slice(first, first + step)
+        sides = [
+            real_values(side[cut].reshape(-1), dtype, side[cut].size).reshape(-1, vocabulary)
+            for side, dtype in ((reference, reference_dtype), (candidate, candidate_dtype))
+        ]
+        parts.append(define(sides[0], sides[1], tokens[cut], k))
+    return RowScores._make(np.concatenate(column) for column in zip(*parts, strict=True))
