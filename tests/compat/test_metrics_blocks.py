@@ -1,6 +1,6 @@
 """The documents' block that makes a baseline: variables, then `generate_metrics.py`.
 
-Only the model, the prompts, the numbers and the folders are replaced, and a GPU by the CPU, which is
+Only the model, prompts, numbers and folders are replaced, and a GPU by the CPU, which is
 the default where there is none; names, options and their order are the document's own.
 """
 
