@@ -21,6 +21,8 @@ FOLDER = "tests/resources/expectations"
 WRITTEN = "driftline_expectation"
 """Property of a report that names a written file: reports also come home from other processes."""
 
+INI_FILES = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+
 _TEXT = {
     "expectations_dir": f"folder of the expectations (default {FOLDER})",
     "decoder_models": "models of TestAIUDecoderModels: ids or folders, one per line",
@@ -88,7 +90,9 @@ def _refuse_a_model_as_root(config: pytest.Config) -> None:
     from itertools import pairwise
 
     here = config.invocation_params.dir
-    if config.rootpath == here or config.rootpath in here.parents:
+    around = (here, *here.parents)
+    unread = config.inipath is None and any((p / n).exists() for p in around for n in INI_FILES)
+    if config.rootpath in around and not unread:
         return
     words = [str(word) for word in config.invocation_params.args]
     for option, value in pairwise(words):
