@@ -25,7 +25,9 @@ from driftline.comparison.metrics.direction import cosine as defined_cosine
 from driftline.dialects.ait_report import Cell, write_whole
 from driftline.errors import BadInput, DriftlineError
 from driftline.formats import npy
+from driftline.formats.folder import Folder
 from driftline.formats.member import Member
+from driftline.formats.parts import describe
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.numerics.moments import PairMoments
@@ -57,6 +59,10 @@ _NUMBER = re.compile(r"\d+")
 AnyArray = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
 """Called with (pairs done, pairs in all)."""
+
+
+_File = tuple[Path, Folder, str]
+"""The tree, the folder of a rank in there, the file's name."""
 
 
 class Places(NamedTuple):
@@ -150,9 +156,15 @@ def check(a: Path, b: Path, places: Places, progress: Progress | None = None) ->
     troubles: list[tuple[str, str]] = []
 
     def lines() -> Iterator[list[Cell]]:
-        for done, (ours, theirs) in enumerate(places.pairs, 1):
-            where = Path(places.kind, f"rank_{places.rank}")
-            yield _line(a, b, where, ours, theirs, troubles)
+        where = Path(places.kind, f"rank_{places.rank}")
+        here, there = Folder(a / where), Folder(b / where)
+        ahead = zip(
+            here.ahead([f"{ours}.npy" for ours, _ in places.pairs]),
+            there.ahead([f"{theirs}.npy" for _, theirs in places.pairs]),
+            strict=True,
+        )
+        for done, (ours, theirs) in enumerate(ahead, 1):
+            yield _line((a, here, ours), (b, there, theirs), troubles)
             if progress is not None:
                 progress(done, len(places.pairs))
 
@@ -236,26 +248,28 @@ def _grouped(names: Sequence[str]) -> dict[tuple[str, int], list[str]]:
     return {group: [name for _, name in sorted(found)] for group, found in groups.items()}
 
 
-def _line(
-    a: Path, b: Path, where: Path, ours: str, theirs: str, troubles: list[tuple[str, str]]
-) -> list[Cell]:
+def _line(one: _File, other: _File, troubles: list[tuple[str, str]]) -> list[Cell]:
+    name = one[2].removesuffix(".npy")
     try:
-        here, there = _member(a, where / f"{ours}.npy"), _member(b, where / f"{theirs}.npy")
-        alike, figures = _figures(here, there)
+        alike, figures = _figures(_member(*one), _member(*other))
     except (DriftlineError, OSError, ValueError) as trouble:
-        troubles.append((ours, str(trouble)))
-        return [ours, *[""] * (len(COLUMNS) - 1)]
+        troubles.append((name, str(trouble)))
+        return [name, *[""] * (len(COLUMNS) - 1)]
     if isinstance(alike, str):
-        troubles.append((ours, alike))
+        troubles.append((name, alike))
     mean_a, std_a, mean_b, std_b = figures
-    line: list[Cell] = [ours, "" if isinstance(alike, str) else alike]
-    for one, other in ((mean_a, mean_b), (std_a, std_b), (std_a**2, std_b**2)):
-        line += [one, other, one - other]
+    line: list[Cell] = [name, "" if isinstance(alike, str) else alike]
+    for first, second in ((mean_a, mean_b), (std_a, std_b), (std_a**2, std_b**2)):
+        line += [first, second, first - second]
     return line
 
 
-def _member(tree: Path, inside: Path) -> Member:
-    path = tree / inside
+def _member(tree: Path, folder: Folder, name: str) -> Member:
+    (member,) = describe(folder, name)
+    if not member.trouble:
+        return member
+    # A link, or a file with something the matter: the long way follows the one and names the other.
+    path = folder.path / name
     if path.is_symlink() and not path.resolve().is_relative_to(tree.resolve()):
         raise BadInput(f"{path} leads out of {tree}; not followed")
     if not path.is_file():  # a named pipe would block for ever
@@ -278,11 +292,14 @@ def _figures(here: Member, there: Member) -> tuple[float | str, tuple[float, flo
         second = kernel.pair_moments(theirs, two, theirs, two, count=other)
         return why, (*_spread(first, ours), *_spread(second, theirs))
     moments = kernel.pair_moments(ours, one, theirs, two, count=count)
-    swapped = moments._replace(r_finite=moments.c_finite, r_sum=moments.c_sum, r_std=moments.c_std)
     if moments.r_finite == moments.c_finite == count and not needs_definition(moments):
         alike = cosine(moments) if count else math.nan
     else:
         alike = _long_cosine(_numbers(ours), _numbers(theirs))
+    if moments.r_finite == moments.c_finite == count > 0:
+        mean_a, mean_b = moments.r_sum / count, moments.c_sum / count
+        return alike, (mean_a, moments.r_std, mean_b, moments.c_std)
+    swapped = moments._replace(r_finite=moments.c_finite, r_sum=moments.c_sum, r_std=moments.c_std)
     return alike, (*_spread(moments, ours), *_spread(swapped, theirs))
 
 
