@@ -24,6 +24,7 @@ LLAMA = DATA / "fixtures" / "tiny-llama"
 ROBERTA = DATA / "fixtures" / "tiny-roberta-qa"
 FOLDER = Path("tests/resources/expectations")
 STEM = "models.test_model_expectations.TestAIUDecoderModels"
+PLUGINS = ("-p", "driftline.gating.plugin", "-p", "no:cacheprovider")
 SUITE = ("--pyargs", "driftline.suites.test_model_expectations")
 
 
@@ -48,8 +49,7 @@ def desk(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 def run(
     desk: pytest.Pytester, *words: str, suite: str = "TestAIUDecoderModels"
 ) -> pytest.RunResult:
-    plugins = ("-p", "driftline.gating.plugin", "-p", "no:cacheprovider")
-    return desk.runpytest_inprocess(*plugins, SUITE[0], f"{SUITE[1]}::{suite}", *words)
+    return desk.runpytest_inprocess(*PLUGINS, SUITE[0], f"{SUITE[1]}::{suite}", *words)
 
 
 def llama(desk: pytest.Pytester, *words: str) -> pytest.RunResult:
@@ -261,14 +261,12 @@ def test_models_and_target_come_from_the_ini_file(desk: pytest.Pytester) -> None
         "driftline_target = device=cpu,dtype=bf16\n"
         "driftline_expectations_dir = kept\n"
     )
-    plugins = ("-p", "driftline.gating.plugin", "-p", "no:cacheprovider")
-    result = desk.runpytest_inprocess(*plugins, *SUITE, "--driftline-update=new")
+    result = desk.runpytest_inprocess(*PLUGINS, *SUITE, "--driftline-update=new")
     result.assert_outcomes(passed=4, skipped=2)
-    facts = json.loads(
-        (desk.path / "kept" / f"{STEM}.acme--tiny-llama.test_model_output.json").read_text()
-    )
+    name = f"{STEM}.acme--tiny-llama.test_model_output.json"
+    facts = json.loads((desk.path / "kept" / name).read_text())
     assert facts["dtype"] == "bfloat16"
-    desk.runpytest_inprocess(*plugins, *SUITE).assert_outcomes(passed=4, skipped=2)
+    desk.runpytest_inprocess(*PLUGINS, *SUITE).assert_outcomes(passed=4, skipped=2)
 
 
 def test_no_model_named_is_skipped_with_a_sentence(desk: pytest.Pytester) -> None:
@@ -340,7 +338,11 @@ def test_a_model_elsewhere_after_a_blank_is_not_taken_for_the_tests_root(
 ) -> None:
     away = tmp_path_factory.mktemp("away") / "tiny-llama"
     shutil.copytree(LLAMA, away)
-    result = run(desk, "--driftline-decoder-models", str(away))
+    words = ("--driftline-decoder-models", str(away), "--driftline-update=new")
+    run(desk, *words).assert_outcomes(passed=2, skipped=1)
+    assert (desk.path / FOLDER).is_dir()
+    desk.makeini("[pytest]\ndriftline_target = dtype=bf16\n")  # which pytest would not read
+    result = run(desk, *words)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"*join it to its option *--driftline-decoder-models={away}"])
     assert not list(away.rglob("expectations"))
@@ -353,8 +355,7 @@ def test_a_test_file_of_ones_own_lists_its_models(desk: pytest.Pytester) -> None
         "from driftline.suites.test_model_expectations import TestAIUDecoderModels\n\n"
         "decoder_models = ['acme/tiny-llama']\n"
     )
-    plugins = ("-p", "driftline.gating.plugin", "-p", "no:cacheprovider")
-    words = (*plugins, "tests/models/test_model_expectations.py::TestAIUDecoderModels")
+    words = (*PLUGINS, "tests/models/test_model_expectations.py::TestAIUDecoderModels")
     desk.runpytest_inprocess(*words, "--capture_expectation").assert_outcomes(failed=2, skipped=1)
     desk.runpytest_inprocess(*words).assert_outcomes(passed=2, skipped=1)
 
