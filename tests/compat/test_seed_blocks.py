@@ -317,3 +317,13 @@ trainer.train()
 def test_a_command_that_is_not_built_is_said_in_a_sentence(desk: Path) -> None:
     assert "does not answer" in shell("ait profile x", code=2)
     assert "usage" in shell("ait")
+
+
+def test_help_is_given_and_what_is_not_there_yet_is_not_mistaken_for_something_else(
+    desk: Path,
+) -> None:
+    for words in ("ait", "ait -h", "ait llm", "ait llm --help"):
+        assert "usage: ait llm dump|compare" in shell(words)
+    said = shell("ait llm opcheck -i x -c y", code=2)
+    assert "does not answer 'ait llm opcheck" in said
+    assert "did you mean" not in said

@@ -225,3 +225,9 @@ def test_without_an_output_the_folder_is_named_after_the_time(workshop, capfd):
     assert main(["dump", "--", sys.executable, "infer.py"]) == 0, capfd.readouterr().err
     [made] = workshop.glob("driftline_*")
     assert (made / "run.json").exists()
+
+
+def test_the_line_to_type_next_can_be_copied(workshop, capfd):
+    words = ["dump", "-o", "my run", "--", sys.executable, "infer.py"]
+    assert main(words) == 0
+    assert "next: driftline compare 'my run' ANOTHER_RUN" in capfd.readouterr().err

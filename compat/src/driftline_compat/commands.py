@@ -6,7 +6,7 @@ import sys
 
 from driftline.cli.main import main
 
-_LLM = ("dump", "compare", "opcheck", "errcheck")
+_LLM = ("dump", "compare")
 _USAGE = """usage: ait llm dump|compare ...
        ait debug compare aclcmp --exec COMMAND
 
@@ -16,14 +16,11 @@ Answered by driftline; each takes the options of the original. More: driftline -
 def ait() -> int:
     """`ait llm …` and `ait debug compare aclcmp …`."""
     words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help") or words[1:2] in ([], ["-h"], ["--help"]):
         print(_USAGE)
         return 0
     if words[:3] == ["debug", "compare", "aclcmp"]:
         return main(["labels", *words[3:]])
-    if words[0] == "llm" and len(words) == 1:
-        print(_USAGE)
-        return 0
     if words[0] == "llm" and words[1] in _LLM:
         command, rest = words[1], words[2:]
         return main([command, *(_dump(rest) if command == "dump" else rest)])

@@ -6,6 +6,7 @@ seed's spellings are names like any other; what they mean is in `adapters.select
 
 from __future__ import annotations
 
+import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -183,7 +184,7 @@ def summary(outcome: Outcome) -> list[str]:
         if outcome.without_probe:
             lines.append(f"  note: {outcome.without_probe}")
     if harvest.tensors and plan.says("info") and plan.layout == "run":
-        lines.append(f"  next: driftline compare {_shown(plan.output)} ANOTHER_RUN")
+        lines.append(f"  next: driftline compare {shlex.quote(_shown(plan.output))} ANOTHER_RUN")
     if lines and lines[0].startswith("  "):  # the line these belong to was not wanted
         lines[0] = f"driftline: {lines[0].strip()}"
     return lines
@@ -226,7 +227,7 @@ def _what_both_captured(outcome: Outcome, atb: AtbHarvest) -> list[str]:
     where = ", ".join(_shown(str(root)) for root in atb.roots)
     lines = [torch, f"driftline: atb: {', '.join(parts) or 'no tensor'} in {where}"]
     if atb.tensors:
-        lines.append(f"  next: driftline show {_shown(str(atb.roots[0]))}")
+        lines.append(f"  next: driftline show {shlex.quote(_shown(str(atb.roots[0])))}")
     return lines
 
 

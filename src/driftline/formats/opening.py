@@ -8,6 +8,7 @@ run of its own; other packages announce theirs as entry points of the group `dri
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -110,7 +111,7 @@ def open_run(path: StrPath) -> Run:
             if (place / "table.json").is_file():
                 raise BadRun(
                     f"{place} is a comparison table, not a run",
-                    hint=f"look at it with: driftline show {place}",
+                    hint=f"look at it with: driftline show {shlex.quote(str(place))}",
                 ) from None
             for format_ in chain(_trees(), _announced()):
                 if format_.sniff(place):
