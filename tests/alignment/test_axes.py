@@ -168,11 +168,36 @@ def test_tiles_of_a_private_format_are_cut_off(
     x = noise(*true)
     y = np.zeros(padded, np.float32)
     y[: true[-2], : true[-1]] = x.reshape(true[-2:])
-    row = only(run({"a": x}), run({"a": y}))
+    row = only(run({"a/param": x}), device_run({"a/param": y}))
     assert row.metrics["different"] == 0
     assert "trim(" in row.candidate_recipe
     y[true[-2] - 1, 0] += 1
-    assert only(run({"a": x}), run({"a": y})).status == "fail"
+    assert only(run({"a/param": x}), device_run({"a/param": y})).status == "fail"
+
+
+def device_run(tensors: dict[str, np.ndarray[Any, Any]]) -> Run:
+    """A run that was converted from a dump of a device."""
+    sink = MemorySink()
+    sink.describe(converted_from={"format": "atb", "path": "dump"})
+    for name, values in tensors.items():
+        record_into(sink, name, values, class_name="Linear")
+    return sink.run()
+
+
+def test_sizes_that_only_look_like_tiles_stay_apart() -> None:
+    """10 tokens against 16, hidden size 24 against 32: no device wrote these, nothing is cut."""
+    x, y = noise(1, 10, 32), noise(1, 16, 32)
+    y[:, :10] = x
+    assert only(run({"a": x}), run({"a": y})).status == "incomparable"
+    y = noise(1, 10, 24)
+    assert only(run({"a": x}), run({"a": y})).status == "incomparable"
+
+
+def test_more_tokens_on_a_device_are_no_tiles() -> None:
+    x, y = noise(10, 32), noise(16, 32)
+    y[:10] = x
+    table = compare(run({"a/input": x, "a": x}), device_run({"a/input": y, "a": y}))
+    assert {row.status for row in table.rows} == {"incomparable"}
 
 
 def test_a_size_that_no_tile_explains_stays_apart() -> None:

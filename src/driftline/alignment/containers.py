@@ -6,6 +6,7 @@ shape and where their output comes from tell them apart; where nothing does, the
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ class Tree:
         by_site: dict[str, list[Call]] = defaultdict(list)
         for call in calls:
             by_site[call.site].append(call)
+        for group in by_site.values():
+            group.sort(key=_ended)
         self.leaves: dict[int, list[Call]] = defaultdict(list)
         self.containers = [
             call for call in calls if not call.leaf and not call.inner and not call.parts
@@ -174,9 +177,13 @@ def _around(leaf: Call, by_site: Mapping[str, list[Call]]) -> Iterator[Call]:
         if site != leaf.site and calls:
             if len(calls) == 1:
                 yield calls[0]
-            else:
-                started = [call for call in calls if call.records[-1].order >= leaf.order]
-                yield min(started or calls, key=lambda call: call.records[-1].order)
+            else:  # the first to end after the leaf began
+                at = bisect.bisect_left(calls, leaf.order, key=_ended)
+                yield calls[at if at < len(calls) else 0]
+
+
+def _ended(call: Call) -> int:
+    return call.records[-1].order
 
 
 def _spread(mark: int) -> int:

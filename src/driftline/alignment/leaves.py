@@ -124,7 +124,7 @@ def _solve(
         return [Link(a, b, _confidence(a, b)) for a, b in zip(here, there, strict=True)]
     labels_here, looks_here = _labels(here)
     labels_there, looks_there = _labels(there)
-    worth = np.array([[_worth(a, b, exact) for b in looks_there] for a in looks_here], np.int32)
+    worth = _worths(looks_here, looks_there, exact)
     try:
         first = align_sequences(labels_here, labels_there, worth)
     except ValueError:
@@ -188,8 +188,59 @@ def _labels(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
     return labels, examples
 
 
+def _worths(ours: list[Call], theirs: list[Call], exact: bool) -> Scores:
+    """What all looks are worth to each other.
+
+    Shapes only matter by whether they are the same, so that the many shapes that a model may have
+    cost rows of a table and no calls.
+    """
+    kinds_here, few_here = _kinds(ours)
+    kinds_there, few_there = _kinds(theirs)
+    shapes: dict[object, int] = {None: 0}
+    outs, intos = (
+        [
+            np.array([shapes.setdefault(getattr(call, name), len(shapes)) for call in side])
+            for side in (ours, theirs)
+        ]
+        for name in ("out", "into")
+    )
+    by_size: dict[int, list[int]] = {}
+    for at, call in enumerate(few_there):
+        by_size.setdefault(call.features, []).append(at)
+    rated = np.zeros((3, len(few_here), len(few_there)), np.int32)
+    for row, call in enumerate(few_here):
+        for at in by_size.get(call.features, ()):
+            for number, same in enumerate(((False, False), (True, False), (True, True))):
+                rated[number, row, at] = _rated(call, few_there[at], exact, *same)
+    table = np.empty((len(ours), len(theirs)), np.int32)
+    for row in range(len(ours)):
+        same_out = outs[1] == outs[0][row]
+        known = outs[0][row] > 0 and intos[0][row] > 0
+        alike = same_out.astype(np.intp) + (same_out & (intos[1] == intos[0][row]) & known)
+        table[row] = rated[alike, kinds_here[row], kinds_there]
+    return table
+
+
+def _kinds(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
+    """A number for each call, equal where nothing but shapes differs; and one call of each."""
+    numbers: dict[tuple[object, ...], int] = {}
+    examples: list[Call] = []
+    for call in calls:
+        look = (call.kind, call.class_name, call.role, call.features, call.width)
+        if numbers.setdefault(look, len(examples)) == len(examples):
+            examples.append(call)
+    looks = ((c.kind, c.class_name, c.role, c.features, c.width) for c in calls)
+    return np.array([numbers[look] for look in looks], np.int64), examples
+
+
 def _worth(ours: Call, theirs: Call, exact: bool) -> int:
     """What two calls are worth as a pair: 0 if they cannot be one."""
+    shapes = (ours.out, ours.into, theirs.out, theirs.into)
+    same_all = None not in shapes and shapes[:2] == shapes[2:]
+    return _rated(ours, theirs, exact, ours.out == theirs.out, same_all)
+
+
+def _rated(ours: Call, theirs: Call, exact: bool, same_out: bool, same_all: bool) -> int:
     alike = same_kind(ours.kind, theirs.kind)
     if not alike or (ours.role and theirs.role and ours.role != theirs.role):
         return 0
@@ -201,9 +252,8 @@ def _worth(ours: Call, theirs: Call, exact: bool) -> int:
         return 0
     if alike == 1:
         # A class nobody knows: only where every shape agrees, and as the last resort.
-        shapes = (ours.out, ours.into, theirs.out, theirs.into)
-        return int(None not in shapes and shapes[:2] == shapes[2:])
-    if exact and not is_solid(ours.kind) and ours.out != theirs.out:
+        return int(same_all)
+    if exact and not is_solid(ours.kind) and not same_out:
         return 0
     same_class = ours.class_name == theirs.class_name
     return 4 + same_class + (bool(ours.role) and ours.role == theirs.role)

@@ -6,13 +6,17 @@ and batches, plain reshapes, and tile padding. What no rule explains stays apart
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 from driftline.alignment.axes import Layouts, cropped, is_weight, reshaped, transposed
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.quantised import Scales, dequantised
 from driftline.alignment.sides import shapes_of
 from driftline.runs.run import Run
 
-Place = tuple[int, int, int]
+TILED = frozenset({"atb", "atb-bin", "ge", "ge-dump"})
+"""Formats whose matrices may be padded to whole tiles. Elsewhere more tokens are more tokens."""
 
 
 class Reconciler:
@@ -30,6 +34,7 @@ class Reconciler:
         self._scales: tuple[Scales, Scales] | None = None
         self._tokens = TokenBook(reference, candidate)
         self.notes = self._tokens.notes
+        self._tiled = any(not _formats(run).isdisjoint(TILED) for run in self._runs)
 
     def settled(self, pair: Pair) -> Pair:
         """The pair with recipes that bring its sides together, or with the reason there is none."""
@@ -50,13 +55,34 @@ class Reconciler:
             found, trouble = self._tokens.cut(pair)
             if found is not None:
                 return found
-        found = reshaped(pair) or cropped(pair)
+        found = reshaped(pair)
+        if found is None and self._tiled and not trouble and not self._tokens_differ(pair):
+            found = cropped(pair)
         if found is not None:
             return found
         if trouble:
             apart = f"the shapes differ: {_dims(here)} against {_dims(there)}"
             return pair._replace(trouble=f"{apart}; {trouble}")
         return pair
+
+    def _tokens_differ(self, pair: Pair) -> bool:
+        """Whether the step has another number of tokens: that is no padding of a tile."""
+        if is_weight(pair.reference):
+            return False
+        ours, theirs = self._tokens.batches(pair)
+        return ours is not None and theirs is not None and ours.tokens != theirs.tokens
+
+
+def _formats(run: Run) -> set[str]:
+    """What wrote a run, and what wrote that which it was converted from."""
+    found = {str(run.manifest.get("format", ""))}
+    for facts in (run.manifest, *run.processes()):
+        before = facts.get("converted_from")
+        if isinstance(before, Mapping):
+            found.add(str(cast("Mapping[str, Any]", before).get("format", "")))
+        elif before:
+            found.add(str(before).partition(":")[0])
+    return found
 
 
 def _framework(run: Run) -> str:
