@@ -1,5 +1,6 @@
 """Metric files: whose they are, their values, and thresholds made of them."""
 
+import json
 import math
 import tarfile
 from pathlib import Path
@@ -260,3 +261,37 @@ def test_children_come_before_the_module_they_are_part_of(tmp_path):
     assert order.index("model.layers.9") < order.index("model.layers.10.mlp")
     assert order[0] == "model.embed_tokens"
     assert order.index("model.norm") < order.index("lm_head")
+
+
+def test_what_lies_beside_the_files_gives_the_targets_and_the_order_of_layers(tmp_path):
+    layers = ("model.zeta", "model.alpha", "model.head")
+    for name in layers:
+        write(tmp_path, f"m{SHAPE}--{name}.abs_diff.csv", [1.0], "abs_diff")
+    settings = {"reference": "device=cpu,dtype=fp32", "candidate": "device=cuda,dtype=fp16"}
+    beside = {"settings": settings, "layers": dict.fromkeys(layers, {})}
+    (tmp_path / f"m{SHAPE}.layers.json").write_text(json.dumps(beside))
+    made, lines, troubles = thresholds(tmp_path, "m", ["abs_diff"], layers=True)
+    assert [line.split()[1] for line in lines[1:]] == list(layers)
+    assert made.settings["targets"] == [settings]
+    assert not troubles
+    table = layer_table(find_metric_files(tmp_path), "here")
+    assert [row.site for row in table] == list(layers)
+
+
+@pytest.mark.parametrize("other", ["device=cuda,dtype=bf16", "device=npu,dtype=fp16"])
+def test_files_of_several_devices_are_pooled_and_it_is_said(tmp_path, other):
+    for length, candidate in ((64, "device=cuda,dtype=fp16"), (128, other)):
+        start = SHAPE.replace("length-64", f"length-{length}")
+        write(tmp_path, f"m{start}.ce.csv", [1.0], "ce")
+        text = json.dumps({"settings": {"candidate": candidate}})
+        (tmp_path / f"m{start}.provenance.json").write_text(text)
+    made, _, troubles = thresholds(tmp_path, "m", ["ce"])
+    assert len(made.settings["targets"]) == 2
+    assert bool(troubles) == other.startswith("device=npu")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"settings": 3, "layers": []}', "[" * 100_000])
+def test_a_damaged_file_beside_the_files_is_as_good_as_none(tmp_path, text):
+    write(tmp_path, f"m{SHAPE}.ce.csv", [1.0], "ce")
+    (tmp_path / f"m{SHAPE}.provenance.json").write_text(text)
+    assert thresholds(tmp_path, "m", ["ce"])[0].limit("ce") == 1.0

@@ -1,7 +1,7 @@
 """Layer files as a comparison table: one row per layer, so that thresholds can be held to them.
 
-The same statistic as the threshold's is made of a layer's values. In which order layers ran, the
-files do not say: that of usual decoders is taken.
+The same statistic as the threshold's is made of a layer's values. Where nothing says in which order
+layers ran, that of usual decoders is taken.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from driftline.decoding.metric_files import (
     by_layer,
     read_values,
 )
+from driftline.decoding.told import told_beside
 from driftline.errors import BadInput
 from driftline.runs.key import TensorKey
 from driftline.tolerance.statistic import AVERAGE, Statistic, parse_statistic
@@ -56,7 +57,7 @@ def layer_table(found: Found, path: str, known: Thresholds | None = None) -> Tab
         )
     files = [file for file in files if file.named.model == models[0]]
     rows: list[Row] = []
-    for order, (layer, own) in enumerate(by_layer(files).items()):
+    for order, (layer, own) in enumerate(by_layer(files, told_beside(files).layers).items()):
         metrics = {
             metric: _statistic(metric, known).of(_values(own, metric), direction)
             for metric, direction in LAYER_METRICS.items()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 TOKEN_METRICS: dict[str, Direction] = {
     "ce": "lower",
     "diff_mean": "lower",
-    "prob_mean": "zero",
+    "prob_mean": "lower",
     "prob_std": "lower",
 }
 LAYER_METRICS: dict[str, Direction] = {"abs_diff": "lower", "cos_sim": "higher"}
@@ -182,12 +182,19 @@ def natural(name: str) -> tuple[tuple[int, str], ...]:
     )
 
 
-def by_layer(files: Iterable[MetricFile]) -> dict[str, list[MetricFile]]:
-    """The files of each layer, all iterations together, in the order a model runs them."""
+def by_layer(files: Iterable[MetricFile], order: Sequence[str] = ()) -> dict[str, list[MetricFile]]:
+    """The files of each layer, all iterations together, in the order a model runs them.
+
+    Args:
+        files: Files of layers.
+        order: Layers in the order they ran, if it is known; that of usual decoders otherwise.
+    """
     layers: dict[str, list[MetricFile]] = {}
     for file in files:
         layers.setdefault(file.layer, []).append(file)
-    return {layer: layers[layer] for layer in sorted(layers, key=_execution)}
+    known = {layer: at for at, layer in enumerate(order)}
+    ordered = sorted(layers, key=lambda layer: (known.get(layer, len(known)), _execution(layer)))
+    return {layer: layers[layer] for layer in ordered}
 
 
 _ORDER = (

@@ -24,6 +24,7 @@ from driftline.decoding.metric_files import (
     read_values,
 )
 from driftline.decoding.out_files import flat
+from driftline.decoding.told import differing, told_beside
 from driftline.errors import BadInput
 from driftline.runs.manifest import provenance
 from driftline.tolerance.statistic import AVERAGE, CONFIDENCE, P99, RESAMPLES, Statistic
@@ -72,19 +73,23 @@ def make_thresholds(
         raise BadInput("no metric is named", hint="--metrics ce diff_mean")
     entries: list[Threshold] = []
     sources: list[str] = []
+    targets: list[dict[str, str]] = []
     for name in names:
         files = found.of(model, name, layers=layers)
         say.result(f"found {len(files)} {'layers ' if layers else ''}metric files")
         sources += [file.path.relative_to(folder).as_posix() for file in files]
-        groups = by_layer(files) if layers else {"": files}
+        told = told_beside(files)
+        targets += [target for target in told.targets if target not in targets]
+        groups = by_layer(files, told.layers) if layers else {"": files}
         for layer, mine in groups.items():
             entry = _threshold(name, layer, mine, chosen, seed, say)
             entries.append(entry)
             if layers:
-                word = "avg" if chosen.name == "average" else chosen.name
-                say.result(f"Layer {layer} {word} {name} = {entry.value}")
+                say.result(f"Layer {layer} {_word(chosen, entry)} {name} = {entry.value}")
             else:
                 say.result(f"{flat(model)} {name} {entry.value}")
+    if mixed := differing(targets):
+        say.trouble(f"the files were made with more than one {' and '.join(mixed)}; all are pooled")
     facts = provenance()
     return Thresholds(
         flat(model),
@@ -96,10 +101,17 @@ def make_thresholds(
             "resamples": RESAMPLES,
             "confidence": CONFIDENCE,
             "seed": seed,
+            "targets": targets,
         },
         sources=tuple(sources),
         provenance={name: facts[name] for name in _KEPT_PROVENANCE},
     )
+
+
+def _word(statistic: Statistic, entry: Threshold) -> str:
+    if statistic.name == "max" and entry.direction == "higher":
+        return "min"  # the worst of a cosine
+    return "avg" if statistic.name == "average" else statistic.name
 
 
 def _threshold(

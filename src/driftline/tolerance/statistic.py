@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,19 +73,19 @@ class Statistic(NamedTuple):
         """
         if values.size < 2 or not bool(np.isfinite(values).all()):
             return None
-        draw = np.random.default_rng(seed)
         if self.percentile is None:
-            drawn = self._from_blocks(values, draw)
+            drawn = self._from_blocks(values, seed)
         else:
+            draw = np.random.default_rng(seed)
             drawn = _percentiles(_sized(values, direction), self.rank(direction), draw)
         edge = 50.0 * (1.0 - CONFIDENCE)
         low, high = np.percentile(drawn, [edge, 100.0 - edge])
         return float(low), float(high)
 
-    def _from_blocks(self, values: Values, draw: np.random.Generator) -> Values:
+    def _from_blocks(self, values: Values, seed: int) -> Values:
         blocks = np.array_split(values, min(BLOCKS, values.size))
         sums = np.array([(b.size, b.sum(), np.square(b).sum()) for b in blocks])
-        drawn = sums[draw.integers(0, len(blocks), (RESAMPLES, len(blocks)))].sum(axis=1)
+        drawn = _times_drawn(len(blocks), seed) @ sums
         count, total, squares = drawn.T
         if self.name == "l2":  # of as many values as there were, not as were drawn
             return np.sqrt(squares / count * values.size)
@@ -119,6 +120,14 @@ def parse_statistic(word: str) -> Statistic:
             hint=did_you_mean(name, ["p99", "p95", *_NAMED, "average", "l2", "std"]),
         )
     return Statistic(name, float(match[1]))
+
+
+@lru_cache(maxsize=8)
+def _times_drawn(blocks: int, seed: int) -> Values:
+    """How often each resample has each block; the layers of a model share it."""
+    draw = np.random.default_rng(seed)
+    drawn = draw.multinomial(blocks, np.full(blocks, 1.0 / blocks), RESAMPLES)
+    return drawn.astype(np.float64)
 
 
 def _sized(values: Values, direction: Direction) -> Values:
