@@ -268,7 +268,7 @@ def test_what_lies_beside_the_files_gives_the_targets_and_the_order_of_layers(tm
     for name in layers:
         write(tmp_path, f"m{SHAPE}--{name}.abs_diff.csv", [1.0], "abs_diff")
     settings = {"reference": "device=cpu,dtype=fp32", "candidate": "device=cuda,dtype=fp16"}
-    beside = {"settings": settings, "layers": dict.fromkeys(layers, {})}
+    beside = {"settings": settings, "layers": {name: {} for name in layers}}
     (tmp_path / f"m{SHAPE}.layers.json").write_text(json.dumps(beside))
     made, lines, troubles = thresholds(tmp_path, "m", ["abs_diff"], layers=True)
     assert [line.split()[1] for line in lines[1:]] == list(layers)

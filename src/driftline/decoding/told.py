@@ -47,10 +47,24 @@ def told_beside(files: Iterable[MetricFile]) -> Told:
         layers = content.get("layers")
         if isinstance(layers, dict):
             known = set(told.layers)
-            told.layers.extend(
-                str(name) for name in cast("dict[str, Any]", layers) if name not in known
-            )
+            names = map(str, cast("dict[str, Any]", layers))
+            told.layers.extend(name for name in names if name not in known)
     return told
+
+
+def differing(targets: Sequence[Mapping[str, str]]) -> list[str]:
+    """In what several kinds of runs differ, a number format alone being none of it.
+
+    >>> differing([{"weights": "a", "reference": "cpu"}, {"weights": "b", "reference": "cpu"}])
+    ['weights']
+    """
+    names = sorted({name for target in targets for name in target})
+    return [name for name in names if len({_plain(target.get(name)) for target in targets}) > 1]
+
+
+def _plain(value: str | None) -> str | None:
+    """Formats are pooled on purpose, and written down with each threshold."""
+    return None if value is None else _DTYPE.sub("", value)
 
 
 def _places(file: MetricFile) -> list[Path]:
