@@ -150,3 +150,24 @@ def layer_variable(option: str) -> str:
 
 def home_prompts() -> str:
     return os.path.join(os.path.expanduser("~"), SHARE_GPT)  # noqa: PTH111, PTH118 - a leaf
+
+
+TEST_SHAPES = "TEST_SHAPES_"
+"""Variables of the decoder tests: `FMS_TEST_SHAPES_…` as documented, or `DRIFTLINE_TEST_SHAPES_…`,
+which wins."""
+
+
+def shapes_variable(name: str) -> str:
+    """What one of them says; empty if it does not.
+
+    Args:
+        name: Without what all begin with: `COMMON_MODEL_PATHS`.
+    """
+    env = environment()
+    ours = env.get(f"DRIFTLINE_{TEST_SHAPES}{name}", "").strip()
+    return ours or env.get(f"FMS_{TEST_SHAPES}{name}", "").strip()
+
+
+def shapes_timing() -> str:
+    """`e2e` or `per-token`: what of the generations is timed in decoder tests."""
+    return environment().get("DRIFTLINE_TIMING", environment().get("TIMING", "")).strip()
