@@ -264,6 +264,30 @@ def test_a_fused_projection_is_set_against_split_and_sharded_ones(
         assert any(recipe.startswith("split(axis 2") for recipe in recipes)
 
 
+def test_a_fused_replica_that_differs_is_found_on_its_rank(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    fused = Projections({"qkv_proj": 24})
+    split = Projections({"q_proj": 8, "k_proj": 8, "v_proj": 8})
+    with torch.no_grad():
+        for at, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            getattr(split, name).weight.copy_(fused.qkv_proj.weight[8 * at : 8 * at + 8])
+            getattr(split, name).bias.copy_(fused.qkv_proj.bias[8 * at : 8 * at + 8])
+        split.norm.load_state_dict(fused.norm.state_dict())
+    x = torch.randn(1, 4, 8)
+    captured(split, x, RunWriter(tmp_path / "split", seal_at_exit=False))
+    for rank in (0, 1):
+        if rank:
+            with torch.no_grad():
+                fused.qkv_proj.weight[9] *= 3  # in the second rank's k only
+        writer = RunWriter(tmp_path / "fused", rank=rank, world_size=2, seal_at_exit=False)
+        captured(fused, x, writer)
+    table = driftline.compare(tmp_path / "split", tmp_path / "fused", placements=["*=replicate"])
+    assert table.verdict == "fail"
+    wrong = {(row.site, row.candidate_rank) for row in table.failing if row.port == "output"}
+    assert ("k_proj", 1) in wrong
+    assert not any(site in ("q_proj", "v_proj") for site, _ in wrong)
+
+
 def test_devices_of_an_accelerators_dump_are_ranks(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 8)).astype(np.float16)

@@ -150,12 +150,10 @@ def _real_pairs(
 ) -> Iterator[Pair]:
     here = ours.get(pair.reference.key, pair.reference)
     there = theirs.get(pair.candidate.key, pair.candidate)
-    recipes = (
-        _real_recipe(pair.reference_recipe, ours),
-        _real_recipe(pair.candidate_recipe, theirs),
-    )
-    for left, left_recipe, trouble in _ways(here, pair.candidate.shape, recipes[0]):
-        for right, right_recipe, more in _ways(there, pair.reference.shape, recipes[1]):
+    left_side = _ways(here, pair.candidate.shape, pair.reference_recipe, ours)
+    right_side = list(_ways(there, pair.reference.shape, pair.candidate_recipe, theirs))
+    for left, left_recipe, trouble in left_side:
+        for right, right_recipe, more in right_side:
             yield Pair(
                 left,
                 right,
@@ -168,39 +166,46 @@ def _real_pairs(
 
 
 def _ways(
-    origin: Origin, other: tuple[int, ...], recipe: Recipe | None
+    origin: Origin,
+    other: tuple[int, ...],
+    recipe: Recipe | None,
+    origins: Mapping[TensorKey, Origin],
 ) -> Iterator[tuple[Record, Recipe | None, str]]:
     """The records of one side that a pair stands for, what to do to each, and what is wrong."""
     if isinstance(origin, Gathered):
         parts = origin.recipe.records
         as_replicas = origin.replicas and other == parts[0].shape != origin.recipe.shape
         if recipe is not None or not as_replicas:
-            yield parts[0], recipe or origin.recipe, ""
+            yield parts[0], _real_recipe(recipe, origins) or origin.recipe, ""
             return
         origin = Replicas(parts)
     if isinstance(origin, Apart):
-        yield origin.records[0], None, origin.reason
+        yield origin.records[0], _real_recipe(recipe, origins), origin.reason
     elif isinstance(origin, Replicas):
-        for record in origin.records if recipe is None else origin.records[:1]:
-            yield record, recipe, ""
+        for which, record in enumerate(origin.records):  # each for itself, whatever is done to it
+            yield record, _real_recipe(recipe, origins, which), ""
     else:
-        yield origin, recipe, ""
+        yield origin, _real_recipe(recipe, origins), ""
 
 
-def _real_recipe(recipe: Recipe | None, origins: Mapping[TensorKey, Origin]) -> Recipe | None:
-    """A recipe whose sources are what the run holds."""
+def _real_recipe(
+    recipe: Recipe | None, origins: Mapping[TensorKey, Origin], which: int = 0
+) -> Recipe | None:
+    """A recipe whose sources are what the run holds; of replicas, the one of this number."""
     if recipe is None or not origins:
         return recipe
     sources: list[Source] = []
     for source in recipe.sources:
         if isinstance(source, Recipe):
-            inner = _real_recipe(source, origins)
+            inner = _real_recipe(source, origins, which)
             sources.append(source if inner is None else inner)
             continue
         origin = origins.get(source.key, source)
         if isinstance(origin, Gathered):
             sources.append(origin.recipe)
-        elif isinstance(origin, (Replicas, Apart)):
+        elif isinstance(origin, Replicas):
+            sources.append(origin.records[min(which, len(origin.records) - 1)])
+        elif isinstance(origin, Apart):
             sources.append(origin.records[0])
         else:
             sources.append(origin)
