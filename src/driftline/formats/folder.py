@@ -178,15 +178,19 @@ class Folder:
             here, there = there, here
         self._at_hand = None
 
+    def at_hand(self, name: str) -> tuple[bytes, int]:
+        """What was read ahead of a file, and the file's size; nothing of any but the last."""
+        at_hand = self._at_hand
+        return at_hand[1:] if at_hand is not None and at_hand[0] == name else (b"", 0)
+
     def start(self, name: str, length: int) -> tuple[bytes, int]:
         """The first bytes of a file, or all of a small one, and its size.
 
         Raises:
             OSError: It cannot be read.
         """
-        at_hand = self._at_hand
-        if at_hand is not None and at_hand[0] == name:
-            _, begin, size = at_hand
+        begin, size = self.at_hand(name)
+        if begin:
             if len(begin) == size and length < size <= self._room:
                 self._kept[name] = begin
                 self._room -= size

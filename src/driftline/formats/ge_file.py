@@ -8,6 +8,7 @@ file's name and its folders say is `ge_tree`'s part.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -111,6 +112,12 @@ def read_header(folder: Folder, name: str) -> GeFile:
         Malformed: It is no GE dump, or contradicts itself.
         OSError: It cannot be read.
     """
+    begin, size = folder.at_hand(name)
+    length = int.from_bytes(begin[:8], "little")
+    if len(begin) > 8 and 0 < length <= len(begin) - 8:
+        # Where this does not go well, the long way says why.
+        with contextlib.suppress(Malformed):
+            return _checked(parse(begin, 8, 8 + length, behind=True), size)
     file, size = folder.open(name)
     try:
         begin = os.read(file, FIRST_READ)

@@ -5,12 +5,14 @@ Knows the message's fields; how the bytes it describes are read is `ge_file`'s p
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 from driftline.formats.protowire import BYTES, VARINT, Malformed, expect, fields, numbers, text
 
 MOST_TENSORS = 4096
 MOST_DIMENSIONS = 64
+_SHORT = 256
 
 
 class GeTensor(NamedTuple):
@@ -98,7 +100,11 @@ def parse(data: bytes, at: int, end: int, *, behind: bool) -> GeFile:
         port, position = (
             ("input", number) if number < len(inputs) else ("output", number - len(inputs))
         )
-        tensor = _tensor(data, start, stop, port, position, offset if behind else None)
+        known = _known(data[start:stop], port) if behind and stop - start <= _SHORT else None
+        if known is None:
+            tensor = _tensor(data, start, stop, port, position, offset if behind else None)
+        else:
+            tensor = GeTensor(port, position, *known[2:7], offset)
         offset += tensor.size
         tensors.append(tensor)
     total = offset + spare if behind else end
@@ -107,6 +113,18 @@ def parse(data: bytes, at: int, end: int, *, behind: bool) -> GeFile:
 
 _OUTPUT_FIELDS = {1: "data_type", 2: "format", 3: "shape", 5: "data", 6: "size", 7: "original"}
 _INPUT_FIELDS = {1: "data_type", 2: "format", 3: "shape", 4: "data", 5: "size", 6: "original"}
+
+
+@functools.lru_cache(4096)
+def _known(message: bytes, port: Literal["input", "output"]) -> GeTensor | None:
+    """What a short description says; None to let its own place say what is wrong with it.
+
+    The operators of a dump have a few descriptions between them.
+    """
+    try:
+        return _tensor(message, 0, len(message), port, 0, 0)
+    except Malformed:
+        return None
 
 
 def _tensor(

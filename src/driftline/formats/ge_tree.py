@@ -74,7 +74,9 @@ def sniff(path: Path) -> bool:
 def open(path: Path) -> TreeRun:
     """The dump as a run; no value is read. Files that cannot be believed are lost tensors."""
     dump = _Dump(path)
-    leaves = [leaf for found in dump.chosen() for leaf in dump.leaves(found)]
+    chosen = dump.chosen()
+    ahead = dump.folder.ahead([found.file for found in chosen])
+    leaves = [leaf for found, _ in zip(chosen, ahead, strict=True) for leaf in dump.leaves(found)]
     if dump.others:
         message = f"{dump.others} files also hold buffers or workspaces, which are no tensors"
         dump.note("info", message)
