@@ -261,3 +261,21 @@ def test_a_table_that_did_not_pass_is_named_when_it_is_taken_for_clean(driftline
     said = driftline("calibrate", tables / "bad", "-o", tables / "t.json")
     assert said.code == 0
     assert "bad did not pass when it was compared" in said.err
+
+
+def test_show_lists_the_limits_of_a_thresholds_file(driftline, tokens):
+    words = ("thresholds", "--models", "acme/tiny-v1", "--metrics", "ce", "--file_base", tokens)
+    assert driftline(*words).code == 0
+    path = tokens / "acme--tiny-v1-thresholds.json"
+    said = driftline("show", path)
+    assert said.out.startswith("thresholds of acme--tiny-v1: ce 2.61128\n")
+    assert "3 shapes, fp16" in said.out
+    assert (
+        driftline("show", path, "--format", "csv")
+        .out.splitlines()[1]
+        .startswith("ce,,,2.6112808652876995,lower,p99,400,")
+    )
+    assert json.loads(driftline("show", path, "--format", "json").out)["ce"] == 2.6112808652876995
+    assert driftline("show", path, "--format", "markdown").code == 0
+    (tokens / "other.json").write_text("{}")
+    assert "no thresholds file" not in driftline("show", tokens / "other.json").err

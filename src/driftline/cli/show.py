@@ -1,4 +1,4 @@
-"""`driftline show`: what is in a run, a comparison table or a tensor file."""
+"""`driftline show`: what is in a run, a comparison table, a thresholds or a tensor file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def show(
     all: bool = False,
     verify: bool = False,
 ) -> int:
-    """Look at a run, a comparison table or a tensor file.
+    """Look at a run, a comparison table, a thresholds file or a tensor file.
 
     A run shows where it comes from, its module tree with the ids that `dump -ids` takes, and what
     is missing from it. A folder that `compare -o` wrote shows the comparison again.
 
     Args:
-        path: A run, a dump of another program, a comparison's folder, or a tensor file.
+        path: A run, a dump of another program, a comparison's folder, a thresholds file, or a
+            tensor file.
         tensors: List the tensors with their statistics instead of the modules.
         site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors.
         format: table for people; json and csv for programs, whole; markdown for a review.
@@ -42,6 +43,10 @@ def show(
 
     if is_table(path) or path.name == TABLE_FILE:
         return _show_table(open_table(path), format, all)
+    from driftline.tolerance.thresholds import looks_like_thresholds
+
+    if looks_like_thresholds(path):
+        return _show_thresholds(path, format, all)
     from driftline.formats.opening import open_run
 
     run = open_run(path)
@@ -69,6 +74,30 @@ def _show_table(table: Table, format: Format, everything: bool) -> int:
     from driftline.reports import emit
 
     emit.table(table, format, sys.stdout, everything=everything)
+    return 0
+
+
+def _show_thresholds(path: Path, format: Format, everything: bool) -> int:
+    from driftline.reports import thresholds as report
+    from driftline.tolerance.thresholds import load_thresholds
+
+    found = load_thresholds(path)
+    if format == "json":
+        from driftline.reports import json
+
+        json.write(found.as_json(), sys.stdout)
+    elif format == "csv":
+        from driftline.reports import csv
+
+        csv.write(report.sheet(found), sys.stdout)
+    elif format == "markdown":
+        from driftline.reports import markdown
+
+        sys.stdout.write(markdown.paint(report.view(found, everything=True)))
+    else:
+        from driftline.reports import terminal
+
+        terminal.show(report.view(found, everything=everything))
     return 0
 
 

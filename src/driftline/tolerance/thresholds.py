@@ -170,6 +170,14 @@ class Thresholds:
                 hint="make thresholds for this model: driftline thresholds --models …",
             )
 
+    def __str__(self) -> str:
+        whole = [f"{e.metric} {e.value:.6g}" for e in self.entries if not e.site]
+        layers = dict.fromkeys(entry.metric for entry in self.entries if entry.site)
+        parts = [", ".join(whole)] if whole else []
+        if layers:
+            parts.append(f"{', '.join(layers)} of {len(self.sites)} layers")
+        return f"thresholds of {self.model_id or 'a model'}: {'; '.join(parts) or 'none'}"
+
     @property
     def _called(self) -> str:
         return self.path or "the thresholds"
@@ -213,6 +221,15 @@ class Thresholds:
         finally:
             _forget(draft)
         return goal
+
+
+def looks_like_thresholds(path: StrPath) -> bool:
+    """Whether a file begins as thresholds files do, without reading all of it."""
+    goal = Path(path)
+    if goal.suffix != ".json" or not goal.is_file():
+        return False
+    with goal.open("rb") as file:
+        return b'"model_id"' in file.read(4096)
 
 
 def load_thresholds(path: StrPath, *, model: str | None = None) -> Thresholds:
