@@ -114,11 +114,13 @@ def _read(
     # The same layer twice in one micro step is told apart by the index alone.
     calls: Counter[tuple[str, str, int]] = Counter()
     leaves: list[Leaf] = []
-    for _, name, site, slot, class_name, step in sorted(known):
+    known.sort()
+    above = "" if place == path else place.relative_to(path).as_posix() + "/"
+    ahead = folder.ahead([name for _, name, *_ in known])
+    for (_, _, site, slot, class_name, step), name in zip(known, ahead, strict=True):
         visit = calls[site, slot, step]
         calls[site, slot, step] += 1
         port = "output" if kind == "tensors" else "param_grad"
         key = TensorKey.of(site, port, slot, step=max(step, 0), visit=visit, rank=rank)
-        source = str((place / name).relative_to(path)) if place != path else name
-        leaves.append(leaf(key, source, describe(folder, name)[0], class_name=class_name))
+        leaves.append(leaf(key, above + name, describe(folder, name)[0], class_name=class_name))
     return leaves
