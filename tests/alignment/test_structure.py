@@ -397,3 +397,58 @@ def test_a_qkv_that_is_fused_head_by_head_is_taken_apart_so(tmp_path: Path) -> N
     fused = [p for p in plan.pairs if p.reference.key.site.endswith("query_key_value")]
     assert sum("select" in str(p.reference_recipe) for p in fused) == 6
     assert driftline.compare(reference, candidate, plan=plan).verdict == "pass"
+
+
+class Gated(torch.nn.Module):
+    """Two gated MLPs; the order in which gate and up are called is free."""
+
+    def __init__(self, names: tuple[str, str, str], up_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.names, self.up_first = names, up_first
+        self.parts = torch.nn.ModuleList()
+        for _ in range(2):
+            part = torch.nn.ModuleDict({"n": torch.nn.LayerNorm(32)})
+            for name, sizes in zip(names, ((32, 48), (32, 48), (48, 32)), strict=True):
+                part[name] = torch.nn.Linear(*sizes)
+            part["act"] = torch.nn.SiLU()
+            self.parts.append(part)
+        self.words = torch.nn.Embedding(64, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for part in self.parts:
+            gate, up, down = (part[name] for name in self.names)
+            y = part["n"](x)
+            if self.up_first:
+                wide = up(y)
+                x = x + down(part["act"](gate(y)) * wide)
+            else:
+                x = x + down(part["act"](gate(y)) * up(y))
+        return x
+
+
+@pytest.mark.parametrize("names", [("gate", "up", "down"), ("a", "b", "c")])
+def test_gate_and_up_called_in_another_order_are_told_by_the_activation(
+    names: tuple[str, str, str], tmp_path: Path
+) -> None:
+    reference = twins.captured(Gated(names, up_first=False).eval(), tmp_path / "ref")
+    twin = Gated(("w1", "w3", "w2"), up_first=True).eval()
+    candidate = twins.captured(twin, tmp_path / "cand")
+    found = partners(driftline.align(reference, candidate))
+    assert found[f"parts.0.{names[0]}"] == {"parts.0.w1"}
+    assert found[f"parts.1.{names[1]}"] == {"parts.1.w3"}
+    assert driftline.compare(reference, candidate).verdict == "pass"
+    first, second = twin.parts[1]["w1"], twin.parts[1]["w3"]
+    weights = copy.deepcopy(first.state_dict())
+    first.load_state_dict(second.state_dict())
+    second.load_state_dict(weights)
+    table = driftline.compare(reference, twins.captured(twin, tmp_path / "swapped"))
+    assert table.verdict == "fail"
+    assert table.first.key.site == f"parts.1.{names[0]}"
+
+
+def test_a_numbered_holder_called_like_a_projection_says_no_role() -> None:
+    from driftline.alignment.classes import role_of
+
+    assert role_of("k0.w1") == "" and role_of("attn.q.linear") == "q" and role_of("a.k_proj") == "k"

@@ -178,7 +178,8 @@ def role_of(site: str) -> str:
     >>> role_of("model.layers.0.self_attn.q_proj"), role_of("h.0.attn.key"), role_of("h.0.fc")
     ('q', 'k', '')
     """
-    for part in reversed(site.replace("/", ".").split(".")[-2:]):
+    last, *holder = reversed(site.replace("/", ".").split(".")[-2:])
+    for part in (last, *(name for name in holder if not name[-1:].isdigit())):  # not `k0`, `v2`
         word = re.sub(r"[^a-z]", "", part.lower().removesuffix("_linear").removesuffix("_layer"))
         if (role := _ROLES.get(word)) is not None:
             return role

@@ -36,7 +36,9 @@ def in_family_order(leaves: Sequence[Call]) -> list[Call]:
     """
     placed: set[int] = set()
     ordered: list[Call] = []
-    by_first = {id(family[0]): family for family in _families(leaves)}
+    families = _families(leaves)
+    _tell_gates(leaves, families)
+    by_first = {id(family[0]): family for family in families}
     for call in leaves:
         if id(call) in placed:
             continue
@@ -44,6 +46,18 @@ def in_family_order(leaves: Sequence[Call]) -> list[Call]:
         placed.update(map(id, family))
         ordered.extend(_by_role(family))
     return ordered
+
+
+def _tell_gates(leaves: Sequence[Call], families: Sequence[_Family]) -> None:
+    """Of two projections that no name tells apart, the one that feeds an activation is the gate."""
+    activated = {call.fed_by for call in leaves if call.kind == "activation" and call.fed_by}
+    for family in families:
+        if len(family) != 2 or any(call.role for call in family) or not family[0].fed_by:
+            continue
+        gates = [call for call in family if call.makes in activated]
+        if len(gates) == 1 and family[0].features == family[1].features:
+            for call in family:
+                call.role = "gate" if call is gates[0] else "up"
 
 
 def fuse_alike(
