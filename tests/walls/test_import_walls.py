@@ -76,7 +76,9 @@ THIRD_PARTY: dict[str, Allowance] = {
     "gating": allow(top="numpy", inside="torch"),
     "gating/plugin.py": allow(top="pytest"),
     "gating/expecting.py": allow(top="pytest", inside="torch"),
-    "decoding": allow(top="numpy", inside="torch transformers fms pyarrow torch_npu torch_sendnn"),
+    "decoding": allow(
+        top="numpy", inside="torch transformers accelerate fms pyarrow torch_npu torch_sendnn"
+    ),
     "dialects": allow(top="numpy", inside="torch"),
     "suites": allow(top="numpy pytest", inside="torch"),
     "reports": allow(),

@@ -222,9 +222,7 @@ def _kwargs(words: list[str]) -> dict[str, Any]:
 
 
 def _summary(outcome: Outcome, ask: MetricsAsk) -> str:
-    import numpy as np
-
-    from driftline.decoding.out_files import METRICS
+    from driftline.decoding.metrics_run import figures
     from driftline.reports.wording import counted, number
 
     rounds = counted(outcome.rounds, "round")
@@ -233,24 +231,16 @@ def _summary(outcome: Outcome, ask: MetricsAsk) -> str:
         "  of the logits that were saved"
         if ask.skip_computation
         else f"  reference {ask.reference}; candidate {ask.candidate}",
-        f"  {'metric':<12}{'mean':>12}{'99 %':>12}{'largest':>12}",
+        f"  {'metric':<16}{'mean':>12}{'99 %':>12}{'largest':>12}",
     ]
-    for name in METRICS:
-        values = outcome.columns[name]
-        figures = (np.mean(values), np.percentile(values, 99.0), np.max(values))
-        lines.append(f"  {name:<12}" + "".join(f"{number(float(f)):>12}" for f in figures))
-    agreed = outcome.columns["top1_agree"]
-    if not np.isnan(agreed).any():
-        lines.append(
-            f"  the largest logit agrees at {int(agreed.sum())} of {outcome.tokens} tokens"
-        )
+    for name, *numbers in figures(outcome):
+        lines.append(f"  {name:<16}" + "".join(f"{number(figure):>12}" for figure in numbers))
+    agreed = int(outcome.columns["top1_agree"].sum())
+    lines.append(f"  the largest logit agrees at {agreed} of {outcome.tokens} tokens")
     if outcome.first_other is not None:
         seed, prompt, position = outcome.first_other
         lines[-1] += f"; first not: round {seed}, prompt {prompt}, token {position}"
-    if outcome.companions:
-        largest = float(outcome.columns["total_variation"].max())
-        lines.append(f"  total variation over the vocabulary: at most {number(largest)}")
-    else:
+    if not outcome.companions:
         lines.append("  whole-vocabulary scores are left out: only the largest logits are saved")
     lines += [
         f"  in {outcome.folder}: four csv files, .tokens.parquet, both sides' .out folders",

@@ -67,6 +67,24 @@ class Outcome(NamedTuple):
     companions: bool = True
 
 
+class Figure(NamedTuple):
+    """One metric over all kept tokens."""
+
+    name: str
+    mean: float
+    p99: float
+    largest: float
+
+
+def figures(outcome: Outcome) -> list[Figure]:
+    """The documented metrics, and total variation if it is known, in short."""
+    names = [*METRICS, *(["total_variation"] if outcome.companions else [])]
+    return [
+        Figure(name, float(values.mean()), float(np.percentile(values, 99.0)), float(values.max()))
+        for name, values in ((name, outcome.columns[name]) for name in names)
+    ]
+
+
 def run_metrics(ask: MetricsAsk, *, say: Say = print, models: Models | None = None) -> Outcome:
     """Compute the metrics of one model and shape, or what is missing of them.
 
