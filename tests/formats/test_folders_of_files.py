@@ -21,6 +21,7 @@ from driftline.errors import BadFile, BadRun, DriftlineError
 from driftline.formats import npy, torchzip
 from driftline.formats.folder import Folder
 from driftline.formats.parts import describe
+from driftline.testing.atb import bin_bytes
 
 
 def test_a_site_is_a_file_s_path(tmp_path: Path) -> None:
@@ -308,3 +309,16 @@ def test_what_is_not_readable_is_told_what_is(tmp_path: Path) -> None:
             open_run(what)
         for known in ("msit_dump", "torchair", "msprobe", "Paddle", "*.out", ".safetensors"):
             assert known in caught.value.hint
+
+
+def test_atb_files_without_values_are_what_they_are_in_a_plain_folder_too(tmp_path: Path) -> None:
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for name, keep in (("whole", "data"), ("figures", "statistics"), ("words", "description")):
+        (tmp_path / f"{name}.bin").write_bytes(bin_bytes(x, keep=keep))
+    run = open_run(tmp_path)
+    kept = {record.key.site: record.kept for record in run.records}
+    assert kept == {"whole": "full", "figures": "summary", "words": "describe"}
+    assert not list(run.losses)
+    (figures,) = (r.summary for r in run.records if r.key.site == "figures")
+    assert figures is not None
+    assert figures.max == 5.0

@@ -53,9 +53,8 @@ def members(path: Path) -> list[Member]:
         BadFile: The header or the length of the file cannot be believed.
     """
     header = read_header(path)
-    trouble = header.trouble
-    if not trouble and not header.has_data:
-        trouble = _absence(header)
+    record = leaf_of(TensorKey.of("tensor", "output"), header, path, path.name).record
+    trouble = record.lost or ("" if record.kept == "full" else _absence(header))
     return [
         Member(
             "",
@@ -63,6 +62,8 @@ def members(path: Path) -> list[Member]:
             header.shape,
             functools.partial(fetch, path, header),
             trouble,
+            record.kept,
+            record.summary,
         )
     ]
 
@@ -143,8 +144,7 @@ def _figure(text: str) -> float:
 def _absence(header: Header) -> str:
     if header.points_to:
         return f"its values are in {header.points_to} of the same dump; open the dump's folder"
-    kept = "statistics" if header.statistics else "description"
-    return f"only its {kept} was dumped"
+    return f"only its {'statistics were' if header.statistics else 'description was'} dumped"
 
 
 def read_header(path: Path) -> Header:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from driftline.runs.record import Kept
+
 if TYPE_CHECKING:
     import numpy as np
+
+    from driftline.numerics.summary import Summary
 
 
 class Member(NamedTuple):
@@ -19,6 +23,8 @@ class Member(NamedTuple):
         fetch: The values as a flat array of the dtype's storage type, C order; a view of the mapped
             file where that is possible.
         trouble: Why the values cannot be had although the file is sound; empty when they can.
+        kept: What the file was meant to hold; with less than the values, `trouble` says so too.
+        summary: The statistics that it holds instead of them.
     """
 
     name: str
@@ -26,3 +32,5 @@ class Member(NamedTuple):
     shape: tuple[int, ...]
     fetch: Callable[[], np.ndarray[Any, np.dtype[Any]]]
     trouble: str = ""
+    kept: Kept = "full"
+    summary: Summary | None = None

@@ -61,6 +61,9 @@ def unreadable(reason: str) -> Member:
 
 def leaf(key: TensorKey, source: str, member: Member, *, class_name: str = "") -> Leaf:
     """A tensor of a file as a leaf of a dump."""
+    if member.kept != "full":
+        record = Record(key, 0, member.dtype, member.shape, class_name=class_name)
+        return Leaf(record._replace(kept=member.kept, summary=member.summary), source)
     record = Record(key, 0, member.dtype, member.shape, class_name=class_name, lost=member.trouble)
     return Leaf(record, source, None if member.trouble else member.fetch)
 
@@ -143,15 +146,11 @@ def _values(folder: Folder, name: str, start: int, length: int) -> Array:
 
 
 def _torch(folder: Folder, name: str) -> list[Member]:
-    file, size = folder.open(name)
-    try:
-        if size <= 1 << 15:
-            whole = pread(file, size, 0)
-            found = torchzip.read_tensors(size, lambda length, at: whole[at : at + length])
-        else:
-            found = torchzip.read_tensors(size, functools.partial(pread, file))
-    finally:
-        os.close(file)
+    whole, size = folder.at_hand(name)
+    if whole and len(whole) == size:
+        found = torchzip.read_tensors(size, lambda length, at: whole[at : at + length])
+    else:
+        found = _torch_tensors(folder, name)
     if found is None or any(_odd(stored) for stored in found):
         from driftline.formats import torchfile
 
@@ -165,6 +164,17 @@ def _torch(folder: Folder, name: str) -> list[Member]:
         )
         for stored in found
     ]
+
+
+def _torch_tensors(folder: Folder, name: str) -> list[torchzip.Stored] | None:
+    file, size = folder.open(name)
+    try:
+        if size <= 1 << 15:
+            whole = pread(file, size, 0)
+            return torchzip.read_tensors(size, lambda length, at: whole[at : at + length])
+        return torchzip.read_tensors(size, functools.partial(pread, file))
+    finally:
+        os.close(file)
 
 
 def _odd(stored: torchzip.Stored) -> bool:
