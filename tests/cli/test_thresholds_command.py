@@ -279,3 +279,17 @@ def test_show_lists_the_limits_of_a_thresholds_file(driftline, tokens):
     assert driftline("show", path, "--format", "markdown").code == 0
     (tokens / "other.json").write_text("{}")
     assert "no thresholds file" not in driftline("show", tokens / "other.json").err
+
+
+def test_what_could_be_had_is_kept_when_another_metric_or_model_cannot(driftline, tmp_path):
+    metric_file(tmp_path, "m", [0.5])
+    metric_file(tmp_path, "m", ["oops"], "prob_std")
+    said = driftline(
+        "thresholds", "--models", "n", "m", "--metrics", "diff_mean", "prob_std", "ce",
+        "--file_base", tmp_path,
+    )  # fmt: skip
+    assert said.code == 2
+    assert "no files of diff_mean for the model 'm'" in said.err
+    assert "line 2 is 'oops'" in said.err
+    assert "no metric files of the model 'n'" in said.err
+    assert json.loads((tmp_path / "m-thresholds.json").read_text())["ce"] == 0.5

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import tarfile
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def thresholds(folder, model, metrics, **options):
     lines, troubles = [], []
     say = Say(lines.append, troubles.append)
     found = find_metric_files(folder)
-    return make_thresholds(found, model, metrics, say, folder=folder, **options), lines, troubles
+    made = make_thresholds(found, model, metrics, say, folder=folder, **options)
+    assert not made.refused
+    return made.thresholds, lines, troubles
 
 
 @pytest.fixture(params=["docera", "head"])
@@ -295,3 +298,12 @@ def test_a_damaged_file_beside_the_files_is_as_good_as_none(tmp_path, text):
     write(tmp_path, f"m{SHAPE}.ce.csv", [1.0], "ce")
     (tmp_path / f"m{SHAPE}.provenance.json").write_text(text)
     assert thresholds(tmp_path, "m", ["ce"])[0].limit("ce") == 1.0
+
+
+def test_a_pipe_that_is_called_like_a_metric_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / f"m{SHAPE}.ce.csv")
+    with pytest.raises(BadInput, match="no metric files"):
+        thresholds(tmp_path, "m", ["ce"])
+    os.mkfifo(tmp_path / "t.json")
+    with pytest.raises(BadFile, match="is no file"):
+        load_thresholds(tmp_path / "t.json")

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import driftline
 from driftline.errors import BadInput
@@ -255,3 +257,13 @@ def test_there_must_be_a_table(clean):
     assert made.find("relative_l2", SITES[0]).interval is None, "one value has no interval"
     assert dataclasses.is_dataclass(made)
     assert made.provenance["driftline"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([0.0, 1e-7, 1e-3, 1.0, 1e3]), st.integers(1, 4))
+def test_clean_runs_keep_the_limits_that_were_made_of_them(seed, noise, count):
+    tables = [compared(seed + at, noise=noise) for at in range(count)]
+    names = ["relative_l2", "cosine", "projection", "max_abs_error", "rmse"]
+    made = driftline.calibrate(tables, metrics=names, quantile=1.0, margin=1.0)
+    for table in tables:
+        assert driftline.check(table, thresholds=made).verdict == "pass"

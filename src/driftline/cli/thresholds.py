@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from driftline.cli.parsing import Option
-from driftline.errors import EXIT_FINE, BadInput
+from driftline.errors import EXIT_FINE, BadInput, DriftlineError
 
 if TYPE_CHECKING:
     from driftline.tolerance.thresholds import Thresholds
@@ -67,9 +67,10 @@ def thresholds(
     complaints: list[str] = []
     say = Say(_result, complaints.append)
     unusable: list[str] = []
+    unmade: list[DriftlineError] = []
     for model in wanted:
         try:
-            made = make_thresholds(
+            made, refused = make_thresholds(
                 found,
                 model,
                 metrics,
@@ -79,6 +80,12 @@ def thresholds(
                 statistic=chosen,
                 seed=seed,
             )
+        except DriftlineError as trouble:
+            if len(wanted) == 1:
+                raise
+            _said(str(trouble))
+            unmade.append(trouble)
+            continue
         finally:
             _complain(complaints)
         unusable += [
@@ -87,12 +94,19 @@ def thresholds(
         if any(entry.usable for entry in made.entries):
             goal = (output_path or file_base) / f"{flat(model)}-thresholds.json"
             _write(made, goal)
+        for trouble in refused:
+            _said(str(trouble))
+        unmade += refused
     if unusable:
         one = len(unusable) == 1
         raise BadInput(
             f"{len(unusable)} threshold{' is' if one else 's are'} no number"
             f"{': ' if one else ', '}{unusable[0]}{'' if one else ' for one'}",
             hint="the values named above are why; such a threshold lets nothing pass",
+        )
+    if unmade:
+        raise BadInput(
+            "not every threshold could be had; the others were written", hint=unmade[0].hint
         )
     return EXIT_FINE
 

@@ -164,7 +164,7 @@ def _refuse(trouble: OSError) -> None:
 
 def _read_name(path: Path) -> MetricFile | None:
     named = parse(path.name)
-    if named is None:
+    if named is None or not path.is_file():  # reading a pipe of that name would never end
         return None
     start, _, metric = named.rest.removesuffix(".csv").rpartition(".")
     _, dashes, layer = start.partition("--")

@@ -25,12 +25,19 @@ from driftline.decoding.metric_files import (
 )
 from driftline.decoding.out_files import flat
 from driftline.decoding.told import differing, told_beside
-from driftline.errors import BadInput
+from driftline.errors import BadInput, DriftlineError
 from driftline.runs.manifest import provenance
 from driftline.tolerance.statistic import AVERAGE, CONFIDENCE, P99, RESAMPLES, Statistic
 from driftline.tolerance.thresholds import OUTPUT, PerShape, Threshold, Thresholds
 
 _KEPT_PROVENANCE = ("created", "driftline", "command", "cwd", "git", "python", "platform")
+
+
+class Made(NamedTuple):
+    """Thresholds of a model, and what stood in the way of those that were asked for as well."""
+
+    thresholds: Thresholds
+    refused: list[DriftlineError]
 
 
 class Say(NamedTuple):
@@ -50,7 +57,7 @@ def make_thresholds(
     layers: bool = False,
     statistic: Statistic | None = None,
     seed: int = 0,
-) -> Thresholds:
+) -> Made:
     """The thresholds of one model from its metric files; NaN where a value is NaN, or none is.
 
     Args:
@@ -64,8 +71,8 @@ def make_thresholds(
         seed: Of the bootstrap.
 
     Raises:
-        BadInput: An unknown metric, no file.
-        BadFile: A file that cannot be read.
+        BadInput: An unknown metric, or no file of any metric.
+        BadFile: Files that cannot be read, and nothing else was found.
     """
     chosen = statistic or (AVERAGE if layers else P99)
     names = list(dict.fromkeys(metric_name(word, layers=layers) for word in metrics))
@@ -74,24 +81,34 @@ def make_thresholds(
     entries: list[Threshold] = []
     sources: list[str] = []
     targets: list[dict[str, str]] = []
+    refused: list[DriftlineError] = []
     for name in names:
-        files = found.of(model, name, layers=layers)
+        try:
+            files = found.of(model, name, layers=layers)
+        except DriftlineError as trouble:
+            refused.append(trouble)  # the other metrics are worth having
+            continue
         say.result(f"found {len(files)} {'layers ' if layers else ''}metric files")
-        sources += [file.path.relative_to(folder).as_posix() for file in files]
         told = told_beside(files)
-        targets += [target for target in told.targets if target not in targets]
-        groups = by_layer(files, told.layers) if layers else {"": files}
-        for layer, mine in groups.items():
-            entry = _threshold(name, layer, mine, chosen, seed, say)
+        for layer, mine in (by_layer(files, told.layers) if layers else {"": files}).items():
+            try:
+                entry = _threshold(name, layer, mine, chosen, seed, say)
+            except DriftlineError as trouble:
+                refused.append(trouble)
+                continue
             entries.append(entry)
+            sources += [file.path.relative_to(folder).as_posix() for file in mine]
             if layers:
                 say.result(f"Layer {layer} {_word(chosen, entry)} {name} = {entry.value}")
             else:
                 say.result(f"{flat(model)} {name} {entry.value}")
+        targets += [target for target in told.targets if target not in targets]
+    if not entries:
+        raise refused[0]
     if mixed := differing(targets):
         say.trouble(f"the files were made with more than one {' and '.join(mixed)}; all are pooled")
     facts = provenance()
-    return Thresholds(
+    thresholds = Thresholds(
         flat(model),
         tuple(entries),
         settings={
@@ -106,6 +123,7 @@ def make_thresholds(
         sources=tuple(sources),
         provenance={name: facts[name] for name in _KEPT_PROVENANCE},
     )
+    return Made(thresholds, refused)
 
 
 def _word(statistic: Statistic, entry: Threshold) -> str:

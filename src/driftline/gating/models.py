@@ -14,7 +14,10 @@ from driftline.gating.door import Limits, compare
 from driftline.registry import require
 
 if TYPE_CHECKING:
+    from _typeshed import StrPath
     from torch import nn
+
+    from driftline.tolerance.thresholds import Thresholds
 
 
 def compare_models(
@@ -27,6 +30,7 @@ def compare_models(
     rtol: float | None = None,
     atol: float | None = None,
     min_coverage: float = 0.0,
+    thresholds: Thresholds | StrPath | None = None,
     sites: Sequence[str] = (),
     ports: Sequence[str] = (),
     keep: str = "full",
@@ -59,6 +63,7 @@ def compare_models(
         rtol=rtol,
         atol=atol,
         min_coverage=min_coverage,
+        thresholds=thresholds,
         sites=sites,
         ports=ports,
         threads=threads,

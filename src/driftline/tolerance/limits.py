@@ -118,6 +118,8 @@ def widened(value: float, column: Column, times: float) -> float:
     >>> widened(0.99, Column("cosine", "higher"), 2.0), widened(0.5, Column("rmse", "lower"), 2.0)
     (0.98, 1.0)
     """
+    if times == 1.0:
+        return value  # to the last bit: a clean run keeps its own limits
     if column.direction != "higher":
         return value * times
     if value <= 1.0:

@@ -245,6 +245,8 @@ def load_thresholds(path: StrPath, *, model: str | None = None) -> Thresholds:
     """
     goal = Path(path)
     try:
+        if goal.exists() and not goal.is_file():
+            raise BadFile(f"{goal} is no file; thresholds are one")
         if goal.stat().st_size > MOST_BYTES:
             raise BadFile(f"{goal} is too large for a thresholds file")
         shown = json.loads(goal.read_text(encoding="utf-8"))
