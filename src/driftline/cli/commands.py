@@ -78,6 +78,11 @@ COMMANDS: dict[str, Command] = {
         "Decoders",
         "metric files of clean runs: how much is normal, per model or layer",
     ),
+    "validate": Command(
+        "driftline.cli.validate:validate",
+        "Decoders",
+        "a decoder against such limits: equal tokens, or rates of failing ones",
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),

@@ -253,6 +253,18 @@ def _fewer_layers(config: Any, layers: int) -> Any:
     return config
 
 
+def model_layers(source: str) -> int:
+    """How many layers a model has, by its configuration.
+
+    Raises:
+        BadInput: It has none that can be read.
+    """
+    transformers = require("transformers", install=TRANSFORMERS)
+    with _in_words(source):
+        config = transformers.AutoConfig.from_pretrained(source.rstrip("/") or source)
+        return int(config.get_text_config().num_hidden_layers)
+
+
 def _check_layers(wanted: int, there: int) -> None:
     if wanted < 1 or wanted > there:
         raise BadInput(f"{wanted} layers cannot be kept of a model that has {there}")

@@ -1,0 +1,206 @@
+"""`driftline validate`: is a decoder on a device still the decoder it was?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from driftline.cli.parsing import Option
+from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
+
+if TYPE_CHECKING:
+    from driftline.decoding.validate_ask import ValidateAsk
+    from driftline.decoding.validation import Subjects, Verdict
+
+_MODEL = "Model"
+_SHAPES = "Prompts and shapes"
+_TARGETS = "Targets"
+_LIMITS = "Limits"
+_OUTPUT = "Output"
+
+
+def _spelt(name: str) -> tuple[str, ...]:
+    """The documented spelling, and ours."""
+    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+
+
+def validate(
+    *,
+    model_paths: Annotated[str, Option(_spelt("model_paths"), "M[,M]", _MODEL)] = "",
+    tokenizer: Annotated[str, Option(metavar="PATH", group=_MODEL)] = "",
+    library: Annotated[Literal["transformers", "fms"] | None, Option(group=_MODEL)] = None,
+    from_model_configuration: Annotated[
+        Path | None, Option(_spelt("from_model_configuration"), "FILE", _MODEL)
+    ] = None,
+    from_model_configuration_frequency: Annotated[
+        str, Option(_spelt("from_model_configuration_frequency"), "N", _MODEL)
+    ] = "",
+    micro_layers: Annotated[str, Option(_spelt("micro_layers"), "N", _MODEL)] = "",
+    micro_weights: Annotated[
+        Literal["random", "local"] | None, Option(_spelt("micro_weights"), group=_MODEL)
+    ] = None,
+    micro_models_home: Annotated[
+        Path | None, Option(_spelt("micro_models_home"), "DIR", _MODEL)
+    ] = None,
+    sharegpt_path: Annotated[Path | None, Option(_spelt("sharegpt_path"), "FILE", _SHAPES)] = None,
+    batch_sizes: Annotated[str, Option(_spelt("batch_sizes"), "N[,N]", _SHAPES)] = "",
+    seq_lengths: Annotated[str, Option(_spelt("seq_lengths"), "N[,N]", _SHAPES)] = "",
+    max_new_tokens: Annotated[str, Option(_spelt("max_new_tokens"), "N[,N]", _SHAPES)] = "",
+    cumulative_test_tokens_per_sequence: Annotated[
+        str, Option(_spelt("cumulative_test_tokens_per_sequence"), "N", _SHAPES)
+    ] = "",
+    reference: Annotated[str, Option(metavar="TARGET", group=_TARGETS)] = "",
+    candidate: Annotated[str, Option(metavar="TARGET", group=_TARGETS)] = "",
+    attn_type: Annotated[str, Option(_spelt("attn_type"), "NAME", _TARGETS)] = "",
+    distributed: Annotated[bool, Option(group=_TARGETS)] = False,
+    metrics_threshold: Annotated[str, Option(_spelt("metrics_threshold"), "CE,DIFF", _LIMITS)] = "",
+    thresholds: Annotated[Path | None, Option(metavar="FILE", group=_LIMITS)] = None,
+    threshold_table: Annotated[
+        Path | None, Option(_spelt("threshold_table"), "FILE", _LIMITS)
+    ] = None,
+    failure_threshold: Annotated[str, Option(_spelt("failure_threshold"), "SHARE", _LIMITS)] = "",
+    skip_assertions: Annotated[str, Option(_spelt("skip_assertions"), "NAME[,NAME]", _LIMITS)] = "",
+    force_validation_level_1: Annotated[
+        bool, Option(_spelt("force_validation_level_1"), group=_LIMITS)
+    ] = False,
+    validation_info_dir: Annotated[
+        Path | None, Option(_spelt("validation_info_dir"), "DIR", _OUTPUT)
+    ] = None,
+    save_validation_info_outputs: Annotated[
+        bool, Option(_spelt("save_validation_info_outputs"), group=_OUTPUT)
+    ] = False,
+    explain: Annotated[bool, Option(group=_OUTPUT)] = False,
+    timing: Annotated[Literal["e2e", "per-token"] | None, Option(group=_OUTPUT)] = None,
+) -> int:
+    """Check that a decoder on a device says what it says on a trusted one, or nearly.
+
+        driftline validate --model_paths=M --sharegpt_path=share_gpt.json --batch_sizes=1
+            --seq_lengths=64 --max_new_tokens=128 --thresholds=out/M-thresholds.json
+
+    Level 0: both generate freely, and all tokens are equal. If they are not, level 1: the candidate
+    is forced along the reference's tokens, and a token fails whose ce or mean difference reaches
+    its limit; the share of failing tokens must stay below --failure_threshold. Exit code 0: passed,
+    1: failed. The same check is a pytest suite: pytest --pyargs driftline.suites.test_decoders.
+
+    Every option that is not given is taken from the environment: FMS_TEST_SHAPES_COMMON_BATCH_SIZES
+    for --batch_sizes, FMS_TEST_SHAPES_METRICS_THRESHOLD for --metrics_threshold, and so on, also
+    spelt DRIFTLINE_TEST_SHAPES_…; prompts from SHARE_GPT_DATASET_PATH.
+
+    Args:
+        model_paths: Folders or ids of causal language models.
+        tokenizer: Folder or id of the tokenizer; the model's own if not given.
+        library: Who loads the models; transformers if not given.
+        from_model_configuration: File with a JSON object per line that names a model and its
+            limits; replaces --model_paths.
+        from_model_configuration_frequency: Of that file, lines of at most this frequency; 0 if not
+            given.
+        micro_layers: Test a micro model: only so many layers of each model.
+        micro_weights: Draw the micro model's weights (random), or keep those of its layers (local).
+        micro_models_home: Folder with trained micro models, under the names of the whole ones.
+        sharegpt_path: Prompts: ShareGPT JSON, or a text file with one prompt per line.
+        batch_sizes: Prompts of one round; 1,2,4,8 if not given.
+        seq_lengths: Sequence lengths; 64,2048 if not given.
+        max_new_tokens: Tokens generated per prompt and round; 128 if not given.
+        cumulative_test_tokens_per_sequence: In all rounds of level 1; 1024 if not given.
+        reference: device=cpu,dtype=fp32 if not given.
+        candidate: The AIU if its package is there, else CUDA, else the CPU, in fp16, if not given.
+        attn_type: sdpa (default) or math.
+        distributed: Under torchrun: split the candidate over the ranks.
+        metrics_threshold: Limits of ce and mean difference; win over all others.
+        thresholds: File of `driftline thresholds` with the limits.
+        threshold_table: Your own JSON table of limits by model; made, with the documented values,
+            where there is none.
+        failure_threshold: Share of failing tokens that is too much; 0.01 if not given.
+        skip_assertions: ce or mean_diff: told, not judged.
+        force_validation_level_1: Run level 1 even if all tokens are equal.
+        validation_info_dir: Folder with saved outputs, such as `driftline metrics` writes: those of
+            the reference are used, not computed.
+        save_validation_info_outputs: Save both sides' outputs there.
+        explain: On failure compare all layers on the text before the first failing token.
+        timing: Tell how long generating takes.
+    """
+    from driftline import settings
+    from driftline.decoding.validate_ask import asks_from
+
+    flags = {
+        "COMMON_MODEL_PATHS": model_paths,
+        "TOKENIZER": tokenizer,
+        "LIBRARY": library,
+        "FROM_MODEL_CONFIGURATION": from_model_configuration,
+        "FROM_MODEL_CONFIGURATION_FREQUENCY": from_model_configuration_frequency,
+        "MICRO_LAYERS": micro_layers,
+        "MICRO_WEIGHTS": micro_weights,
+        "MICRO_MODELS_HOME": micro_models_home,
+        "SHAREGPT_PATH": sharegpt_path,
+        "COMMON_BATCH_SIZES": batch_sizes,
+        "COMMON_SEQ_LENGTHS": seq_lengths,
+        "COMMON_MAX_NEW_TOKENS": max_new_tokens,
+        "CUMULATIVE_TEST_TOKENS_PER_SEQUENCE": cumulative_test_tokens_per_sequence,
+        "REFERENCE": reference,
+        "CANDIDATE": candidate,
+        "ATTN_TYPE": attn_type,
+        "DISTRIBUTED": distributed,
+        "METRICS_THRESHOLD": metrics_threshold,
+        "THRESHOLDS": thresholds,
+        "THRESHOLD_TABLE": threshold_table,
+        "FAILURE_THRESHOLD": failure_threshold,
+        "SKIP_ASSERTIONS": skip_assertions,
+        "FORCE_VALIDATION_LEVEL_1": force_validation_level_1,
+        "VALIDATION_INFO_DIR": validation_info_dir,
+        "SAVE_VALIDATION_INFO_OUTPUTS": save_validation_info_outputs,
+        "TIMING": timing,
+    }
+    said = {name: "1" if value is True else str(value) for name, value in flags.items() if value}
+
+    def read(name: str) -> str:
+        if name == "USE_MICRO_MODELS" and (micro_layers or micro_weights or micro_models_home):
+            return "1"
+        found = said.get(name) or settings.shapes_variable(name)
+        # The documented variable is on by default; a command line that says nothing is not.
+        return found or ("0" if name == "USE_MICRO_MODELS" else "")
+
+    asks = asks_from(read, say=_say)
+    if not asks:
+        raise BadInput(
+            "no model is named",
+            hint="give --model_paths, or set FMS_TEST_SHAPES_COMMON_MODEL_PATHS",
+        )
+    return _run(asks, explain=explain or read("EXPLAIN") == "1")
+
+
+def _run(asks: list[ValidateAsk], *, explain: bool) -> int:
+    from driftline.decoding.telling import lines_of
+    from driftline.decoding.validation import Subjects
+    from driftline.decoding.validation import validate as check
+
+    subjects = Subjects()
+    failed: list[str] = []
+    for ask in asks:
+        verdict = check(ask, say=_say, subjects=subjects)
+        for line in lines_of(verdict, subjects.tokenizer(ask)):
+            _say(line)
+        if verdict.passed:
+            _say(f"PASSED {ask.id} in {verdict.seconds:.1f} s")
+            continue
+        _say(f"FAILED {ask.id} - {verdict.complaint}")
+        failed.append(ask.id)
+        if explain:
+            _explain(ask, verdict, subjects)
+    if len(asks) > 1:
+        _say(f"{len(asks) - len(failed)} of {len(asks)} passed")
+    return EXIT_DIFFERENT if failed else EXIT_FINE
+
+
+def _explain(ask: ValidateAsk, verdict: Verdict, subjects: Subjects) -> None:
+    from driftline.decoding.explaining import explain
+    from driftline.gating.judge import judge
+    from driftline.reports import emit
+
+    if verdict.first is not None:
+        _say("layers, on the text before the first failing token:")
+        emit.table(judge(explain(ask, verdict.first, subjects)), "table", sys.stdout)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
