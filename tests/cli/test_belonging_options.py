@@ -50,6 +50,7 @@ def test_shards_are_compared_with_the_whole(
     assert "PASS: 3 tensors compared, none differs" in said.out
     assert "1 joined" in said.out
     assert "1 tensor was not compared as stored (1 concat)" in said.out
+    assert "--format csv says each" in said.out
     table = json.loads((tmp_path / "t" / "table.json").read_text())
     row = next(row for row in table["rows"] if row["site"] == "model.up")
     assert row["candidate_recipe"] == "concat(axis 2) of 2 ranks"

@@ -153,7 +153,7 @@ def _recipes(table: Table) -> str:
             steps[kind] = steps.get(kind, 0) + 1
     shown = ", ".join(f"{count} {kind}" for kind, count in steps.items())
     were = "tensor was" if len(made) == 1 else "tensors were"
-    return f"alignment: {len(made)} {were} not compared as stored ({shown}); rows.csv says each"
+    return f"alignment: {len(made)} {were} not compared as stored ({shown}); --format csv says each"
 
 
 def _site(row: Row) -> str:
