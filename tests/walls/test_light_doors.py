@@ -31,6 +31,14 @@ def test_importing_driftline_loads_nothing_heavy() -> None:
     assert not modules_after("import driftline") & {*HEAVY, "typing"}
 
 
+def test_the_pytest_plugin_loads_nothing_but_itself() -> None:
+    """Every pytest run on a machine that has Driftline installed imports it."""
+    loaded = modules_after(
+        "import pytest; before |= set(sys.modules)\nimport driftline.gating.plugin"
+    )
+    assert loaded == {"driftline"}
+
+
 def test_the_overview_loads_not_even_the_parser() -> None:
     loaded = modules_after("from driftline.cli.main import main; main(['--help'])")
     # Each of these takes longer than the overview itself.
