@@ -31,12 +31,15 @@ class Call:
         makes: Digest of its main output; empty if not known.
         inner: It stands inside a call that counts as one thing, such as an adapted Linear.
         leaf: Nothing is inside it that counts.
+        called: It has tensors of a call, and not only parameters or gradients.
+        order: When it was called: the place of its first tensor in the run.
+        ended: The place of the last tensor of its call.
         parts: For what stands for several calls (q, k and v as one): those calls.
     """
 
     __slots__ = (
-        "class_name", "fed_by", "inner", "into", "kind", "leaf", "makes", "order", "out", "parts",
-        "records", "role", "site", "visit",
+        "called", "class_name", "ended", "fed_by", "inner", "into", "kind", "leaf", "makes",
+        "order", "out", "parts", "records", "role", "site", "visit",
     )  # fmt: skip
 
     def __init__(self, site: str, visit: int, records: list[Record]) -> None:
@@ -46,7 +49,16 @@ class Call:
         self.class_name = next((r.class_name for r in records if r.class_name), "")
         self.kind = kind_of(self.class_name)
         self.role = role_of(site)
-        self.order = records[0].order
+        # Parameters are taken before the first call and gradients after the last: neither says when
+        # a site was called.
+        moments = [
+            record.order
+            for record in records
+            if record.key.port in ("input", "output") and record.key.phase == "forward"
+        ]
+        self.called = bool(moments)
+        self.order = min(moments) if moments else records[0].order
+        self.ended = max(moments) if moments else records[-1].order
         self.inner = False
         self.leaf = True
         self.parts: tuple[Call, ...] = ()
@@ -166,9 +178,11 @@ def enclosing(site: str) -> Iterable[str]:
 def _place(calls: list[Call]) -> None:
     """Say which calls are leaves, and which stand inside something that counts as one."""
     kinds = {call.site: kind_of(call.class_name) for call in calls}
+    # What only holds parameters makes no container of what uses them: an attention of one call.
+    counted = dict.fromkeys(call.site for call in calls if call.called) or kinds
     around: set[str] = set()
     within: dict[str, list[str]] = {}
-    for site in kinds:
+    for site in counted:
         for parent in enclosing(site):
             if parent in kinds:
                 around.add(parent)

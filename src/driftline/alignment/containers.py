@@ -123,6 +123,42 @@ def _across(
             yield lone[0], fitting[0]
 
 
+def link_uncalled(
+    ours: Sequence[Call], theirs: Sequence[Call], linked: Sequence[tuple[Call, Call]]
+) -> list[Link]:
+    """Link sites of which there are only parameters, such as the projection inside an attention.
+
+    They have no place in the order of execution; the linked site around them and the shapes of what
+    they hold must leave no doubt.
+    """
+    names = {(a.site, b.site): number for number, (a, b) in enumerate(linked)}
+    numbers = [dict[str, int](), dict[str, int]()]
+    for pair, number in names.items():
+        for side, site in zip(numbers, pair, strict=True):
+            side.setdefault(site, number)
+    groups = [
+        _uncalled(calls, around) for calls, around in zip((ours, theirs), numbers, strict=True)
+    ]
+    return [
+        Link(calls[0], groups[1][look][0], _CONFIDENCE)
+        for look, calls in groups[0].items()
+        if len(calls) == 1 == len(groups[1].get(look, ()))
+    ]
+
+
+def _uncalled(calls: Sequence[Call], around: Mapping[str, int]) -> dict[object, list[Call]]:
+    found: dict[object, list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.called or not call.leaf or call.inner:
+            continue
+        holders = (site for site in (*enclosing(call.site), *ROOTS) if site in around)
+        holder = next(holders, None)
+        if holder is not None:
+            shapes = sorted((record.key.port, record.shape) for record in call.records)
+            found[around[holder], call.kind, tuple(shapes)].append(call)
+    return found
+
+
 def _part(call: Call) -> str:
     known = kind_of(call.class_name)
     return known if known == "core attention" else container_kind(call.class_name)
@@ -183,7 +219,7 @@ def _around(leaf: Call, by_site: Mapping[str, list[Call]]) -> Iterator[Call]:
 
 
 def _ended(call: Call) -> int:
-    return call.records[-1].order
+    return call.ended
 
 
 def _spread(mark: int) -> int:

@@ -22,7 +22,12 @@ from driftline.alignment.calls import (
     with_bias,
 )
 from driftline.alignment.classes import MAPPED, PER_HEAD
-from driftline.alignment.containers import Tree, link_across, link_containers
+from driftline.alignment.containers import (
+    Tree,
+    link_across,
+    link_containers,
+    link_uncalled,
+)
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain, parts_of
 from driftline.alignment.leaves import Link, link_leaves
 from driftline.alignment.plan import Pair
@@ -166,6 +171,8 @@ def _solve(
         return looks.alike(main_tensor(one.records, "output"), main_tensor(other.records, "output"))
 
     a, b = ([call for call in side if call.leaf] for side in (ours, theirs))
+    if all(any(call.called for call in side) for side in (a, b)):
+        a, b = ([call for call in side if call.called] for side in (a, b))
     a, b = in_family_order(a), in_family_order(b)
     a, b = fuse_alike(a, b, taken)
     solution = _Solution([], {}, {}, [])
@@ -184,6 +191,12 @@ def _solve(
         for link in link_across(here, there, a, b)
         if id(link.ours) not in taken and id(link.theirs) not in taken
     ]
+    linked = {id(call) for link in links for call in (link.ours, link.theirs)} | taken
+    links += link_uncalled(
+        [call for call in ours if id(call) not in linked],
+        [call for call in theirs if id(call) not in linked],
+        [*fixed, *((link.ours, link.theirs) for link in links)],
+    )
     for link in links:
         sure = link.confidence if is_certain(link.ours) and is_certain(link.theirs) else 0.7
         name = (link.ours.site, link.ours.visit), (link.theirs.site, link.theirs.visit)
@@ -304,7 +317,7 @@ def _pair_up(
             for record in call.records:
                 if id(record) in free and id(record) not in paired:
                     partner = linked.get((side, name))
-                    reason = f"its site goes with '{partner}', which has no such tensor"
+                    reason = f"its site goes with '{partner}', which has none that is surely the same"
                     found.reasons[side, record.key] = reason if partner else why[name]
 
 
