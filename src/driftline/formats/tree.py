@@ -91,10 +91,13 @@ class TreeRun(Run):
         self._facts = dict(facts or {})
         self._leaves: dict[TensorKey, Leaf] = {}
         records: list[Record] = []
-        ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])  # by rank and process
+        ranked = leaves
+        if len({leaf.record.key[5:7] for leaf in leaves}) > 1:  # rank and process
+            ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])
+        known = self._leaves
         for order, leaf in enumerate(ranked):
             record = leaf.record.placed(order, _place(leaf))
-            earlier = self._leaves.setdefault(record.key, leaf)
+            earlier = known.setdefault(record.key, leaf)
             if earlier is not leaf:
                 raise BadFile(
                     f"{path} holds {record.key} twice: {earlier.source} and {leaf.source}"
@@ -164,8 +167,9 @@ class _Ahead:
         folder, names = "", list[str]()
         starts, self._lengths = array("q"), array("q")
         begins = 0
+        leaves = self._leaves
         for record in records:
-            ahead = getattr(self._leaves[record.key].fetch, "ahead", None)
+            ahead = getattr(leaves[record.key].fetch, "ahead", None)
             found = None if ahead is None or record.lost else ahead()
             if found is None or (names and found[0] != folder):
                 self._asked.append(None)
@@ -184,12 +188,14 @@ class _Ahead:
         read, lengths = self._now, self._lengths
         taken: list[Memory | None] = []
         at = 0
+        address, room, got = read.address, read.room, read.got
         for begins in self._asked:
             if begins is None:
                 taken.append(None)
                 continue
-            whole = read.got[at] == lengths[at]
-            taken.append(Memory(read.address + begins, lengths[at], read.room) if whole else None)
+            length = lengths[at]
+            whole = got[at] == length
+            taken.append(Memory(address + begins, length, room) if whole else None)
             at += 1
         return taken
 
