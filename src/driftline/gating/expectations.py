@@ -238,6 +238,17 @@ def environment() -> dict[str, str]:
     return found
 
 
+def device_name(device: Any) -> str:
+    """A device as a fingerprint says it: with the name of the card, where there is one."""
+    import torch
+
+    if device is None:
+        return "cpu"
+    if device.type == "cuda":
+        return f"{device} {torch.cuda.get_device_name(device)}"
+    return str(device)
+
+
 def _signature_problems(kept: Kept, seen: Seen, subject: Subject) -> list[str]:
     expected = kept.numbers()
     title = f"the output of {subject.title} is not what was captured"

@@ -18,7 +18,15 @@ import pytest
 
 from driftline.errors import BadInput, DriftlineError
 from driftline.gating.expectation_files import plain_name
-from driftline.gating.expectations import SEED, Expectations, Explicit, Result, Subject, Update
+from driftline.gating.expectations import (
+    SEED,
+    Expectations,
+    Explicit,
+    Result,
+    Subject,
+    Update,
+    device_name,
+)
 from driftline.gating.plugin import CAPTURE, FOLDER, WRITTEN
 from driftline.gating.signature import call
 
@@ -195,14 +203,3 @@ def _explicit(asked: dict[str, Any]) -> Explicit | None:
         if not 0.0 <= value < math.inf:
             raise BadInput(f"{name} is {value}; it must be 0 or more")
     return limits
-
-
-def device_name(device: Any) -> str:
-    """A device as a fingerprint says it: with the name of the card, where there is one."""
-    import torch
-
-    if device is None:
-        return "cpu"
-    if device.type == "cuda":
-        return f"{device} {torch.cuda.get_device_name(device)}"
-    return str(device)

@@ -21,8 +21,7 @@ from driftline.decoding.prompts import PAD, Padded, Prompt, pad_left
 from driftline.decoding.targets import DTYPES, Target, default_targets, parse_target
 from driftline.errors import BadInput
 from driftline.gating.expectation_files import documented_label, model_label
-from driftline.gating.expectations import Calibrated, Subject
-from driftline.gating.expecting import device_name
+from driftline.gating.expectations import Calibrated, Subject, device_name
 from driftline.gating.signature import tensors_of
 from driftline.tolerance.thresholds import load_thresholds
 
