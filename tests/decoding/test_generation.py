@@ -14,7 +14,7 @@ from driftline.decoding.generation import generate
 from driftline.decoding.models import end_ids, load_model, load_tokenizer
 from driftline.decoding.prompts import Prompt, PromptPool
 from driftline.decoding.targets import Target
-from driftline.errors import BadInput, NotInstalled
+from driftline.errors import BadInput, DriftlineError, NotInstalled
 
 NEW = 6
 
@@ -199,3 +199,56 @@ def test_ibm_fms_that_is_not_installed_is_named() -> None:
     assert "driftline[fms]" in found.value.hint
     with pytest.raises(NotInstalled, match="fms"):
         load_model(str(LLAMA), Target(), architecture="llama")
+
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ZOO: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "opt": SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "gemma2": SMALL | {"head_dim": 8, "sliding_window": 4},
+    "mixtral": SMALL | {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_models_of_any_make_are_padded_and_cached_without_a_difference(kind: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **ZOO[kind])
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = DecoderModel(module, name=kind, target=Target())
+    drawn = [Prompt(str(size), tuple(range(3, 3 + size))) for size in (4, 9, 13)]
+    batch = generate(model, drawn, 5, length=16)
+    assert batch.logits is not None
+    for at, prompt in enumerate(drawn):
+        alone = generate(model, [prompt], 5, forced=_unpadded(batch.tokens[at], prompt, 16))
+        torch.testing.assert_close(alone.logits, batch.logits[at : at + 1], rtol=0, atol=2e-5)
+    model.caches = False
+    whole = generate(model, drawn, 5, length=16, forced=batch.tokens)
+    torch.testing.assert_close(whole.logits, batch.logits, rtol=0, atol=2e-5)
+
+
+def _unpadded(tokens: torch.Tensor, prompt: Prompt, length: int) -> torch.Tensor:
+    return tokens[length - len(prompt.ids) :].unsqueeze(0)
+
+
+def test_what_a_model_fails_at_is_a_sentence(reference: DecoderModel) -> None:
+    with pytest.raises(BadInput, match=r"hold the id 400, but .* knows 384 ids"):
+        generate(reference, [Prompt("a", (1, 400))], 2)
+    import transformers
+
+    config = transformers.AutoConfig.for_model("gpt2", **(ZOO["gpt2"] | {"n_positions": 8}))
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = DecoderModel(module, name="short", target=Target())
+    with pytest.raises(DriftlineError, match=r"short .* failed on its way to token 9 of the text"):
+        generate(model, [Prompt("a", tuple(range(3, 9)))], 6)

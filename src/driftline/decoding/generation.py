@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from driftline.decoding.models import DecoderModel
+from driftline.decoding.decoder import DecoderModel, Forward
 from driftline.decoding.prompts import Padded, Prompt, pad_left
-from driftline.errors import BadInput
+from driftline.errors import BadInput, DriftlineError
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,7 @@ def generate(
     rows, width = int(batch.ids.shape[0]), int(batch.ids.shape[1])
     if max_new_tokens < 1:
         raise BadInput(f"{max_new_tokens} new tokens cannot be generated: at least 1 is needed")
+    _check_ids(model, batch)
     said = _forced_tokens(forced, batch, max_new_tokens)
     tokens = torch.zeros(rows, width + max_new_tokens, dtype=torch.int64)
     tokens[:, :width] = batch.ids
@@ -86,7 +87,7 @@ def generate(
         start = 0
         for step in range(max_new_tokens):
             end = width + step
-            row = model.forward(tokens[:, start:end], mask[:, :end], positions[:, start:end], cache)
+            row = _asked(model, tokens[:, start:end], mask[:, :end], positions[:, start:end], cache)
             cache = row.cache
             start = end if model.caches else 0
             if keep_logits:
@@ -101,6 +102,35 @@ def generate(
             if progress is not None:
                 progress(step + 1, max_new_tokens)
     return Validation(tokens, logits, choices, width)
+
+
+def _asked(
+    model: DecoderModel,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    cache: object,
+) -> Forward:
+    """What the model says; if it fails, that is a sentence: it is the model's, not our own."""
+    try:
+        return model.forward(ids, mask, positions, cache)
+    except DriftlineError:
+        raise
+    except Exception as trouble:
+        said = (str(trouble).strip().splitlines() or [""])[0][:200]
+        at = int(mask.shape[1])
+        raise DriftlineError(
+            f"{model} failed on its way to token {at} of the text: {type(trouble).__name__}: {said}"
+        ) from trouble
+
+
+def _check_ids(model: DecoderModel, batch: Padded) -> None:
+    largest = int(batch.ids.max())
+    if model.vocabulary and largest >= model.vocabulary:
+        raise BadInput(
+            f"the prompts hold the id {largest}, but {model.name} knows {model.vocabulary} ids",
+            hint="the tokenizer belongs to another model",
+        )
 
 
 def _forced_tokens(

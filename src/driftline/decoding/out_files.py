@@ -236,7 +236,7 @@ def _read_prompt(path: Path, saved: Saved) -> None:
     kept = cast("dict[str, torch.Tensor]", loaded if isinstance(loaded, dict) else {})
     if not kept and not isinstance(loaded, dict):
         kept = {"tokens": cast("torch.Tensor", loaded)}
-    tensors = all(hasattr(value, "dtype") for value in kept.values())
+    tensors = all(_holds_what_it_says(value) for value in kept.values())
     tokens = kept.get("tokens")
     if not tensors or tokens is None or tokens.dim() != 1 or tokens.is_floating_point():
         raise BadFile(f"{path} holds no tokens of a prompt")
@@ -252,6 +252,15 @@ def _read_prompt(path: Path, saved: Saved) -> None:
     rest = {name: value for name, value in kept.items() if name not in ("tokens", "logits")}
     if rest:
         saved.top.append(rest)
+
+
+def _holds_what_it_says(value: Any) -> bool:
+    """Whether it is a plain tensor; a few bytes can claim any size as an expanded view."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _load(path: Path) -> Any:

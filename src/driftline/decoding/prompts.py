@@ -1,7 +1,7 @@
 """Prompts: from a file of conversations or lines to token ids, the same for the same seed.
 
 A window takes the prompts that have between half the asked length and all of it. Knows tokenizers
-only by their `encode`, and no model.
+only as something that encodes texts, and no model.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 Order = Literal["head", "doc"]
 PAD = 0
 """Fills the left of a short prompt. Masked, so any id of the vocabulary would do."""
+
+
+BATCH = 1000
+"""Prompts that are handed to the tokenizer at once."""
 
 
 class Prompt(NamedTuple):
@@ -55,7 +59,7 @@ class _Text(NamedTuple):
 
 
 class PromptPool:
-    """The prompts of one file under one tokenizer; tokenised once, sampled many times.
+    """The prompts of one file under one tokenizer; counted once, sampled many times.
 
     Attributes:
         path: The file.
@@ -66,7 +70,7 @@ class PromptPool:
         self.path = Path(path)
         self._texts = read_texts(self.path)
         self._tokenizer = tokenizer
-        self._tokens: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self._sizes: list[int] = []
         self.size = len(self._texts)
 
     def sample(
@@ -91,21 +95,22 @@ class PromptPool:
                 "long",
             )
         everything = range(len(self._texts))
-        least = length // 2
+        least = max(1, length // 2)
         dice = random.Random(seed)
         if order == "doc":
             places = list(everything)
             dice.shuffle(places)
             chosen: list[int] = []
             for place in places:
-                if least <= len(self._ids(place, by_pieces=True)) <= length:
+                if least <= len(_pieces(self._tokenizer, self._texts[place].text)) <= length:
                     chosen.append(place)
                     if len(chosen) == count:
                         break
             fitting = len(chosen)
         else:
-            fit = [p for p in everything if least <= len(self._ids(p)) <= length]
-            fit.sort(key=lambda p: len(self._ids(p)))  # stable: the file's order among equals
+            sizes = self._counted()
+            fit = [p for p in everything if least <= sizes[p] <= length]
+            fit.sort(key=lambda p: sizes[p])  # stable: the file's order among equals
             dice.shuffle(fit)
             chosen, fitting = fit[:count], len(fit)
         if fitting < count:
@@ -115,24 +120,29 @@ class PromptPool:
                 f"{count} are needed",
                 hint="give more prompts, a smaller batch size, or another sequence length",
             )
-        by_pieces = order == "doc"
-        return [Prompt(self._texts[p].name, self._ids(p, by_pieces=by_pieces)) for p in chosen]
+        make = _pieces if order == "doc" else _encoded
+        return [
+            Prompt(self._texts[p].name, make(self._tokenizer, self._texts[p].text)) for p in chosen
+        ]
 
-    def _ids(self, place: int, *, by_pieces: bool = False) -> tuple[int, ...]:
-        known = self._tokens.get((place, by_pieces))
-        if known is None:
-            make = _pieces if by_pieces else _encoded
-            known = self._tokens[place, by_pieces] = make(self._tokenizer, self._texts[place].text)
-        return known
+    def _counted(self) -> list[int]:
+        """How many tokens every prompt has, in batches: tokenizers work on them in parallel."""
+        while len(self._sizes) < len(self._texts):
+            start = len(self._sizes)
+            batch = [each.text for each in self._texts[start : start + BATCH]]
+            self._sizes += [len(ids) for ids in self._tokenizer(batch, verbose=False)["input_ids"]]
+        return self._sizes
 
 
 def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(int(token) for token in tokenizer.encode(text))
+    return tuple(int(token) for token in tokenizer.encode(text, verbose=False))
 
 
 def _pieces(tokenizer: Any, text: str) -> tuple[int, ...]:
     """The bare tokens, with begin-of-text in front unless it is the end-of-text token too."""
-    bare = tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+    bare = tuple(
+        int(token) for token in tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    )
     begin = cast("int | None", getattr(tokenizer, "bos_token_id", None))
     if begin is None or begin == getattr(tokenizer, "eos_token_id", None):
         return bare
