@@ -236,9 +236,10 @@ def test_leaving_at_once_loses_no_output_no_handler_and_no_exit_code(
     assert done.stdout.endswith("}\na thread has ended\na handler has run\n")
 
 
-def test_python_dash_m_is_the_same_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["driftline", "driftline.cli.main"])
+def test_python_dash_m_is_the_same_program(tmp_path: Path, module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "driftline", "show", str(tmp_path / "no")],
+        [sys.executable, "-m", module, "show", str(tmp_path / "no")],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONWARNINGS": "error"},

@@ -151,3 +151,7 @@ def _confess(bug: Exception) -> int:
         file=sys.stderr,
     )
     return EXIT_COULD_NOT
+
+
+if __name__ == "__main__":
+    sys.exit(console())
