@@ -64,8 +64,10 @@ def leaf(key: TensorKey, source: str, member: Member, *, class_name: str = "") -
     if member.kept != "full":
         record = Record(key, 0, member.dtype, member.shape, class_name=class_name)
         return Leaf(record._replace(kept=member.kept, summary=member.summary), source)
-    record = Record(key, 0, member.dtype, member.shape, class_name=class_name, lost=member.trouble)
-    return Leaf(record, source, None if member.trouble else member.fetch)
+    record = Record(key, 0, member.dtype, member.shape, "", class_name)
+    if member.trouble:
+        return Leaf(record._replace(lost=member.trouble), source)
+    return Leaf(record, source, member.fetch)
 
 
 def _nothing() -> Array:
@@ -120,9 +122,9 @@ class _Plain:
 
     def ahead(self) -> tuple[str, str, int, int] | None:
         """Folder, name and range of what may be read before it is asked for; None if it may not."""
-        folder = self.folder
-        if self.length and folder.may_be_read_ahead(self.name, self.length):
-            return folder.text, self.name, self.start, self.length
+        folder, name, length = self.folder, self.name, self.length
+        if length and folder.may_be_read_ahead(name, length):
+            return folder.text, name, self.start, length
         return None
 
     def memory(self) -> Memory | None:

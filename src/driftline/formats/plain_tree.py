@@ -64,7 +64,7 @@ def open(path: Path) -> TreeRun:
             raise BadFile(
                 f"{path} holds more than {MOST_FILES} files", hint="give the dump's own folder"
             )
-        if _is_tensor_file(name):
+        if name.endswith(".npy") or _is_tensor_file(name):
             names.append(name)
     leaves: list[Leaf] = []
     for name, site in zip(folder.ahead(names), _sites(names), strict=True):
