@@ -161,6 +161,16 @@ class TestFigures:
         assert np.abs(outcome.columns["diff_mean"]).max() < 1e-3
         torch._dynamo.reset()
 
+    def test_the_aiu_is_a_candidate_wherever_its_backend_is_registered(
+        self, desk: Path, stand_in: list[Any]
+    ) -> None:
+        from driftline.decoding.targets import parse_target
+
+        outcome, _ = run(candidate=parse_target("device=aiu,dtype=fp16"), new_tokens=2)
+        assert stand_in, "the backend was given no graph"
+        assert outcome.tokens == 2
+        assert "cuda_validation_info" in "".join(visible(desk / "out")), "the documented label"
+
 
 class TestFiles:
     def test_provenance_is_in_every_output(self, desk: Path) -> None:
@@ -343,6 +353,29 @@ def spoilt(path: Path, change: Spoil) -> None:
 
 
 class TestRefusals:
+    @pytest.mark.parametrize("limit", [4_000, 12_000])
+    def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(
+        self, desk: Path, limit: int
+    ) -> None:
+        code = (
+            "import resource, signal, sys\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+            "from driftline.cli.main import main\n"
+            "sys.exit(main(sys.argv[1:]))\n"
+        )
+        words = [
+            *("metrics", "--model_path=models/tiny-llama", f"--sharegpt_path={PROMPTS}"),
+            *("--min_pad_length=16", "--max_new_tokens=8", "-o", "out", "--candidate=device=cpu"),
+        ]
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
+        assert "File too large" in done.stderr
+        assert "bug in driftline" not in done.stderr
+        for place in (desk / "out").glob("*.out"):
+            out_files.read_out(place)
+        assert run()[0].tokens == 8
+
     def test_no_logit_that_is_not_a_number_is_hidden(self, desk: Path) -> None:
         run()
         asked().csv("prob_mean").unlink()

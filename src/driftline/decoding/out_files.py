@@ -10,6 +10,7 @@ lies `provenance.json`, which readers of the documented form pass over.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -154,8 +155,11 @@ def write_out(
                 kept = {"tokens": ids.clone(), "logits": logits[at].clone()}
             elif top:
                 kept = {"tokens": ids.clone(), **{name: t.clone() for name, t in top[at].items()}}
+            # By way of memory: torch's own writer says of a full disk only that it failed.
+            content = io.BytesIO()
+            torch.save(kept, content)
             with (draft / f"{at}.pt").open("wb") as file:
-                torch.save(kept, file)
+                file.write(content.getbuffer())
                 _to_disk(file)
         if provenance is not None:
             write_json(draft / PROVENANCE, provenance)
