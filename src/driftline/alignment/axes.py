@@ -51,6 +51,11 @@ def is_weight(record: Record) -> bool:
     return not record.class_name and key.site.rpartition(".")[2].endswith("weight")
 
 
+def are_weights(pair: Pair) -> bool:
+    """Whether a pair is of parameters; an operator may have its own as further inputs."""
+    return is_weight(pair.reference) or is_weight(pair.candidate)
+
+
 class Layouts:
     """Which classes of two runs hold their matrices transposed to each other."""
 
@@ -60,7 +65,7 @@ class Layouts:
         crossed: set[tuple[str, str]] = set()
         for pair in pairs:
             here, there = shapes_of(pair)
-            if is_weight(pair.reference) and len(here) == 2 and here[0] != here[1]:
+            if are_weights(pair) and len(here) == 2 and here[0] != here[1]:
                 classes = (pair.reference.class_name, pair.candidate.class_name)
                 if here == there:
                     straight.add(classes)
@@ -87,7 +92,7 @@ def transposed(pair: Pair, layouts: Layouts) -> Pair | None:
     the classes, or the unequal matrices of the same classes, say that it lies the other way.
     """
     here, there = shapes_of(pair)
-    if not is_weight(pair.reference) or len(here) != 2 or here != there[::-1]:
+    if not are_weights(pair) or len(here) != 2 or here != there[::-1]:
         return None
     says = layouts.transposed(pair)
     if says is False or (says is None and here[0] == here[1]):

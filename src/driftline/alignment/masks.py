@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from driftline.alignment.axes import is_weight
+from driftline.alignment.axes import are_weights
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Step
 from driftline.alignment.sides import shapes_of, with_steps
@@ -159,7 +159,7 @@ def _fit(mask: Mask, shape: Shape) -> tuple[Mask, tuple[int, ...]] | None:
 
 def _apply(pair: Pair, chosen: _Chosen) -> Pair:
     here, there = shapes_of(pair)
-    if pair.trouble or here != there or not here or is_weight(pair.reference):
+    if pair.trouble or here != there or not here or are_weights(pair):
         return pair
     found = list(chosen.fitting(pair, here))
     if not found:

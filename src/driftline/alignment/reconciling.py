@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from driftline.alignment.axes import Layouts, cropped, is_weight, reshaped, transposed
+from driftline.alignment.axes import Layouts, are_weights, cropped, reshaped, transposed
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.quantised import Scales, dequantised
 from driftline.alignment.sides import shapes_of
@@ -51,7 +51,7 @@ class Reconciler:
         if here == there:
             return pair
         trouble = ""
-        if not is_weight(pair.reference):
+        if not are_weights(pair):
             found, trouble = self._tokens.cut(pair)
             if found is not None:
                 return found
@@ -67,7 +67,7 @@ class Reconciler:
 
     def _tokens_differ(self, pair: Pair) -> bool:
         """Whether the step has another number of tokens: that is no padding of a tile."""
-        if is_weight(pair.reference):
+        if are_weights(pair):
             return False
         ours, theirs = self._tokens.batches(pair)
         return ours is not None and theirs is not None and ours.tokens != theirs.tokens

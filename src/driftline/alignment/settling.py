@@ -22,6 +22,9 @@ _PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Types that need nothing done to be compared with each other."""
 
 
+_WEIGHTS = frozenset({"param", "param_grad", "optimizer_grad"})
+
+
 class Seen(NamedTuple):
     """Both runs as the matching rules see them, and what was concluded on the way."""
 
@@ -122,7 +125,7 @@ def _unlike(pair: Pair, foreign: bool) -> bool:
     # A square weight may lie transposed and have the same shape.
     return (
         (foreign or ours.class_name != theirs.class_name)
-        and ours.key.port in ("param", "param_grad", "optimizer_grad")
+        and not {ours.key.port, theirs.key.port}.isdisjoint(_WEIGHTS)
         and len(here) == 2
         and not pair.trouble
     )

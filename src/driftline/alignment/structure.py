@@ -28,6 +28,7 @@ from driftline.alignment.containers import (
     link_containers,
     link_uncalled,
 )
+from driftline.alignment.crossing import READ, WEIGHTS, pair_read, pair_weights
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain, parts_of
 from driftline.alignment.leaves import Link, link_leaves
 from driftline.alignment.plan import Pair
@@ -305,8 +306,20 @@ def _pair_up(
             continue
         mine = [record for record in one.records if id(record) in free]
         others = [record for record in other.records if id(record) in free]
-        for record, match in pair_tensors(mine, others):
+        both = pair_tensors(mine, others)
+        for record, match in both:
             found.pairs.append(Pair(record, match, "structure", confidence))
+        used = {id(record) for pair in both for record in pair}
+        mine = [record for record in mine if id(record) not in used]
+        others = [record for record in others if id(record) not in used]
+        for record, match in pair_weights(mine, others) if one.leaf and other.leaf else ():
+            found.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
+    partners = _partners(solution, anchors, here, there)
+    used = {id(record) for pair in found.pairs for record in pair.records}
+    for made, read in pair_read(ours, partners[0], free - used):
+        found.pairs.append(Pair(made, read, "structure", READ))
+    for made, read in pair_read(theirs, partners[1], free - used):
+        found.pairs.append(Pair(read, made, "structure", READ))
     paired = {id(record) for pair in found.pairs for record in pair.records}
     for side, calls, why in (
         ("reference", ours, solution.why_here),
@@ -317,8 +330,23 @@ def _pair_up(
             for record in call.records:
                 if id(record) in free and id(record) not in paired:
                     partner = linked.get((side, name))
-                    reason = f"its site goes with '{partner}', which has none that is surely the same"
+                    reason = (
+                        f"its site goes with '{partner}', which has none that is surely the same"
+                    )
                     found.reasons[side, record.key] = reason if partner else why[name]
+
+
+def _partners(
+    solution: _Solution,
+    anchors: Mapping[_Name, _Name],
+    here: Mapping[_Name, Call],
+    there: Mapping[_Name, Call],
+) -> tuple[dict[_Name, Call], dict[_Name, Call]]:
+    """Who goes with whom, seen from either side."""
+    pairs = [*anchors.items(), *((link[0], link[1]) for link in solution.links)]
+    ours = {name: there[partner] for name, partner in pairs if partner in there}
+    theirs = {partner: here[name] for name, partner in pairs if name in here}
+    return ours, theirs
 
 
 def _pair_parts(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from driftline.alignment.axes import is_weight
+from driftline.alignment.axes import are_weights
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import JOINING, Recipe, Source, Step, start
 from driftline.comparison.metrics.catalogue import KNOWN
@@ -84,7 +84,7 @@ def said_of_a_square(pair: Pair, values: ValuePair, relative_l2: float) -> str:
 
     Its shape cannot say how it lies. Nothing is chosen: the row stays what it is.
     """
-    if not is_weight(pair.reference) or values.shape is None or values.reference_dtype.bits == 4:
+    if not are_weights(pair) or values.shape is None or values.reference_dtype.bits == 4:
         return ""
     if values.candidate_dtype.bits == 4:
         return ""
