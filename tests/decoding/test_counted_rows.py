@@ -60,6 +60,18 @@ def test_a_later_call_counts_its_own_token_of_the_cache_only() -> None:
         assert counts[:, :, 4].all()
 
 
+def test_a_cache_with_a_window_holds_the_last_tokens() -> None:
+    slot = "past_key_values.0.0"
+    counts = counting_rows((2, 1, 3, 8), slot, PREFILL)
+    assert counts is not None
+    assert counts[:, 0].tolist() == REAL[:, 1:].tolist()
+    later = counting_rows((2, 1, 3, 8), slot, LATER)
+    assert later is not None
+    assert later[:, 0].tolist() == [[False, False, True]] * 2
+    # A state without tokens counts whole.
+    assert counting_rows((2, 1, 3, 8), "past_key_values.0.recurrent_states", LATER) is None
+
+
 def test_a_model_without_cache_counts_its_new_token_only() -> None:
     whole = Span(LATER.real, given=0, new=4)
     counts = counting_rows((2, 5, 8), "0", whole)

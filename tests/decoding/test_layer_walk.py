@@ -19,7 +19,7 @@ from driftline.decoding.models import load_model
 from driftline.decoding.prompts import Padded, PromptPool, pad_left
 from driftline.decoding.row_figures import Figures
 from driftline.decoding.targets import Target
-from driftline.errors import BadInput
+from driftline.errors import BadInput, DriftlineError
 
 Found = dict[tuple[str, str, int], Figures]
 
@@ -183,7 +183,7 @@ def test_a_candidate_that_fails_raises_its_own_error(batch: Padded) -> None:
     candidate.module.model.layers[1].mlp.register_forward_hook(
         lambda module, args, output: output @ torch.ones(1)
     )
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DriftlineError, match=r"the candidate .* failed while it ran: RuntimeError"):
         walked(reference, candidate, batch)
     assert len(walked(reference, llama(FP16), batch, mode="model-forward")[1]) > 30
 
@@ -193,7 +193,7 @@ def test_a_reference_that_fails_raises_its_own_error(batch: Padded) -> None:
     reference.module.model.layers[1].mlp.register_forward_hook(
         lambda module, args, output: output @ torch.ones(1)
     )
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DriftlineError, match=r"the reference .* failed while it ran: RuntimeError"):
         walked(reference, llama(FP16), batch)
 
 
@@ -203,6 +203,33 @@ def test_trouble_of_whoever_takes_the_figures_is_raised(batch: Padded) -> None:
 
     with pytest.raises(OSError, match="No space"):
         walk_layers(llama(), llama(FP16), batch, take=full)
+
+
+def test_a_module_that_both_models_hold_is_each_side_s_own(batch: Padded) -> None:
+    """As transformers keeps one activation for all models of some classes."""
+    reference, candidate = llama(), llama(FP16)
+    shared = reference.module.model.layers[0].mlp.act_fn
+    for layer in (*reference.module.model.layers, *candidate.module.model.layers):
+        layer.mlp.act_fn = shared
+    walk, found = walked(reference, candidate, batch, mode="model-forward")
+    assert {row.status for row in walk.rows} == {"unjudged"}
+    assert candidate.module.model.layers[1].mlp.act_fn is shared
+    assert any(site.endswith("act_fn") for site, _, _ in found)
+
+
+def test_a_model_without_a_cache_counts_every_token_once(batch: Padded) -> None:
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+    config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=400, n_positions=64)
+    models = [OpenAIGPTLMHeadModel(config).eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    reference = DecoderModel(models[0], name="gpt", target=FP32)
+    candidate = DecoderModel(models[1].to(torch.bfloat16), name="gpt", target=Target("cpu", "bf16"))
+    assert not reference.caches
+    _, found = walked(reference, candidate, batch, new_tokens=3)
+    for step in range(3):
+        rows = found["transformer.h.1.mlp", "0", step].abs_diff
+        assert len(rows) == (batch.mask.sum() if step == 0 else 3)
 
 
 def test_one_model_cannot_be_both_sides(batch: Padded) -> None:

@@ -46,8 +46,9 @@ def counting_rows(shape: tuple[int, ...], slot: str, span: Span) -> Mask | None:
     """
     lead = shape[:-1]
     everything = span.counts
-    cached = is_cache(slot) and len(shape) == 4 and lead[2] == everything.shape[1]
-    mask = everything if cached else everything[:, span.given :]
+    cached = len(shape) == 4 and _holds(slot, lead[2], everything.shape[1])
+    # A cache with a window holds the last tokens only.
+    mask = everything[:, -lead[2] :] if cached else everything[:, span.given :]
     if mask.all() or not lead:
         return None
     batch, tokens = mask.shape
@@ -71,6 +72,14 @@ def is_cache(slot: str) -> bool:
     """
     parts = slot.split(".")
     return parts[0] == CACHE or (len(parts) >= 2 and all(part.isdigit() for part in parts))
+
+
+def _holds(slot: str, size: int, tokens: int) -> bool:
+    """Whether an output is a cache of so many tokens."""
+    if size == tokens:
+        return is_cache(slot)
+    parts = slot.split(".")
+    return 0 < size < tokens and parts[0] == CACHE and parts[-1] in ("0", "1")
 
 
 def _anywhere(mask: Mask) -> Mask:

@@ -9,10 +9,11 @@ Nothing is kept but figures: memory does not grow with layers, tokens or iterati
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
+import copy
 import queue
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -30,6 +31,7 @@ from driftline.errors import BadInput, DriftlineError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from driftline.alignment.plan import Pair
     from driftline.decoding.meeting import Bytes
@@ -86,7 +88,7 @@ def walk_layers(
 
     Raises:
         BadInput: No tokens are asked for, or both are one model.
-        DriftlineError: Capture failed.
+        DriftlineError: A model failed while it ran, or capture did.
     """
     import torch
 
@@ -104,6 +106,7 @@ def walk_layers(
     caches: list[Any] = [None, None]
     try:
         with (
+            _apart(reference.module, candidate.module),
             torch.inference_mode(),
             capture(reference.module, meeting.reference, ports="output", steps_by="call"),
             capture(candidate.module, meeting.candidate, ports="output", steps_by="call"),
@@ -115,7 +118,7 @@ def walk_layers(
                 meeting.begin()
                 own.begin(partial(_ours, reference, call, caches[0], every, meeting))
                 try:
-                    theirs = candidate.forward(*call.words, caches[1], every_position=every)
+                    theirs = _called("candidate", candidate, call, caches[1], every)
                 finally:
                     meeting.over("candidate")
                 ours = own.result()
@@ -141,9 +144,49 @@ def walk_layers(
 def _ours(model: DecoderModel, call: _Call, cache: Any, every: bool, meeting: Meeting) -> Forward:
     try:
         meeting.await_turn()
-        return model.forward(*call.words, cache, every_position=every)
+        return _called("reference", model, call, cache, every)
     finally:
         meeting.over("reference")
+
+
+def _called(side: str, model: DecoderModel, call: _Call, cache: Any, every: bool) -> Forward:
+    """One call; what goes wrong inside a model is said, never made up for."""
+    try:
+        return model.forward(*call.words, cache, every_position=every)
+    except Exception as trouble:
+        lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
+        said = f"{type(trouble).__name__}: {lines[0][:300]}" if lines else type(trouble).__name__
+        raise DriftlineError(
+            f"the {side} ({model.target}) failed while it ran: {said}",
+            hint="DRIFTLINE_DEBUG=1 shows where",
+        ) from trouble
+
+
+@contextmanager
+def _apart(ours: nn.Module, theirs: nn.Module) -> Generator[None]:
+    """Give the candidate copies of modules that both models hold, while they run.
+
+    Some libraries keep one activation for all models. Whose call it is could not be told, and the
+    side that stands still would be asked for its output.
+    """
+    shared = set(ours.modules())
+    copies: dict[nn.Module, nn.Module] = {}
+    places = [
+        (parent, name, child)
+        for parent in theirs.modules()
+        if parent not in shared
+        for name, child in parent.named_children()
+        if child in shared
+    ]
+    for parent, name, child in places:
+        if child not in copies:
+            copies[child] = copy.deepcopy(child)
+        setattr(parent, name, copies[child])
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            setattr(parent, name, child)
 
 
 class _Call(NamedTuple):
