@@ -108,8 +108,15 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 def _numbers(tensor: torch.Tensor) -> F64:
+    import torch
+
     # In the output's own precision: that is what the documented files hold.
     spread = tensor.amax(dim=-1) - tensor.amin(dim=-1) if tensor.ndim >= 3 else tensor
+    finite = torch.isfinite(spread)
+    if finite.any() and not finite.all():
+        # Padding that sees nothing is NaN in some attentions. Where it means something, a NaN is
+        # counted as such and refused.
+        spread = torch.where(finite, spread, spread[finite].min())
     anchored = spread - spread.min()
     return np.asarray(anchored.cpu().double().reshape(-1).numpy(), np.float64)
 
