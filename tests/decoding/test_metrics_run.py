@@ -282,7 +282,7 @@ class TestGoingOn:
             assert len(out_files.read_out(place).logits) == 2, "a folder that is there is whole"
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert "round 0: scored before" in done.stdout
+        assert "round 0: scored before" in done.stderr
         assert not any(name.startswith(".") for name in visible(desk / "cut"))
         assert main([*words, "whole"]) == 0
         for metric in METRICS:

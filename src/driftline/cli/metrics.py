@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ from driftline.errors import BadInput
 
 if TYPE_CHECKING:
     from driftline.decoding.metrics_ask import MetricsAsk
-    from driftline.decoding.metrics_run import Outcome
+    from driftline.decoding.metrics_outcome import Outcome
     from driftline.decoding.targets import Target
 
 _MODEL = "Model"
@@ -170,7 +171,7 @@ def _run(asks: list[MetricsAsk]) -> int:
         check(ask)
     models = Models(asks[0])
     for ask in asks:
-        outcome = run_metrics(ask, say=_say, models=models)
+        outcome = run_metrics(ask, say=_say, models=models, watch=_watch(models.job.writes))
         if models.job.writes and not outcome.skipped:
             sys.stdout.write(_summary(outcome, ask))
     models.job.leave()
@@ -178,7 +179,26 @@ def _run(asks: list[MetricsAsk]) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(line, file=sys.stderr, flush=True)
+
+
+def _watch(speaks: bool) -> Callable[[int, int], None] | None:
+    """A line on a terminal that says how far a generation is; a new one for each."""
+    if not speaks or not sys.stderr.isatty():
+        return None
+    from driftline.cli.progress import Progress
+
+    bar = Progress("tokens")
+
+    def watch(done: int, total: int) -> None:
+        nonlocal bar
+        if done == 1:
+            bar = Progress("tokens")
+        bar(done, total)
+        if done == total:
+            bar.close()
+
+    return watch
 
 
 def _dynamic(target: Target, wanted: bool) -> Target:
@@ -222,7 +242,7 @@ def _kwargs(words: list[str]) -> dict[str, Any]:
 
 
 def _summary(outcome: Outcome, ask: MetricsAsk) -> str:
-    from driftline.decoding.metrics_run import figures
+    from driftline.decoding.metrics_outcome import figures
     from driftline.reports.wording import counted, number
 
     rounds = counted(outcome.rounds, "round")

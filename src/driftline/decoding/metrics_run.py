@@ -8,10 +8,9 @@ never needs the memory of another, and nothing half-written has a name that coun
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from driftline.decoding.desk import kept_desk, require_writable
 from driftline.decoding.generation import generate
 from driftline.decoding.job import Job, join_job
 from driftline.decoding.metrics_ask import MetricsAsk
+from driftline.decoding.metrics_outcome import Outcome
 from driftline.decoding.models import (
     end_ids,
     find_library,
@@ -37,61 +37,23 @@ from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
 if TYPE_CHECKING:
     import torch
 
+Watch = Callable[[int, int], None]
+"""Takes how many tokens of how many are generated."""
 OPTION = "--output_dir"
 Say = Callable[[str], None]
 """Takes one line for the user."""
 
 
-class Outcome(NamedTuple):
-    """What one model and shape gave.
-
-    Attributes:
-        prefix: What its files begin with.
-        folder: Where they are.
-        skipped: Everything was there already.
-        tokens: How many tokens were kept.
-        rounds: How many rounds.
-        columns: The documented metrics and companions of all kept tokens, by name.
-        first_other: Seed, prompt and position of the first token that the candidate would have
-            chosen otherwise; None if there is none, or it is not known.
-        companions: Whether scores over the whole vocabulary are there.
-    """
-
-    prefix: str
-    folder: Path
-    skipped: bool = False
-    tokens: int = 0
-    rounds: int = 0
-    columns: Mapping[str, np.ndarray[Any, np.dtype[Any]]] = MappingProxyType({})
-    first_other: tuple[int, int, int] | None = None
-    companions: bool = True
-
-
-class Figure(NamedTuple):
-    """One metric over all kept tokens."""
-
-    name: str
-    mean: float
-    p99: float
-    largest: float
-
-
-def figures(outcome: Outcome) -> list[Figure]:
-    """The documented metrics, and total variation if it is known, in short."""
-    names = [*METRICS, *(["total_variation"] if outcome.companions else [])]
-    return [
-        Figure(name, float(values.mean()), float(np.percentile(values, 99.0)), float(values.max()))
-        for name, values in ((name, outcome.columns[name]) for name in names)
-    ]
-
-
-def run_metrics(ask: MetricsAsk, *, say: Say = print, models: Models | None = None) -> Outcome:
+def run_metrics(
+    ask: MetricsAsk, *, say: Say = print, models: Models | None = None, watch: Watch | None = None
+) -> Outcome:
     """Compute the metrics of one model and shape, or what is missing of them.
 
     Args:
         ask: What is wanted.
         say: Where messages go, line by line.
         models: Loaded already for another shape.
+        watch: Told how far a generation is.
 
     Raises:
         DriftlineError: It could not be done. What was finished before is kept, and used next time.
@@ -111,7 +73,7 @@ def run_metrics(ask: MetricsAsk, *, say: Say = print, models: Models | None = No
     require_writable(ask.output_dir, OPTION)
     with kept_desk(ask.output_dir, "metrics", ask.prefix, OPTION, fresh=ask.force) as desk:
         metrics_ask.forget(ask)
-        work = _Work(ask, own, job, desk, quiet)
+        work = _Work(ask, own, job, desk, quiet, watch)
         for seed in range(ask.rounds):
             work.round(seed)
         job.share(_NO_MORE)
@@ -187,12 +149,21 @@ def _nothing(line: str) -> None:
 class _Work:
     """The rounds of one model and shape, on the rank that writes."""
 
-    def __init__(self, ask: MetricsAsk, models: Models, job: Job, desk: Path, say: Say) -> None:
+    def __init__(
+        self,
+        ask: MetricsAsk,
+        models: Models,
+        job: Job,
+        desk: Path,
+        say: Say,
+        watch: Watch | None,
+    ) -> None:
         self.ask = ask
         self.models = models
         self.job = job
         self.desk = desk
         self.say = say
+        self.watch = watch
         self.settings = metrics_ask.settings(ask)
         self.ends = end_ids(ask.source, models.tokenizer)
         self.parts: list[Path] = []
@@ -270,7 +241,8 @@ class _Work:
             return reference, candidate
         if reference is None or not reference.logits:
             self.say(f"round {seed}: reference ({ask.reference})")
-            made = generate(self.models.model(ask, REFERENCE), batch, ask.new_tokens)
+            model = self.models.model(ask, REFERENCE)
+            made = generate(model, batch, ask.new_tokens, progress=self.watch)
             assert made.logits is not None
             reference = Saved(list(made.tokens), list(made.logits), [], {})
             if ask.keep == "full":
@@ -279,7 +251,7 @@ class _Work:
         tokens = _stacked(reference.tokens)
         self.job.share({"prompts": batch, "tokens": tokens})  # all ranks load it at once
         model = self.models.model(ask, CANDIDATE)
-        forced = generate(model, batch, ask.new_tokens, forced=tokens)
+        forced = generate(model, batch, ask.new_tokens, forced=tokens, progress=self.watch)
         assert forced.logits is not None
         candidate = Saved(list(forced.tokens), list(forced.logits), [], {})
         if ask.keep == "topk":
