@@ -115,12 +115,22 @@ class FirstFailure(NamedTuple):
 
 
 class Tally:
-    """Counts failing tokens as rounds come in."""
+    """Counts failing tokens as rounds come in.
+
+    Attributes:
+        limits: Check → where a token begins to fail.
+        prompts: Counts of every prompt so far.
+        first: The first failing token.
+        agreed: Tokens where both sides' largest logit is at the same place.
+        variation: The greatest total variation over the whole vocabulary.
+    """
 
     def __init__(self, limits: dict[str, float]) -> None:
         self.limits = limits
         self.prompts: list[PromptCount] = []
         self.first: FirstFailure | None = None
+        self.agreed = 0
+        self.variation = 0.0
 
     @property
     def kept(self) -> int:
@@ -142,6 +152,8 @@ class Tally:
         name = str(columns["prompt_name"][0])
         counts = {check: int(fails.sum()) for check, fails in bad.items()}
         self.prompts.append(PromptCount(seed, prompt, name, len(rows), counts))
+        self.agreed += int(np.asarray(columns["top1_agree"], np.bool_).sum())
+        self.variation = max(self.variation, float(np.max(columns["total_variation"])))
         any_bad = np.logical_or.reduce(list(bad.values()))
         if self.first is None and any_bad.any():
             at = int(np.flatnonzero(any_bad)[0])

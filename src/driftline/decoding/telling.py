@@ -30,6 +30,10 @@ def lines_of(verdict: Verdict, tokenizer: Any = None) -> Iterator[str]:
     yield f"limits: {verdict.ask.limits}"
     for rate in verdict.rates:
         yield _rate(rate)
+    yield (
+        f"over the whole vocabulary: the likeliest token agrees at {verdict.agreed} of "
+        f"{verdict.rates[0].kept} tokens, total variation is at most {verdict.variation:.4g}"
+    )
     yield from _by_prompt(verdict)
     if verdict.first is not None:
         yield from _first(verdict.first, verdict, text)

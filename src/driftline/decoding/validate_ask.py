@@ -210,7 +210,7 @@ def asks_from(said: Read, *, say: Say = print) -> list[ValidateAsk]:
             for length in _numbers(read, "COMMON_SEQ_LENGTHS")
             for new in _numbers(read, "COMMON_MAX_NEW_TOKENS")
         ]
-    for ask in asks:
+    for ask in asks if info_dir is not None else ():
         out_files.fits(out_files.out_name(ask.prefix, "aiu", ask.rounds))
     return asks
 
@@ -339,7 +339,7 @@ def _table(read: Read, say: Say) -> tuple[Known, ...]:
 def _limits(
     read: Read, known: Known, table: Sequence[Known], *, micro: bool, drawn: bool
 ) -> Limits:
-    """The first that speaks: METRICS_THRESHOLD, a thresholds file, the list of models, the table."""
+    """Of METRICS_THRESHOLD, a thresholds file, the list of models, the table: who speaks first."""
     said = read("METRICS_THRESHOLD")
     if said:
         return Limits(*_two_numbers(said), "METRICS_THRESHOLD")

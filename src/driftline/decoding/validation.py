@@ -48,6 +48,8 @@ class Verdict(NamedTuple):
         rates: Level 1, in the order in which they are judged; empty if it was not run.
         prompts: Failing tokens of every prompt of every round.
         first: The first token that fails a check.
+        agreed: Tokens where both sides' largest logit is at the same place.
+        variation: The greatest total variation of a token, over the whole vocabulary.
         seconds: How long it took.
     """
 
@@ -57,6 +59,8 @@ class Verdict(NamedTuple):
     rates: tuple[Rate, ...] = ()
     prompts: tuple[PromptCount, ...] = ()
     first: FirstFailure | None = None
+    agreed: int = 0
+    variation: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -301,7 +305,13 @@ class _Work:
         )
         for rate in rates:
             self.say(f"{rate.called} failure rate: {rate.rate}")
-        found = verdict._replace(rates=rates, prompts=tuple(tally.prompts), first=tally.first)
+        found = verdict._replace(
+            rates=rates,
+            prompts=tuple(tally.prompts),
+            first=tally.first,
+            agreed=tally.agreed,
+            variation=tally.variation,
+        )
         if found.passed:
             self.say("passed validation level 1")
         return found
