@@ -268,6 +268,31 @@ def test_the_stand_in_compiler_of_a_device_is_given_graphs_of_blocks(
     assert ("model.layers.1", "0", 0) in found
 
 
+def test_more_blocks_than_a_function_may_have_graphs_are_all_compiled(
+    batch: Padded, stand_in: list[Any]
+) -> None:
+    """All blocks share one function, of which torch.compile makes eight graphs and no more."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        vocab_size=400,
+    )
+    models = [LlamaForCausalLM(config).eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    reference = DecoderModel(models[0], name="deep", target=FP32)
+    candidate = DecoderModel(models[1].half(), name="deep", target=Target("aiu", "fp16", "sendnn"))
+    compile_parts(candidate, "block")
+    walk, found = walked(reference, candidate, batch, new_tokens=2)
+    sites = {site for site, _, _ in found}
+    assert {f"model.layers.{n}" for n in range(12)} <= sites
+    assert not [site for site in sites if ".mlp" in site]  # seen only where nothing is compiled
+    assert {row.status for row in walk.rows} == {"unjudged", "missing"}
+
+
 def test_no_more_than_a_layer_is_held_at_once() -> None:
     """The sum of all outputs is many times what may wait, which is nothing in equal order."""
     batch = pad_left(PromptPool(PROMPTS, tokenizer()).sample(2, 32), 32)
@@ -291,3 +316,12 @@ def test_layers_of_fms_models_have_every_output_of_tuples(batch: Padded) -> None
         tokens = int(batch.mask.sum()) if step == 0 else 3
         assert len(figures.abs_diff) in (tokens, 2 * tokens, 3), (site, slot, step)
         assert figures.cos_sim.max() <= 1.0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_gpu_gives_what_the_cpu_gives_in_every_layer(batch: Padded) -> None:
+    walk, found = walked(llama(), llama(Target("cuda", "fp16")), batch, new_tokens=3)
+    assert {row.status for row in walk.rows} == {"unjudged"}
+    assert min(figures.cos_sim.min() for figures in found.values()) > 0.999
+    assert torch.equal(walk.tokens, generate(llama(), batch, 3).tokens)

@@ -159,6 +159,30 @@ def test_outputs_of_different_shapes_are_said_to_be_so() -> None:
     assert not len(found.abs_diff)
 
 
+@pytest.mark.parametrize("width", [64, 256, 257, 3000])
+def test_large_outputs_are_measured_as_small_ones_are(width: int) -> None:
+    """Narrow rows go together and wide ones by themselves, by several threads where it is worth."""
+    dice = np.random.default_rng(width)
+    ours = dice.standard_normal((1200, width)).astype(np.float32)
+    theirs = ours.astype(np.float16)
+    ours[7] = theirs[7] = 0
+    theirs[11] = 0
+    theirs[13, 5] = np.inf
+    ours[17, 3] = theirs[17, 3] = np.nan
+    counts = dice.random(1200) > 0.2
+    counts[[7, 11, 13, 17]] = True
+    found = figures(ours, theirs, counts)
+    apart = [figures(ours[n : n + 1], theirs[n : n + 1]) for n in np.flatnonzero(counts)]
+    for name in ("abs_diff", "cos_sim"):
+        rows = np.concatenate([getattr(one, name) for one in apart])
+        np.testing.assert_allclose(getattr(found, name), rows, rtol=1e-6, atol=1e-12)
+    assert np.isnan(found.abs_diff).sum() == 1
+    whole = np.abs(ours[counts].astype(float) - theirs[counts])
+    assert found.row.metrics["mean_abs_error"] == pytest.approx(
+        whole[np.isfinite(whole)].mean(), rel=1e-6
+    )
+
+
 _FLOATS = st.floats(-1e4, 1e4, width=16)
 
 

@@ -8,7 +8,9 @@ logits only; compiled block by block, every block shows what it gives.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from driftline.decoding.decoder import DecoderModel
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 Unit = Literal["block", "leaf", "model"]
 """What is one graph: a block of layers, each single layer, or all of it."""
+_GRAPHS = 1 << 16
+"""Graphs of one function; more than any model has layers and shapes."""
 
 
 def compile_parts(model: DecoderModel, unit: Unit) -> int:
@@ -35,6 +39,25 @@ def compile_parts(model: DecoderModel, unit: Unit) -> int:
     for part in parts:
         part.compile(backend=backend, dynamic=True if model.target.dynamic else None)
     return len(parts)
+
+
+@contextmanager
+def room_for_graphs() -> Generator[None]:
+    """Let torch.compile make a graph of every part, while the models run.
+
+    All blocks share one `forward`. After eight graphs of one function it would stop compiling and
+    run the others as they are, and their outputs would be taken for a compiled model's.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:  # nothing here is compiled
+        yield
+        return
+    config: Any = dynamo.config
+    limits = [
+        name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)
+    ]
+    with config.patch({name: max(getattr(config, name), _GRAPHS) for name in limits}):
+        yield
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -22,6 +22,7 @@ import numpy as np
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import lone
+from driftline.decoding.compiled_parts import room_for_graphs
 from driftline.decoding.counted_rows import Span, counting_rows
 from driftline.decoding.decoder import DecoderModel, Forward
 from driftline.decoding.meeting import Event, Meeting
@@ -107,6 +108,7 @@ def walk_layers(
     try:
         with (
             _apart(reference.module, candidate.module),
+            room_for_graphs(),
             torch.inference_mode(),
             capture(reference.module, meeting.reference, ports="output", steps_by="call"),
             capture(candidate.module, meeting.candidate, ports="output", steps_by="call"),

@@ -8,7 +8,11 @@ finite element, is NaN: nothing is replaced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +23,12 @@ from driftline.comparison.metrics.derivation import cosine, mean_abs_error, need
 from driftline.comparison.metrics.direction import cosine as cosine_by_definition
 from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import clash, paired
-from driftline.comparison.values import ValuePair, measure_moments, measure_values
+from driftline.comparison.values import (
+    ValuePair,
+    blocks_of,
+    measure_moments,
+    measure_values,
+)
 from driftline.decoding.counted_rows import Mask
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
@@ -27,6 +36,17 @@ from driftline.numerics.moments import PairMoments
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Places = np.ndarray[Any, np.dtype[np.intp]]
+Moments = Callable[[int, int], PairMoments]
+"""Moments of the elements from one place to another."""
+Each = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+_NARROW = 256
+"""Elements of a row up to which rows are measured together: 2 us each for 128, not 6."""
+_BLOCK = 1 << 16
+"""Elements that are measured together; float64 copies of them stay in the cache."""
+_SHARE = 1 << 19
+"""Elements that are worth a thread."""
 
 
 class Figures(NamedTuple):
@@ -76,22 +96,22 @@ def figures_of(
     shape = pair.reference.shape
     width = shape[-1] if shape else 1
     values = _values(pair, reference, candidate)
-    here = np.flatnonzero(counts) if counts is not None else np.arange(_rows(shape, width))
+    here = np.flatnonzero(counts) if counts is not None else np.arange(_count(shape, width))
     if not width or not len(here):
         row = row._replace(status="incomparable", reason="it has no element that counts")
         return Figures(row, counts, NOTHING, NOTHING, None)
     moments = _pass(values)
-    abs_diff, cos_sim = np.empty(len(here)), np.empty(len(here))
-    for at, place in enumerate(here.tolist()):
-        part = moments(place * width, (place + 1) * width)
-        if part.one_sided or not part.finite:
-            abs_diff[at] = cos_sim[at] = math.nan
-            continue
-        abs_diff[at] = mean_abs_error(part)
-        cos_sim[at] = cosine(part)
-        if needs_definition(part):
-            cos_sim[at] = _cosine(values, place * width, (place + 1) * width)
-    parts = [moments(first * width, last * width) for first, last in _stretches(here)]
+    pieces = [
+        (first + start, first + stop)
+        for first, last in _stretches(here, width)
+        for start, stop in blocks_of(last - first)
+    ]
+    share = max(1, min(_threads(), len(here) * width // _SHARE))
+    with _helped(share) as each:
+        parts = each(lambda piece: moments(*piece), pieces)
+        rows = each(lambda places: _rows(values, moments, places, width), _shared(here, share))
+    abs_diff = np.concatenate([found[0] for found in rows])
+    cos_sim = np.concatenate([found[1] for found in rows])
     found = measure_moments(parts, metrics)
     row = row.measured("values", measure_values(_kept(values, here, width), found, metrics, []))
     if counts is not None:
@@ -102,7 +122,7 @@ def figures_of(
     return Figures(row, counts, abs_diff, cos_sim, every)
 
 
-def _rows(shape: tuple[int, ...], width: int) -> int:
+def _count(shape: tuple[int, ...], width: int) -> int:
     return math.prod(shape) // width if width else 0
 
 
@@ -119,7 +139,7 @@ def _values(pair: Pair, reference: Bytes, candidate: Bytes) -> ValuePair:
     )
 
 
-def _pass(values: ValuePair) -> Callable[[int, int], PairMoments]:
+def _pass(values: ValuePair) -> Moments:
     """Moments of a stretch of elements: by address, which takes 3 us a row, where the kernel is."""
     if not kernel.takes_addresses():
         return lambda start, stop: values.moments(start, stop, atol=0.0, rtol=0.0)
@@ -135,15 +155,91 @@ def _pass(values: ValuePair) -> Callable[[int, int], PairMoments]:
     return moments
 
 
-def _stretches(places: np.ndarray[Any, np.dtype[np.intp]]) -> list[tuple[int, int]]:
-    """Consecutive places as (first, last + 1): a prompt's real tokens lie together."""
+def _rows(values: ValuePair, moments: Moments, places: Places, width: int) -> tuple[F64, F64]:
+    """Both figures of every row; narrow rows together, since a call for each would cost more."""
+    if width > _NARROW or "float64" in (values.reference_dtype.name, values.candidate_dtype.name):
+        return _one_by_one(values, moments, places, width)
+    size = max(1, _BLOCK // width)
+    found = [
+        _together(values, places[at : at + size], width)
+        or _one_by_one(values, moments, places[at : at + size], width)
+        for at in range(0, len(places), size)
+    ]
+    return np.concatenate([f[0] for f in found]), np.concatenate([f[1] for f in found])
+
+
+def _one_by_one(values: ValuePair, moments: Moments, places: Places, width: int) -> tuple[F64, F64]:
+    abs_diff, cos_sim = np.empty(len(places)), np.empty(len(places))
+    for at, place in enumerate(places.tolist()):
+        part = moments(place * width, (place + 1) * width)
+        if part.one_sided or not part.finite:
+            abs_diff[at] = cos_sim[at] = math.nan
+            continue
+        abs_diff[at] = mean_abs_error(part)
+        cos_sim[at] = cosine(part)
+        if needs_definition(part):
+            cos_sim[at] = cosine_by_definition(
+                *_decoded(values, place * width, (place + 1) * width)
+            )
+    return abs_diff, cos_sim
+
+
+def _together(values: ValuePair, places: Places, width: int) -> tuple[F64, F64] | None:
+    """The same, of finite rows at once, by the formulas of `derivation`; None if not all are."""
+    flat = _kept(values, places, width).decoded()
+    ours, theirs = (side.reshape(-1, width) for side in flat)
+    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        return None
+    error = theirs - ours
+    rr, cc, ee, rc = (
+        np.einsum("ij,ij->i", one, other)
+        for one, other in ((ours, ours), (theirs, theirs), (error, error), (ours, theirs))
+    )
+    here, there = np.sqrt(rr), np.sqrt(cc)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        near = 1.0 - np.maximum((ee - (here - there) ** 2) / (2.0 * here * there), 0.0)
+        far = np.clip(rc / here / there, -1.0, 1.0)
+    cos_sim: F64 = np.array(np.where(ee < 0.5 * rr, near, far), np.float64)
+    no_angle = (rr == 0.0) | (cc == 0.0)
+    cos_sim[no_angle] = (rr == cc)[no_angle]
+    return np.abs(error).mean(axis=1), cos_sim
+
+
+@cache
+def _threads() -> int:
+    """Cores that may be used here; more than a few wait for Python's lock."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on every system
+    return min(8, len(usable(0)) if usable is not None else os.cpu_count() or 1)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_threads(), thread_name_prefix="driftline-rows")
+
+
+@contextmanager
+def _helped(share: int) -> Generator[Each]:
+    """Something like `map`, done by several threads if there is enough to do."""
+    if share == 1:
+        yield lambda act, things: [act(thing) for thing in things]
+    else:
+        yield lambda act, things: list(_pool().map(act, things))
+
+
+def _shared(places: Places, share: int) -> list[Places]:
+    size = -(-len(places) // share)
+    return [places[at : at + size] for at in range(0, len(places), size)]
+
+
+def _stretches(places: Places, width: int) -> list[tuple[int, int]]:
+    """Elements of consecutive rows as (first, last + 1): a prompt's real tokens lie together."""
     breaks = np.flatnonzero(np.diff(places) != 1) + 1
-    firsts = places[np.concatenate(([0], breaks))]
-    lasts = places[np.concatenate((breaks - 1, [len(places) - 1]))] + 1
+    firsts = places[np.concatenate(([0], breaks))] * width
+    lasts = (places[np.concatenate((breaks - 1, [len(places) - 1]))] + 1) * width
     return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
-def _kept(values: ValuePair, places: np.ndarray[Any, Any], width: int) -> ValuePair:
+def _kept(values: ValuePair, places: Places, width: int) -> ValuePair:
     """The rows that count by themselves; looked into only by metrics that want every value."""
     if len(places) * width == values.count:
         return values
@@ -164,14 +260,10 @@ def _decoded(values: ValuePair, start: int, stop: int) -> tuple[F64, F64]:
     return ours[~alike], theirs[~alike]
 
 
-def _cosine(values: ValuePair, start: int, stop: int) -> float:
-    return cosine_by_definition(*_decoded(values, start, stop))
-
-
-def _elements(values: ValuePair, places: np.ndarray[Any, Any], width: int) -> F64:
+def _elements(values: ValuePair, places: Places, width: int) -> F64:
     found: list[F64] = []
-    for first, last in _stretches(places):
-        ours, theirs = _decoded(values, first * width, last * width)
+    for first, last in _stretches(places, width):
+        ours, theirs = _decoded(values, first, last)
         with np.errstate(invalid="ignore"):
             found.append(np.abs(theirs - ours))
     return np.concatenate(found)
