@@ -47,7 +47,8 @@ _SHAPES = re.compile(
     r"""
       -----BEGIN[A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[A-Z ]*PRIVATE[ ]KEY-----|\Z)
     | \b eyJ[\w-]{5,}\.[\w-]{5,}(?:\.[\w-]*)?                  # JSON web token
-    | \b (?:hf|api_org)_[A-Za-z0-9]{8,}
+    # Plain short words are none: `hf_pretrained` is an architecture.
+    | \b (?:hf|api_org)_(?=[a-z]*[A-Z0-9]|[a-z]{20})[A-Za-z0-9]{8,}
     | \b (?:sk|pk|rk)[-_][A-Za-z0-9_-]{8,}
     | \b (?:gh[pousr]_|github_pat_)[A-Za-z0-9_]{8,}
     | \b gl(?:pat|dt|rt|cbt)-[\w-]{8,}
