@@ -81,12 +81,8 @@ def test_tensors_that_cannot_be_joined_each_have_a_signature() -> None:
 
 
 def test_caches_losses_and_integers_are_no_output() -> None:
-    output = {
-        "loss": torch.ones(()),
-        "logits": torch.ones(1, 2, 3),
-        "past_key_values": torch.ones(9),
-    }
-    assert see(output | {"ids": torch.arange(3)}).shapes == ((1, 2, 3),)
+    output = {"loss": torch.ones(()), "logits": torch.ones(1, 2, 3), "ids": torch.arange(3)}
+    assert see(output | {"past_key_values": torch.ones(9)}).shapes == ((1, 2, 3),)
 
 
 def test_padding_is_not_judged() -> None:

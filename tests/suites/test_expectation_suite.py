@@ -183,6 +183,18 @@ def test_measured_limits_hold_other_kernels_with_room_and_see_a_zeroed_row(
     assert check.output(usual.subject, ["x"]).state == "different"
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("model", [LLAMA, ROBERTA], ids=lambda path: path.name)
+def test_what_a_cpu_has_captured_holds_on_a_gpu(tmp_path: Path, model: Path, dtype: str) -> None:
+    several = model == ROBERTA
+    cpu = load(str(model), Ask(f"device=cpu,dtype={dtype}"), tuple_output=several)
+    gpu = load(str(model), Ask(f"device=cuda,dtype={dtype}"), tuple_output=several)
+    Expectations(tmp_path, "new").output(cpu.subject, ["x"])
+    assert Expectations(tmp_path).output(gpu.subject, ["x"]).state == "same"
+
+
 def test_flipping_bits_changes_half_of_the_weights_and_is_undone() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         module = torch.nn.Linear(50, 40).to(dtype)
@@ -280,7 +292,7 @@ def test_no_model_named_is_skipped_with_a_sentence(desk: pytest.Pytester) -> Non
     [
         (["--driftline-decoder-models=acme/none/at/all"], "there is no model folder *"),
         (["--driftline-target=dtype=fp12"], "'fp12' is no number format*"),
-        (["--driftline-target=device=aiu"], "device=aiu needs the package torch_sendnn*"),
+        (["--driftline-target=device=npu"], "device=npu needs the package torch_npu*"),
         (["--driftline-library=tf"], "models come from transformers or fms, not from 'tf'"),
         (["--driftline-micro-layers=none"], "'none' is no number of layers"),
         (["--driftline-micro-layers=3"], "*3 layers cannot be kept of a model that has 2*"),
