@@ -90,7 +90,9 @@ def test_padding_is_not_judged() -> None:
     base = torch.arange(24.0).reshape(1, 4, 6) ** 1.5
     other = base.clone()
     other[:, 0] = torch.nan
-    assert see(other, judged=judged).not_finite == 0
+    seen = see(other, judged=judged)
+    assert seen.not_finite == 0
+    assert np.isfinite(seen.signature).all()
     assert see(other).not_finite == 6
     other[:, 0] = -1e9
     assert see(other, judged=judged).sketch == see(base, judged=judged).sketch
