@@ -462,6 +462,7 @@ class TestRefusals:
             (["--variant=" + "x" * 200], "bytes; 255 is the most"),
             (["--extra_get_model_kwargs", "=3"], "takes name=value"),
             (["--output_dir=models/share_gpt_tiny.json"], "cannot be written"),
+            (["--output_dir=/proc/none"], "cannot be written"),
         ],
     )
     def test_bad_input_is_a_sentence_and_exit_code_2(

@@ -188,7 +188,7 @@ def _weights(source: str) -> str | None:
         return None
     made = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin", ".json"):
+        if path.suffix in (".safetensors", ".bin") or path.name == "config.json":
             size = path.stat().st_size
             with path.open("rb") as file:
                 file.seek(size // 2)
