@@ -27,7 +27,7 @@ from driftline.gating.expectations import (
     Update,
     device_name,
 )
-from driftline.gating.plugin import CAPTURE, FOLDER, WRITTEN
+from driftline.gating.plugin import CAPTURE, FOLDER, SAVED, WRITTEN
 from driftline.gating.signature import call
 
 _owners = pytest.StashKey[dict[Path, str]]()
@@ -142,7 +142,10 @@ class Expecter:
             what = "Signature and Weights Key"
             names = [f"{stem}.weight_keys"]
             wrong.append(settle(self._request, lambda: here.weight_keys(about, names)))
-        say("\n".join(filter(None, wrong)) or saved(self._request, what))
+        say("\n".join(filter(None, wrong)))
+        message = saved(self._request, what)
+        if message:
+            self._request.node.stash[SAVED] = message
 
     def _asked(self, words: dict[str, Any]) -> dict[str, Any]:
         asked: dict[str, Any] = {}

@@ -23,6 +23,9 @@ WRITTEN = "driftline_expectation"
 
 INI_FILES = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 
+SAVED = pytest.StashKey[str]()
+"""Of a test that has captured something: the words it fails with when it is through."""
+
 _TEXT = {
     "expectations_dir": f"folder of the expectations (default {FOLDER})",
     "decoder_models": "models of TestAIUDecoderModels: ids or folders, one per line",
@@ -101,6 +104,16 @@ def _refuse_a_model_as_root(config: pytest.Config) -> None:
                 f"pytest takes {value} for a folder of tests; join it to its option with a sign: "
                 f"{option}={value}"
             )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    result = yield
+    # Not at the first thing it captures: a test may expect several.
+    message = item.stash.get(SAVED, "")
+    if message:
+        pytest.fail(message, pytrace=False)
+    return result
 
 
 @pytest.fixture
