@@ -144,5 +144,10 @@ def test_a_dump_that_holds_two_dumps_keeps_them_apart(tmp_path, driftline) -> No
         dump.operator("Relu", "Relu_1", [X], [X])
         dump.graph_text(NODES)
     said = driftline("show", tmp_path / "dump")
+    assert said.code == 2
+    assert "holds 2 dumps: dump_a, dump_b" in said.err
+    said = driftline("show", tmp_path / "dump" / "dump_b")
     assert said.code == 0
-    assert "1, 1.p1" in said.out
+    for session in ("20240130064151", "20240130070000"):  # of one dump: processes of a rank
+        GeDump(tmp_path / "one", session=session, world=(2, 1)).operator("Op", "a", [X], [X])
+    assert "1, 1.p1" in driftline("show", tmp_path / "one").out
