@@ -180,3 +180,11 @@ def test_pads_on_one_side_and_a_mask_for_the_rest_work_together() -> None:
     row = row_of(driftline.compare(reference, candidate, masks="captured"), "a")
     assert row.status == "pass"
     assert row.reference_shape == (7, 4)
+
+
+def test_a_mask_with_nan_is_refused(tmp_path: Path) -> None:
+    from driftline.alignment.masks import read_mask_file
+
+    np.save(tmp_path / "m.npy", np.array([1.0, np.nan, 0.0]))
+    with pytest.raises(BadFile, match="holds NaN"):
+        read_mask_file(tmp_path / "m.npy")

@@ -153,3 +153,42 @@ def test_the_command_line_saves_and_takes_back_a_plan(
     said = drift("--map", "q=z")
     assert said.code == 2
     assert "no site of the reference matches 'q'" in said.err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ('steps = ["split(axis 9, 0:3)"], shape = [3]', "split(axis 9, 0:3) does not fit 6"),
+        ('steps = ["trim(axis 0, 0:7)"], shape = [7]', "does not fit 6"),
+        ('steps = ["select(axis 0, 0,6)"], shape = [2]', "does not fit 6"),
+        ('steps = ["transpose(1,0)"], shape = [6]', "does not fit 6"),
+        ('steps = ["reshape(2,4)"], shape = [2, 4]', "does not fit 6"),
+        ('steps = ["split(axis 0, 0:3)"], shape = [4]', "the steps give 3, the recipe says 4"),
+        ('steps = ["dequantise(axis 0)"], shape = [6]', "dequantise takes values"),
+        ('steps = ["trim(axis 0, 0:3)", "sum"], shape = [3]', "must be the first step"),
+    ],
+)
+def test_a_recipe_that_cannot_be_carried_out_is_refused_when_the_plan_is_read(
+    two: tuple[Run, Run], tmp_path: Path, recipe: str, says: str
+) -> None:
+    file = tmp_path / "plan.toml"
+    key = "rank0/step0/a/output/0"
+    file.write_text(
+        f'plan = 1\n[[pair]]\nreference = "{key}"\ncandidate = "{key}"\n'
+        f'candidate_recipe = {{ sources = ["{key}"], {recipe} }}\n'
+    )
+    with pytest.raises(BadFile, match="line 5: ") as trouble:
+        read_plan(file, *two)
+    assert says in str(trouble.value)
+
+
+@pytest.mark.parametrize("confidence", ["7.5", "-1", "nan", "true", '"high"'])
+def test_a_confidence_that_is_none_is_refused(
+    two: tuple[Run, Run], tmp_path: Path, confidence: str
+) -> None:
+    file = tmp_path / "plan.toml"
+    key = "rank0/step0/a/output/0"
+    pair = f'[[pair]]\nreference = "{key}"\ncandidate = "{key}"\nconfidence = {confidence}\n'
+    file.write_text(f"plan = 1\n{pair}")
+    with pytest.raises(BadFile, match="line 5: confidence is a number from 0 to 1"):
+        read_plan(file, *two)

@@ -95,7 +95,7 @@ def test_a_transpose_written_by_hand_is_carried_out(tmp_path: Path) -> None:
     assert (row.by, row.candidate_site) == ("plan", "b")
 
 
-def test_a_step_that_does_not_fit_is_a_row_with_a_reason(tmp_path: Path) -> None:
+def test_a_step_that_does_not_fit_is_refused_before_anything_is_compared(tmp_path: Path) -> None:
     run = run_of({"a": noise(3, 4), "b": noise(2)})
     (tmp_path / "plan.toml").write_text(
         """
@@ -109,9 +109,8 @@ def test_a_step_that_does_not_fit_is_a_row_with_a_reason(tmp_path: Path) -> None
         shape = [3, 4]
         """
     )
-    row = driftline.compare(run, run, plan=tmp_path / "plan.toml").rows[0]
-    assert row.status == "incomparable"
-    assert "trim(axis 0, 0:9) does not fit 3x4" in row.reason
+    with pytest.raises(BadFile, match=r"trim\(axis 0, 0:9\) does not fit 3x4"):
+        driftline.compare(run, run, plan=tmp_path / "plan.toml")
 
 
 def test_a_step_that_means_nothing_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -491,3 +491,24 @@ def test_parameters_of_what_is_never_called_go_with_the_site_around_them(tmp_pat
     found = [p for p in plan.pairs if p.reference.key.site == "attn.out_proj"]
     assert {p.reference.key.slot for p in found} == {"weight", "bias"}
     assert driftline.compare(*runs, plan=plan).verdict == "pass"
+
+
+def test_two_models_with_little_in_common_are_asked_about(tmp_path: Path) -> None:
+    reference = twins.captured(twins.llama(), tmp_path / "ref")
+    candidate = twins.captured(twins.bert(), tmp_path / "cand")
+    plan = driftline.align(reference, candidate)
+    assert any("are these runs of one model?" in note for note in plan.notes)
+    assert driftline.compare(reference, candidate, plan=plan).verdict == "fail"
+
+
+def test_nothing_told_apart_is_said_with_the_reason() -> None:
+    import numpy as np
+
+    from driftline.errors import BadInput
+    from driftline.testing.runs import run_of
+
+    x = np.ones((1, 4), np.float32)
+    ours, theirs = ({f"{side}{n}": x for n in range(count)} for side, count in (("a", 3), ("b", 2)))
+    classes = {f"{side}{n}": "Linear" for side in "ab" for n in range(3)}
+    with pytest.raises(BadInput, match="structure tells none apart either: 'b0' of the candidate"):
+        driftline.align(run_of(ours, classes=classes), run_of(theirs, classes=classes))

@@ -127,7 +127,11 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     if (plan.missing or plan.extra) and options.structural and ordered:
         plan = _by_structure(plan, reference, candidate, options)
     if not plan.pairs:
-        raise nothing_in_common(plan.missing, plan.extra)
+        trouble = nothing_in_common(plan.missing, plan.extra)
+        if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
+            said = f"{trouble}; structure tells none apart either: {tried}"
+            raise BadInput(said, hint=f"{trouble.hint}; --map says which site is which")
+        raise trouble
     return plan
 
 
@@ -164,6 +168,13 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
             "do other work or stand in another place, so structure decides; --map overrides it",
         ]
     plan = _more(plan, [*found.pairs, *again])
+    least, most = sorted((len(plan.missing), len(plan.extra)))
+    if 2 * least > len(plan.pairs) > 0:
+        notes = [
+            *notes,
+            f"many tensors have no partner ({least} and {most} on the two sides, {len(plan.pairs)} "
+            "pairs): are these runs of one model?",
+        ]
     reasons = {
         (side, record.key): found.reasons[side, record.key]
         for side, records in (("reference", plan.missing), ("candidate", plan.extra))

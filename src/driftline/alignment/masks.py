@@ -62,6 +62,8 @@ def read_mask_file(path: Path) -> Mask:
         shown = "x".join(map(str, record.shape)) or "scalar"
         raise BadFile(f"{path} holds {shown}", hint="a mask is [batch, tokens] or [tokens]")
     raw: npt.NDArray[Any] = run.raw(record)
+    if raw.dtype.kind == "f" and np.isnan(raw).any():
+        raise BadFile(f"{path} holds NaN", hint="what counts is non-zero, what does not is 0")
     mask = raw.reshape(record.shape) != 0
     if not mask.any():
         raise BadFile(f"{path} leaves out every position", hint="what counts must be non-zero")

@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.recipe import Recipe, recipe_from_json
+from driftline.alignment.recipe_shapes import check_recipe
 from driftline.errors import BadFile, BadInput, DriftlineError, did_you_mean
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
@@ -182,8 +183,10 @@ class _Reader:
         by, confidence = about.get("by", "plan"), about.get("confidence", 1.0)
         if by not in get_args(Rule):
             raise self._bad(f"'{by}' is no rule", "pair", at, "by", get_args(Rule))
-        if isinstance(confidence, bool) or not isinstance(confidence, (int, float)):
-            raise self._bad(f"confidence is a number, not {confidence!r}", "pair", at, "confidence")
+        number = isinstance(confidence, (int, float)) and not isinstance(confidence, bool)
+        if not number or not 0 <= cast(float, confidence) <= 1:
+            sentence = f"confidence is a number from 0 to 1, not {confidence!r}"
+            raise self._bad(sentence, "pair", at, "confidence")
         first, second = (self._recipe(at, about, side) for side in ("reference", "candidate"))
         trouble = str(about.get("trouble", ""))
         return Pair(ours, theirs, cast(Rule, by), float(confidence), first, second, trouble)
@@ -193,7 +196,9 @@ class _Reader:
         if field not in about:
             return None
         try:
-            return recipe_from_json(about[field], self._finder(at, side, field))
+            recipe = recipe_from_json(about[field], self._finder(at, side, field))
+            check_recipe(recipe)
+            return recipe
         except BadFile:
             raise
         except DriftlineError as trouble:
