@@ -53,6 +53,9 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
             finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
     elif first is not None:
         verdict = "fail"
+    elif _only_inputs(rows):
+        verdict = "incomparable"
+        finding = f"only inputs could be compared, and no output of the reference: {coverage}"
     elif not coverage.share >= allowed.min_coverage:
         verdict = "fail"
         finding = (
@@ -75,6 +78,13 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
         finding=finding,
         limits={**allowed.as_json(), "said": str(allowed)},
     )
+
+
+def _only_inputs(rows: tuple[Row, ...]) -> bool:
+    """Whether what agrees is only what both were given: two unrelated models have that, too."""
+    if any(row.compared and row.key.port != "input" for row in rows):
+        return False
+    return any(row.key.port == "output" and row.status != "extra" for row in rows)
 
 
 def exit_code(table: Table) -> int:
