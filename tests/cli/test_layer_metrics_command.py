@@ -186,6 +186,22 @@ def test_shapes_that_were_finished_stay_when_a_later_one_fails(
     assert not list((place / "out").glob(".driftline*"))
 
 
+def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing_half(
+    layers: Command, place: Path
+) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        said = layers("--batch_sizes", 6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said.code == 2
+    assert "the results cannot be written to out: File too large" in said.err
+    assert not list((place / "out").iterdir())
+
+
 def test_a_number_that_overflows_on_the_device_is_said_and_not_hidden(
     layers: Command, place: Path
 ) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,7 +130,10 @@ def run_layers(
         ready(target)  # a device that is not there is told before a model is loaded
     own = models or LayerModels()
     batch = pad_left(own.prompts(ask), ask.length)
-    with empty_desk(ask.output_path, WHAT, ask.prefix, OPTION) as desk:
+    with (
+        _told(ask.output_path),
+        empty_desk(ask.output_path, WHAT, ask.prefix, OPTION) as desk,
+    ):
         reference, candidate = own.model(ask, "reference"), own.model(ask, "candidate")
         layers_ask.check_names(ask, _sites(reference), reference.library)
         files = LayerFiles(desk, reference.library, elements=ask.elements)
@@ -148,6 +152,18 @@ def run_layers(
                 "no layer could be compared: " + (_why(walk) or "nothing was captured")
             )
         return _finish(ask, files, walk, desk, judge)
+
+
+@contextmanager
+def _told(folder: Path) -> Generator[None]:
+    """What a disk refuses, as a sentence."""
+    try:
+        yield
+    except OSError as trouble:
+        raise DriftlineError(
+            f"the results cannot be written to {folder}: {trouble.strerror or trouble}",
+            hint="shapes that were finished are kept; the same command goes on with the others",
+        ) from trouble
 
 
 def _sites(model: DecoderModel) -> Iterator[str]:
