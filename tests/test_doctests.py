@@ -13,8 +13,9 @@ import driftline
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(driftline.__path__, "driftline.")
-    # The first is run by being imported; the second is no Python module but the C kernel.
-    if module.name not in ("driftline.__main__", "driftline.numerics._kernel")
+    # The first is run by being imported; the others are C libraries, not Python modules.
+    if module.name
+    not in ("driftline.__main__", "driftline.numerics._kernel", "driftline.formats._reading")
 )
 
 

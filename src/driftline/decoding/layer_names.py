@@ -31,7 +31,7 @@ def layer_csv(prefix: str, layer: str, metric: str) -> str:
     """The file of one metric of one layer.
 
     >>> layer_csv("acme--tiny_max-new-tokens-8_batch-size-1_seq-length-64_dtype-float16",
-    ...           "model.head", "cos_sim")[-32:]
+    ...           "model.head", "cos_sim")[-31:]
     'float16--model.head.cos_sim.csv'
     """
     return f"{prefix}--{layer}.{metric}.csv"
