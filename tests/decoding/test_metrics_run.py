@@ -334,12 +334,20 @@ class TestGoingOn:
         lines.write_text("alpha beta gamma delta river stone\n" * 9)
         with pytest.raises(AlreadyThere, match="its prompts are others"):
             run(model_path="mine", prompts=lines)
-        weights = desk / "mine" / "model.safetensors"
-        content = bytearray(weights.read_bytes())
-        content[len(content) // 2] ^= 1
-        weights.write_bytes(content)
+        config = desk / "mine" / "config.json"
+        said = config.read_text()
+        config.write_text(said.replace('"silu"', '"relu"'))
         with pytest.raises(AlreadyThere, match="weights was"):
             run(model_path="mine")
+        config.write_text(said)
+        weights = desk / "mine" / "model.safetensors"
+        good = weights.read_bytes()
+        for place in (len(good) // 10, len(good) // 2, len(good) - 2):
+            content = bytearray(good)
+            content[place] ^= 1
+            weights.write_bytes(content)
+            with pytest.raises(AlreadyThere, match="weights was"):
+                run(model_path="mine")
         outcome, _ = run(model_path="mine", force=True)
         assert outcome.tokens == 8
 

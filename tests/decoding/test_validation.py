@@ -100,6 +100,21 @@ def test_equal_tokens_pass_level_0_and_nothing_more_is_run(subjects):
     assert lines[-1] == "[ 0/ 1]: passed validation level 0"
 
 
+def test_equal_tokens_of_logits_that_are_no_numbers_do_not_pass():
+    own = Subjects()
+    for model in (own.reference(ask(), _job()), own.candidate(ask(), _job())):
+        model.module.get_submodule("lm_head").weight.data[5, 3] = torch.nan
+    with pytest.raises(DriftlineError, match="prompt 0: 8 logits of the reference are NaN or inf"):
+        run(own)
+    own = Subjects()
+    # Never the largest, so that both sides say the same tokens.
+    own.candidate(ask(), _job()).module.get_submodule("lm_head").register_forward_hook(
+        lambda _module, _inputs, output: output.index_fill(-1, torch.tensor([5]), -torch.inf)
+    )
+    with pytest.raises(DriftlineError, match="prompt 0: 8 logits of the candidate are NaN or inf"):
+        run(own)
+
+
 def test_a_damaged_layer_fails_and_is_named_with_prompt_and_token(subjects):
     own = damaged(subjects, "model.layers.1.mlp.down_proj", 1.5)
     verdict, lines = run(own, METRICS_THRESHOLD="3.5,0.0005")

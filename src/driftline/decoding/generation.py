@@ -28,12 +28,14 @@ class Validation(NamedTuple):
         choices: int64 [prompts, new]: what the model itself would have said at each step; differs
             from the tokens where it was forced.
         prompt_length: Tokens before the first generated one, padding included.
+        nonfinite: int64 [prompts, new]: how many logits were NaN or infinite, kept or not.
     """
 
     tokens: torch.Tensor
     logits: torch.Tensor | None
     choices: torch.Tensor
     prompt_length: int
+    nonfinite: torch.Tensor
 
     @property
     def new_tokens(self) -> int:
@@ -76,6 +78,7 @@ def generate(
     tokens = torch.zeros(rows, width + max_new_tokens, dtype=torch.int64)
     tokens[:, :width] = batch.ids
     choices = torch.zeros(rows, max_new_tokens, dtype=torch.int64)
+    nonfinite = torch.zeros_like(choices)
     logits: torch.Tensor | None = None
     mask = torch.ones(rows, width + max_new_tokens, dtype=torch.bool)
     mask[:, :width] = batch.mask
@@ -97,11 +100,12 @@ def generate(
                     logits = torch.empty(shape, dtype=row.logits.dtype)
                 logits[:, step] = row.logits.cpu()
             choices[:, step] = row.logits.argmax(dim=-1).cpu()
+            nonfinite[:, step] = row.logits.isfinite().logical_not_().sum(dim=-1).cpu()
             tokens[:, end] = choices[:, step] if said is None else said[:, end]
             positions[:, end] = after + step
             if progress is not None:
                 progress(step + 1, max_new_tokens)
-    return Validation(tokens, logits, choices, width)
+    return Validation(tokens, logits, choices, width, nonfinite)
 
 
 def _asked(

@@ -26,7 +26,9 @@ from driftline.settings import job_place
 Keep = Literal["full", "topk"]
 TABLE = "tokens.parquet"
 SIDECAR = "provenance.json"
-_LOOK = 1 << 16
+_WHOLE = 64 << 20
+_PIECES = 1024
+_PIECE = 1 << 16
 DONE = "prob_mean"
 """The metric whose file is written last: where it is, everything is."""
 
@@ -182,7 +184,11 @@ def described(ask: MetricsAsk, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weights(source: str) -> str | None:
-    """Enough of a local model's files to notice that it was trained on: no more is read of them."""
+    """Tells a local model from one that was trained on, or is set up in another way.
+
+    The config is read whole, and weights too unless they are large: then the beginning and pieces
+    all over the file, so that it is noticed when a single matrix has changed.
+    """
     folder = Path(source)
     if not folder.is_dir():
         return None
@@ -190,10 +196,12 @@ def _weights(source: str) -> str | None:
     for path in sorted(folder.iterdir()):
         if path.suffix in (".safetensors", ".bin") or path.name == "config.json":
             size = path.stat().st_size
+            step = _PIECE if size <= _WHOLE else -(-size // _PIECES)
+            made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
             with path.open("rb") as file:
-                file.seek(size // 2)
-                made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
-                made.update(file.read(_LOOK))
+                for start in range(0, size, step):
+                    file.seek(start)
+                    made.update(file.read(_PIECE))
     return made.hexdigest()[:32]
 
 

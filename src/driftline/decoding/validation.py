@@ -36,6 +36,8 @@ TOPK = 20
 WARM_UP = 2
 """Tokens generated to have the candidate compiled: the first call, and one with a cache."""
 Say = Callable[[str], None]
+_UNFIT = "such logits cannot be validated"
+_WHERE = "driftline layer-metrics shows in which layer they begin"
 
 
 class Verdict(NamedTuple):
@@ -274,6 +276,10 @@ class _Work:
             differ = (tokens != made.tokens[prompt]).nonzero()
             if len(differ):
                 return prompt, int(differ[0]) - width
+        # A NaN is the largest of its row on every device: such sides agree on their tokens.
+        for prompt, logits in enumerate(reference.logits):
+            _require_numbers(logits.isfinite().logical_not_().sum(dim=-1), prompt, "reference")
+            _require_numbers(made.nonfinite[prompt], prompt, "candidate")
         return None
 
     def _level_1(self, verdict: Verdict, batch: Padded, reference: Saved) -> Verdict:
@@ -334,8 +340,8 @@ class _Work:
         )
         if scored.trouble:
             raise DriftlineError(
-                f"{scored.trouble}; such logits cannot be validated",
-                hint="driftline layer-metrics shows in which layer they begin",
+                f"{scored.trouble}; {_UNFIT}",
+                hint=_WHERE,
             )
         for rows in scored.rows:
             self.tally.add(rows, reference, candidate, ask.new_tokens)
@@ -344,6 +350,20 @@ class _Work:
 def _saved(made: Validation) -> Saved:
     assert made.logits is not None
     return Saved(list(made.tokens), list(made.logits), [], {})
+
+
+def _require_numbers(nonfinite: torch.Tensor, prompt: int, side: str) -> None:
+    """Refuse logits that are no numbers, given how many there are at each token of round 0.
+
+    Raises:
+        DriftlineError: There are some.
+    """
+    if bool(nonfinite.any()):
+        raise DriftlineError(
+            f"round 0, prompt {prompt}: {int(nonfinite.sum())} logits of the {side} are NaN or "
+            f"infinite, first at token {int(nonfinite.nonzero()[0])}; {_UNFIT}",
+            hint=_WHERE,
+        )
 
 
 def _belongs(saved: Saved, batch: Padded, new_tokens: int, where: str) -> None:
