@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from driftline.cli.parsing import Option
-from driftline.cli.progress import on_terminal
+from driftline.cli.progress import Progress, on_terminal
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _run(asks: list[LayersAsk], *, quiet: bool) -> int:
     models = LayerModels()
     code = EXIT_FINE
     for ask in asks:
-        progress = None if quiet else on_terminal("module calls")
+        progress = None if quiet else _Bar()
         try:
             outcome = run_layers(
                 ask,
@@ -181,6 +181,25 @@ def _run(asks: list[LayersAsk], *, quiet: bool) -> int:
         if outcome.nonfinite:
             code = EXIT_DIFFERENT
     return code
+
+
+class _Bar:
+    """Progress from the first module call on: how long models load says nothing about the rest."""
+
+    def __init__(self) -> None:
+        self._shown: Progress | None = None
+        self._begun = False
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._begun:
+            self._begun = True
+            self._shown = on_terminal("module calls")
+        if self._shown is not None:
+            self._shown(done, total)
+
+    def close(self) -> None:
+        if self._shown is not None:
+            self._shown.close()
 
 
 def _say(line: str) -> None:
