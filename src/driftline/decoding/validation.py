@@ -17,6 +17,7 @@ from driftline.decoding import out_files
 from driftline.decoding.decoder import DecoderModel
 from driftline.decoding.desk import require_writable
 from driftline.decoding.failing import METRICS, FirstFailure, PromptCount, Rate, Tally
+from driftline.decoding.few_threads import few_threads
 from driftline.decoding.generation import Validation, generate
 from driftline.decoding.job import Job, join_job
 from driftline.decoding.models import end_ids, find_model, load_model, load_tokenizer, model_layers
@@ -213,7 +214,8 @@ class _Work:
         self.say("AIU warmup")
         start = time.monotonic()
         model = self.subjects.candidate(self.ask, self.job)
-        generate(model, batch, min(WARM_UP, self.ask.new_tokens), keep_logits=False)
+        with few_threads(model):
+            generate(model, batch, min(WARM_UP, self.ask.new_tokens), keep_logits=False)
         self.say(f"PT compile complete, took {time.monotonic() - start:.3f}s")
 
     def _reference(self, seed: int, batch: Padded) -> Saved:
@@ -231,7 +233,8 @@ class _Work:
 
     def _generated(self, model: DecoderModel, batch: Padded, what: str, **words: Any) -> Validation:
         start = time.monotonic()
-        made = generate(model, batch, self.ask.new_tokens, **words)
+        with few_threads(model):
+            made = generate(model, batch, self.ask.new_tokens, **words)
         took = time.monotonic() - start
         if self.ask.timing == "e2e":
             self.say(f"{what} generation took {took:.3f}s")
