@@ -221,6 +221,20 @@ def test_a_number_that_overflows_on_the_device_is_said_and_not_hidden(
     assert not np.isnan(clean).any()
 
 
+def test_a_nan_on_both_sides_is_said(layers: Command, place: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(place / "tiny" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 0] = float("nan")
+    save_file(weights, place / "tiny" / "model.safetensors", metadata={"format": "pt"})
+    said = layers()
+    assert "NaN on both sides, in no figure: " in said.out
+    assert "first model.layers.1.mlp.up_proj" in said.out
+    told = json.loads((place / "out" / f"{PREFIX.format(2, 1, 24)}.layers.json").read_text())
+    layer = told["layers"]["model.layers.1.mlp.up_proj"]
+    assert layer["nan_on_both_sides"] == layer["rows"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -258,6 +258,12 @@ def _summary(outcome: LayersOutcome) -> str:
             f"  NaN or infinite on one side: {counted(rows, 'row')} of "
             f"{counted(len(bad), 'layer')}, first {bad[0].layer}"
         )
+    alike = [layer for layer in layers if layer.nan]
+    if alike:
+        lines.append(
+            f"  NaN on both sides, in no figure: {counted(sum(a.nan for a in alike), 'element')} "
+            f"of {counted(len(alike), 'layer')}, first {alike[0].layer}"
+        )
     lines += [f"  {note}" for note in outcome.notes]
     lines += [
         f"  in {ask.output_path}: {counted(len(outcome.files), 'csv file')}, "

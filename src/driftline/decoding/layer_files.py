@@ -28,6 +28,7 @@ class LayerSum(NamedTuple):
         outputs: How many outputs of how many iterations were compared.
         rows: Rows that count.
         nonfinite: Rows that are NaN: non-finite on one side only, or altogether.
+        nan: Elements that are NaN on both sides.
         abs_diff: Mean over all other rows.
         largest: Of abs_diff, over all other rows.
         cos_sim: Smallest over all other rows.
@@ -38,11 +39,12 @@ class LayerSum(NamedTuple):
     outputs: int = 0
     rows: int = 0
     nonfinite: int = 0
+    nan: int = 0
     abs_diff: float = 0.0
     largest: float = 0.0
     cos_sim: float = math.inf
 
-    def with_rows(self, abs_diff: Any, cos_sim: Any) -> LayerSum:
+    def with_rows(self, abs_diff: Any, cos_sim: Any, nan: int = 0) -> LayerSum:
         known = self.rows - self.nonfinite
         good = ~np.isnan(abs_diff)
         count = int(good.sum())
@@ -52,6 +54,7 @@ class LayerSum(NamedTuple):
             outputs=self.outputs + 1,
             rows=self.rows + len(abs_diff),
             nonfinite=self.nonfinite + len(abs_diff) - count,
+            nan=self.nan + nan,
             abs_diff=self.abs_diff + (mean - self.abs_diff) * count / total if total else 0.0,
             largest=max(self.largest, float(abs_diff[good].max(initial=0.0))),
             cos_sim=min(self.cos_sim, float(cos_sim[good].min(initial=math.inf))),
@@ -84,7 +87,7 @@ class LayerFiles:
             self._places[site] = len(self.sums)
             self.sums[site] = LayerSum(file_layer(site, self._library), site)
         at = self._places[site]
-        self.sums[site] = self.sums[site].with_rows(found.abs_diff, found.cos_sim)
+        self.sums[site] = self.sums[site].with_rows(found.abs_diff, found.cos_sim, found.nan)
         every = found.elements if self._elements and found.elements is not None else found.abs_diff
         for metric, values in zip(METRICS, (every, found.cos_sim), strict=True):
             with self._draft(at, metric).open("ab") as file:

@@ -205,6 +205,7 @@ def _finish(
             "outputs": layer.outputs,
             "rows": layer.rows,
             "nonfinite_rows": layer.nonfinite,
+            "nan_on_both_sides": layer.nan,
         }
         for layer in files.sums.values()
     }

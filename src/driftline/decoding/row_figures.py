@@ -58,6 +58,7 @@ class Figures(NamedTuple):
         abs_diff: Mean |difference| of each row that counts.
         cos_sim: Cosine of each row that counts.
         elements: |difference| of every element of those rows; None unless asked for.
+        nan: Elements of those rows that are NaN on both sides; they are in no figure.
     """
 
     row: Row
@@ -65,6 +66,7 @@ class Figures(NamedTuple):
     abs_diff: F64
     cos_sim: F64
     elements: F64 | None
+    nan: int = 0
 
 
 NOTHING = np.empty(0)
@@ -119,7 +121,8 @@ def figures_of(
         row = row._replace(reference_recipe=words, candidate_recipe=words)
         row = row._replace(reference_shape=kept, candidate_shape=kept)
     every = _elements(values, here, width) if elements else None
-    return Figures(row, counts, abs_diff, cos_sim, every)
+    nan = min(sum(part.r_nan for part in parts), sum(part.c_nan for part in parts))
+    return Figures(row, counts, abs_diff, cos_sim, every, nan)
 
 
 def _count(shape: tuple[int, ...], width: int) -> int:
