@@ -324,7 +324,7 @@ def test_saved_outputs_that_do_not_fit_are_refused(subjects, tmp_path):
         with pytest.raises(DriftlineError, match=message):
             run(subjects, **words)
     (saved / "0.pt").write_bytes(b"damaged")
-    with pytest.raises(BadFile, match="cannot be loaded"):
+    with pytest.raises(BadFile, match="cannot be loaded: it is damaged"):
         run(subjects, **words)
 
 

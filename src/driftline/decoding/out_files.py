@@ -273,9 +273,10 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as trouble:  # a damaged stream raises whatever it likes
-        said = (str(trouble).splitlines() or [""])[0][:160]
+        said = (str(trouble).splitlines() or [""])[0].partition(". ")[0][:160]
         raise BadFile(
-            f"{path} cannot be loaded: {type(trouble).__name__} {said}".strip(),
+            f"{path} cannot be loaded: it is damaged, or torch.save has not written it "
+            f"({type(trouble).__name__}: {said})",
             hint="delete the folder; what it held is then computed again",
         ) from trouble
 
