@@ -189,7 +189,7 @@ TARGET static void sum_strip(const float *r, const uint8_t *c, int dtype, const 
   else SUM_KIND(LANES_BF16);
 }
 
-/* The sum of |e*m - x*e|, strip by strip in the units of the row's end; backwards, as the last strips are in the cache. */
+/* The sum of |e*m - x*e|, strip by strip in the units of the row's end; backwards: the last are in the cache. */
 LANE_FN double parted(const float *es, const float *bases, int64_t n, float x) {
   const VF minus_x = OP(set1_ps)(-x);
   double sum = 0;

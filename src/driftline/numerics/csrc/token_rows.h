@@ -49,7 +49,7 @@ INLINE Strip units_of(float top, float between) { return (Strip){top * LOG2_E, b
 /* What is seen on the way. `odd` stays: a difference was no number. `wide`: the last strip differed much somewhere. */
 typedef struct { float best; int odd, wide; } Seen;
 
-/* What a thread works in: e and e*m of a row in turns, the unit of each strip, and a strip of either side as float32. */
+/* What a thread works in: e and e*m of a row in turns, the unit of each strip, a strip of either side as float32. */
 typedef struct {
   float *es, *bases, strip[2][STRIP];
 } ScoreRoom;
