@@ -328,6 +328,22 @@ def test_saved_outputs_that_do_not_fit_are_refused(subjects, tmp_path):
         run(subjects, **words)
 
 
+def test_a_saved_reference_of_other_weights_is_refused(subjects, tmp_path):
+    shutil.copytree(LLAMA, tmp_path / "mine")
+    words = {
+        "COMMON_MODEL_PATHS": str(tmp_path / "mine"),
+        "VALIDATION_INFO_DIR": str(tmp_path / "kept"),
+    }
+    run(subjects, SAVE_VALIDATION_INFO_OUTPUTS="1", **words)
+    run(subjects, **words)
+    weights = tmp_path / "mine" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(BadInput, match="made by a model with other weights or another config"):
+        run(subjects, **words)
+
+
 def test_texts_that_end_at_once_leave_nothing_to_judge(subjects, monkeypatch):
     every = tuple(range(384))
     monkeypatch.setattr("driftline.decoding.validation.end_ids", lambda *_: every)

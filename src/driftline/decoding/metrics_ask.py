@@ -146,7 +146,7 @@ def settings(ask: MetricsAsk) -> dict[str, Any]:
         "library": library_for(ask.architecture, ask.library),
         "unfuse_weights": ask.unfuse_weights,
         "extra": plain_json(ask.extra),
-        "weights": _weights(ask.source),
+        "weights": weights_of(ask.source),
         "reference": str(ask.reference),
         "candidate": str(ask.candidate),
         "ranks": job_place().world_size if ask.distributed else 1,
@@ -183,7 +183,7 @@ def described(ask: MetricsAsk, content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _weights(source: str) -> str | None:
+def weights_of(source: str) -> str | None:
     """Tells a local model from one that was trained on, or is set up in another way.
 
     The config is read whole, and weights too unless they are large: then the beginning and pieces

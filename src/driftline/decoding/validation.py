@@ -20,10 +20,12 @@ from driftline.decoding.failing import METRICS, FirstFailure, PromptCount, Rate,
 from driftline.decoding.few_threads import few_threads
 from driftline.decoding.generation import Validation, generate
 from driftline.decoding.job import Job, join_job
+from driftline.decoding.metrics_ask import weights_of
 from driftline.decoding.models import end_ids, find_model, load_model, load_tokenizer, model_layers
 from driftline.decoding.out_files import REFERENCE, Saved
 from driftline.decoding.prompts import Padded, Prompt, PromptPool, pad_left
 from driftline.decoding.round_scores import score_round
+from driftline.decoding.saved_reference import require_fitting
 from driftline.decoding.targets import ready
 from driftline.decoding.validate_ask import ValidateAsk
 from driftline.errors import BadInput, DriftlineError
@@ -224,7 +226,7 @@ class _Work:
         if place is not None and place.is_dir():
             self.say(f"cpu validation info found for seed={seed} -- loading it")
             saved = out_files.read_out(place)
-            _belongs(saved, batch, self.ask.new_tokens, str(place))
+            require_fitting(saved, batch, self.ask.new_tokens, self.ask.source, str(place))
             return saved
         made = self._generated(self.subjects.reference(self.ask, self.job), batch, "cpu")
         saved = _saved(made)
@@ -258,6 +260,7 @@ class _Work:
                 "max_new_tokens": self.ask.new_tokens,
                 "micro_layers": self.ask.micro_layers,
                 "random_weights": self.ask.random_weights,
+                "weights": weights_of(self.ask.source),
             },
         }
         try:
@@ -367,30 +370,3 @@ def _require_numbers(nonfinite: torch.Tensor, prompt: int, side: str) -> None:
             f"infinite, first at token {int(nonfinite.nonzero()[0])}; {_UNFIT}",
             hint=_WHERE,
         )
-
-
-def _belongs(saved: Saved, batch: Padded, new_tokens: int, where: str) -> None:
-    """Refuse saved outputs of other prompts or another shape.
-
-    Raises:
-        BadInput: They are.
-    """
-    if not saved.logits:
-        raise BadInput(
-            f"{where} keeps no logits, or only the largest",
-            hint="make it again with `driftline metrics --logits full`, or name another folder",
-        )
-    width = int(batch.ids.shape[1])
-    same = len(saved.tokens) == len(batch.ids) and all(
-        len(tokens) == width + new_tokens and _equal(tokens[:width], ids)
-        for tokens, ids in zip(saved.tokens, batch.ids, strict=True)
-    )
-    if not same:
-        raise BadInput(
-            f"{where} was made from other prompts, or another shape",
-            hint="use the prompt file it was made from, or name another --validation_info_dir",
-        )
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return len(a) == len(b) and bool((a == b).all())
