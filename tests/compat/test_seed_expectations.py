@@ -70,7 +70,8 @@ def test_the_documented_commands_capture_and_then_pass(desk: Path) -> None:
     test = "tests/models/test_model_expectations.py::TestAIUDecoderModels::test_model"
     assert f"{test}_output[{model}-False] <- " in said
     assert f"{test}_unfused[{model}] <- " in said
-    assert "SKIPPED (All AIU models are already unfused)" in said
+    # pytest breaks the line where the terminal ends, which depends on the length of the paths.
+    assert "SKIPPED (All AIU models are already unfused)" in " ".join(said.split())
     assert "2 passed, 1 skipped" in said
     kept = sorted(p.name for p in (desk / "tests" / "resources" / "expectations").iterdir())
     stem = "models.test_model_expectations.TestAIUDecoderModels.acme--tiny-llama.test_model"
