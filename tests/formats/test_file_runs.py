@@ -105,3 +105,11 @@ def test_bytes_that_lie_plainly_are_mapped_not_copied(tmp_path: Path) -> None:
     for name in ("a.npy", "a.npz", "a.safetensors"):
         handle = next(iter(open_run(tmp_path / name).tensors()))
         assert not handle.raw().flags.owndata, name
+
+
+def test_our_own_formats_are_announced_like_anybodys() -> None:
+    from driftline.formats.opening import BUILTIN, GROUP, TREES
+    from driftline.registry import plugins
+
+    announced = plugins(GROUP)
+    assert {name: announced.get(name) for name in (*BUILTIN, *TREES)} == BUILTIN | TREES

@@ -195,7 +195,7 @@ def _opened(format_: Format | TreeFormat, path: Path) -> Run:
 
 def _announced() -> Iterator[Format | TreeFormat]:
     for name, address in plugins(GROUP).items():
-        if name not in BUILTIN:
+        if name not in BUILTIN and name not in TREES:
             yield address.load()
 
 
