@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,19 +188,22 @@ def test_shapes_that_were_finished_stay_when_a_later_one_fails(
     assert not list((place / "out").glob(".driftline*"))
 
 
-def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing_half(
-    layers: Command, place: Path
-) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
-    try:
-        said = layers("--batch_sizes", 6)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert said.code == 2
-    assert "the results cannot be written to out: File too large" in said.err
+def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing_half(place: Path) -> None:
+    # In a process of its own: the limit would also cut short what torch writes while it is imported.
+    program = (
+        "import resource, sys\n"
+        "from driftline.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = ["layer-metrics", "--mode", "model-forward", "--model_paths", "tiny"]
+    words += ["--sharegpt_path", str(PROMPTS), "--max_new_tokens", "2", "--output_path", "out"]
+    words += ["--seq_lengths", "24", "--batch_sizes", "6"]
+    said = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=place, capture_output=True, text=True
+    )
+    assert said.returncode == 2
+    assert "the results cannot be written to out: File too large" in said.stderr
     assert not list((place / "out").iterdir())
 
 
