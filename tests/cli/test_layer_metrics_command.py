@@ -189,7 +189,7 @@ def test_shapes_that_were_finished_stay_when_a_later_one_fails(
 
 
 def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing_half(place: Path) -> None:
-    # In a process of its own: the limit would also cut short what torch writes while it is imported.
+    # In a process of its own: the limit would also cut short what torch writes when imported.
     program = (
         "import resource, sys\n"
         "from driftline.cli.main import main\n"
