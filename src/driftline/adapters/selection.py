@@ -252,30 +252,3 @@ def patterns(value: object) -> tuple[str, ...]:
     if isinstance(value, Iterable):
         return tuple(part for item in cast("Iterable[object]", value) for part in patterns(item))
     raise BadInput(f"{value!r} cannot be a filter", hint="give a text, a number or a list of them")
-
-
-def steps_from_pairs(text: str) -> tuple[str, ...]:
-    """The seed's `-er`: numbers in pairs, both ends included; a trailing odd number is ignored.
-
-    >>> steps_from_pairs("3,5,7,7")
-    ('3-5', '7-7')
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise BadInput(
-            f"'{text}' is not a list of steps", hint="write pairs of numbers, such as 3,5,7,7"
-        )
-    if len(parts) == 1:
-        raise BadInput(
-            f"'{text}' is half a range", hint=f"numbers come in pairs: write {text},{text}"
-        )
-    return tuple(f"{a}-{b}" for a, b in zip(parts[0::2], parts[1::2], strict=False))
-
-
-def ids_from_text(text: str) -> tuple[str, ...]:
-    """The seed's `-ids`: `2,3_1`; blanks around a comma do no harm.
-
-    >>> ids_from_text("2, 3_1")
-    ('2', '3_1')
-    """
-    return tuple(part.strip() for part in text.split(",") if part.strip())

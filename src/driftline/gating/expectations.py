@@ -36,7 +36,6 @@ from driftline.gating.signature import (
 )
 
 Update = Literal["none", "new", "failed", "all"]
-UPDATES: tuple[Update, ...] = ("none", "new", "failed", "all")
 State = Literal["same", "written", "rewritten", "missing", "different"]
 SEED = 42
 SHOWN = 8
