@@ -96,6 +96,7 @@ class Statistic(NamedTuple):
 
 P99 = Statistic("p99", 99.0)
 AVERAGE = Statistic("average")
+L2 = Statistic("l2")
 
 
 def parse_statistic(word: str) -> Statistic:
