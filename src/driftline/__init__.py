@@ -11,6 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from driftline import operators as operators
     from driftline.adapters.torch.door import capture as capture
     from driftline.adapters.torch.door import step as step
     from driftline.comparison.storage import open_table as open_table
@@ -36,6 +37,7 @@ _DOORS = {
     "step": "driftline.adapters.torch.door:step",
     "convert": "driftline.formats.conversion:convert",
     "align": "driftline.gating.door:align",
+    "operators": "driftline.operators:",
     "open_run": "driftline.formats.opening:open_run",
     "compare": "driftline.gating.door:compare",
     "compare_models": "driftline.gating.models:compare_models",
@@ -65,6 +67,7 @@ __all__ = [
     "load_thresholds",
     "open_run",
     "open_table",
+    "operators",
     "register_hook",
     "register_saving_hook",
     "set_label",
@@ -80,7 +83,9 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     module, _, attribute = address.partition(":")
-    door = getattr(importlib.import_module(module), attribute)
+    door = importlib.import_module(module)
+    if attribute:
+        door = getattr(door, attribute)
     globals()[name] = door  # the next use finds it without coming here
     return door
 

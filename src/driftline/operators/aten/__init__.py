@@ -1,0 +1,1 @@
+"""Calls of torch operators, replayed from what a run captured of them."""

@@ -1,0 +1,152 @@
+"""What is said about one output of one operator, and how much of a dump was looked at at all.
+
+Values only: who computed them (`judging`) and who prints them (`reports`) is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Status: TypeAlias = Literal["pass", "fail", "not checked"]
+Metric: TypeAlias = Literal["abs", "cos_sim", "kl"]
+METRICS: tuple[Metric, ...] = ("abs", "cos_sim", "kl")
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class OperatorCall(NamedTuple):
+    """One execution of one operator: what its rows have in common.
+
+    Attributes:
+        site: Place in the model, as the run calls it.
+        op_type: `LinearOperation`, or `aten.add.Tensor`.
+        ids: The dump's own number of it (`24_1`); empty where it has none.
+        step: Token, execution or training step.
+        rank: Rank or device.
+        process: Tells processes of one rank apart.
+        visit: The nth call of the site within the step.
+        phase: forward, backward or recompute.
+        param: Its parameters, as the dump has them.
+        path: Where it lies below what was opened; empty where many share a file.
+    """
+
+    site: str
+    op_type: str
+    ids: str = ""
+    step: int = 0
+    rank: int = 0
+    process: int = 0
+    visit: int = 0
+    phase: str = "forward"
+    param: Mapping[str, Any] = _NOTHING
+    path: str = ""
+
+
+class Figures(NamedTuple):
+    """What the comparison of one output with its golden values gave.
+
+    Attributes:
+        status: pass, fail, or not checked.
+        reason: Why not pass; what is worth knowing of a pass (elements outside, say).
+        bound: Largest error an element may have, relative to the golden value (absolute for
+            quantised integers; 0 for exact results); of a growing bound, the part that is relative.
+        bound_name: Which bound decided: `float16`, `exact`, `float16, K=8192`.
+        share: Percent of elements within the bound.
+        required: Percent that must be.
+        max_rel_error: Largest |actual - golden| / |golden|; inf where golden is 0 and actual not.
+        max_abs_error: Largest |actual - golden|.
+        elements: How many elements there are.
+        abs_share: Metric abs: percent of elements whose *absolute* error is within the bound.
+        cos_sim: Metric cos_sim: cosine of the two tensors.
+        kl: Metric kl: Kullback-Leibler divergence of the two tensors read as distributions.
+    """
+
+    status: Status
+    reason: str = ""
+    bound: float | None = None
+    bound_name: str = ""
+    share: float | None = None
+    required: float | None = None
+    max_rel_error: float | None = None
+    max_abs_error: float | None = None
+    elements: int = 0
+    abs_share: float | None = None
+    cos_sim: float | None = None
+    kl: float | None = None
+
+
+class OutputRow(NamedTuple):
+    """One output of one operator call.
+
+    Attributes:
+        call: The operator.
+        slot: Which output; empty for a call that was not checked as a whole.
+        dtype: Element type of the output.
+        shape: Its shape.
+        figures: What was found.
+        path: The file of the output, below what was opened; empty where many share one.
+    """
+
+    call: OperatorCall
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    figures: Figures
+    path: str = ""
+
+    @property
+    def status(self) -> Status:
+        return self.figures.status
+
+
+def unchecked(call: OperatorCall, reason: str) -> OutputRow:
+    """The row of a call that could not be checked, with the reason."""
+    return OutputRow(call, "", "", (), Figures("not checked", reason))
+
+
+class Coverage(NamedTuple):
+    """How many operators were checked, how many not, and why.
+
+    Attributes:
+        operators: Calls that were looked at.
+        passed: Calls all of whose outputs pass.
+        failed: Calls with an output that fails.
+        unchecked: Calls without a failing output of which nothing, or not every output, could be
+            checked.
+        reasons: For each reason, how many calls; the most frequent first.
+        filtered: Calls that the user's filters left out; not among `operators`.
+    """
+
+    operators: int
+    passed: int
+    failed: int
+    unchecked: int
+    reasons: tuple[tuple[str, int], ...]
+    filtered: int = 0
+
+
+def coverage(calls: Iterable[Iterable[OutputRow]], filtered: int = 0) -> Coverage:
+    """Counts over the rows of each call."""
+    counts: Counter[Status] = Counter()
+    reasons: Counter[str] = Counter()
+    for rows in calls:
+        found = list(rows)
+        states = {row.status for row in found}
+        if "fail" in states:
+            counts["fail"] += 1
+        elif "not checked" in states or not found:
+            counts["not checked"] += 1
+        else:
+            counts["pass"] += 1
+        reasons.update({r.figures.reason for r in found if r.status == "not checked"})
+    return Coverage(
+        sum(counts.values()),
+        counts["pass"],
+        counts["fail"],
+        counts["not checked"],
+        tuple(reasons.most_common()),
+        filtered,
+    )
