@@ -27,8 +27,11 @@ class Call:
         records: Its tensors, in order.
         out: Shape of its main output; None if no output was kept.
         into: Shape of its main input; None if no input was kept.
-        fed_by: Digest of its main input; empty if not known.
-        makes: Digest of its main output; empty if not known.
+        fed_by: One text for its main input, whoever reads it: its digest, or who made it; empty
+            if not known.
+        makes: The same for its main output.
+        layout: Of a fused projection: role, first and last column plus one of each part, where the
+            dataflow shows them.
         inner: It stands inside a call that counts as one thing, such as an adapted Linear.
         leaf: Nothing is inside it that counts.
         called: It has tensors of a call, and not only parameters or gradients.
@@ -38,8 +41,8 @@ class Call:
     """
 
     __slots__ = (
-        "called", "class_name", "ended", "fed_by", "inner", "into", "kind", "leaf", "makes",
-        "order", "out", "parts", "records", "role", "site", "visit",
+        "called", "class_name", "ended", "fed_by", "inner", "into", "kind", "layout", "leaf",
+        "makes", "order", "out", "parts", "records", "role", "site", "visit",
     )  # fmt: skip
 
     def __init__(self, site: str, visit: int, records: list[Record]) -> None:
@@ -62,6 +65,7 @@ class Call:
         self.inner = False
         self.leaf = True
         self.parts: tuple[Call, ...] = ()
+        self.layout: tuple[tuple[str, int, int], ...] = ()
         output = main_tensor(records, "output")
         source = main_tensor(records, "input")
         self.out = None if output is None else output.shape

@@ -45,6 +45,8 @@ _EXACT = {
     "RopeOperation": "rope",
     "ActivationOperation": "activation",
     "SoftmaxOperation": "softmax",
+    "SplitOperation": "cut",
+    "SliceOperation": "cut",
     "LmHead": "linear",
     "Lm_head": "linear",
     "LMHead": "linear",

@@ -6,11 +6,12 @@ part of the fused tensor each member is. Knows shapes, roles and digests; carrie
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from driftline.alignment.calls import Call
+from driftline.alignment.calls import Call, main_tensor
 from driftline.alignment.classes import OWN_LAYOUT, PER_HEAD, ROLE_ORDER, TRANSPOSED
 from driftline.alignment.recipe import Recipe, Step
 from driftline.runs.record import Record
@@ -197,12 +198,16 @@ def parts_of(
     interleaved = len(members) == 3 and same_size and holder.startswith(PER_HEAD)
     if interleaved and heads is None:
         return [], f"the qkv of {holder} goes head by head, and the number of heads is not known"
+    spans = _spans(fused, members)
+    if not spans:
+        shown = ", ".join(f"{role} {start}:{stop}" for role, start, stop in fused.layout)
+        return [], f"'{fused.site}' is cut into {shown}, which does not fit the parts"
     found: list[Part] = []
-    start = 0
-    for which, member in enumerate(members):
-        span = (start, start + member.features)
-        start = span[1]
+    for which, (member, span) in enumerate(zip(members, spans, strict=True)):
         for record in fused.records:
+            if (operand := _operand(record, fused, member, span)) is not None:
+                found.append(operand)
+                continue
             partner = _like(record, member.records)
             if partner is None:
                 continue
@@ -226,6 +231,59 @@ def parts_of(
                 theirs = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), shape)
             found.append(Part(record, partner, mine, theirs))
     return found, ""
+
+
+def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
+    """Which columns each member has: as the dataflow cuts them, else one after the other.
+
+    Empty where what is cut is not what the members are.
+    """
+    known = {role: (start, stop) for role, start, stop in fused.layout}
+    if known and all(member.role in known for member in members):
+        spans = [known[member.role] for member in members]
+        fits = all(b - a == m.features for (a, b), m in zip(spans, members, strict=True))
+        return spans if fits else []
+    ends = [0, *itertools.accumulate(member.features for member in members)]
+    return list(itertools.pairwise(ends))
+
+
+def _operand(record: Record, fused: Call, member: Call, span: tuple[int, int]) -> Part | None:
+    """A weight, bias or scale that either side may take as a further input of an operator."""
+    mine = _weights_axis(record, fused)
+    if mine is None or fused.width < 0:
+        return None
+    same_slot = [r for r in member.records if r.key.port == record.key.port == "param"]
+    if any(r.key.slot == record.key.slot for r in same_slot):
+        return None  # two frameworks' parameters, which have names
+    fitting = [r for r in member.records if _weights_axis(r, member) is not None]
+    # Of several vectors, which is a bias and which a scale, the place says if both have places.
+    fitting = [r for r in fitting if len(r.shape) == len(record.shape)]
+    by_place = [r for r in fitting if r.key.slot == record.key.slot]
+    partner = fitting[0] if len(fitting) == 1 else (by_place[0] if len(by_place) == 1 else None)
+    if partner is None:
+        return None
+    shape = (*record.shape[:mine], span[1] - span[0], *record.shape[mine + 1 :])
+    whole = Recipe((record,), (Step("split", mine, *span),), shape)
+    turned = None
+    if shape != partner.shape:
+        turned = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), shape)
+    return Part(record, partner, whole, turned)
+
+
+def _weights_axis(record: Record, call: Call) -> int | None:
+    """Along which axis an operand of a projection holds its columns; None for what is none."""
+    key = record.key
+    if key.port not in ("input", "param") or key.phase != "forward":
+        return None
+    if key.port == "input" and record is main_tensor(call.records, "input"):
+        return None
+    if record.shape == (call.features,):
+        return 0
+    if len(record.shape) != 2 or sorted(record.shape) != sorted((call.features, call.width)):
+        return None
+    if record.shape[0] == record.shape[1]:
+        return 1 if call.class_name in TRANSPOSED else 0  # as nearly everybody keeps them
+    return record.shape.index(call.features)
 
 
 def _like(record: Record, others: Sequence[Record]) -> Record | None:

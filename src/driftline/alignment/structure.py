@@ -21,7 +21,7 @@ from driftline.alignment.calls import (
     main_tensor,
     with_bias,
 )
-from driftline.alignment.classes import MAPPED, PER_HEAD
+from driftline.alignment.classes import MAPPED
 from driftline.alignment.containers import (
     Tree,
     link_across,
@@ -29,8 +29,11 @@ from driftline.alignment.containers import (
     link_uncalled,
 )
 from driftline.alignment.crossing import READ, WEIGHTS, pair_read, pair_weights
-from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain, parts_of
+from driftline.alignment.dataflow import dataflow_of
+from driftline.alignment.dataroles import tell_by_dataflow
+from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain
 from driftline.alignment.leaves import Link, link_leaves
+from driftline.alignment.parting import pair_parts
 from driftline.alignment.plan import Pair
 from driftline.alignment.ports import pair_tensors
 from driftline.runs.key import TensorKey
@@ -94,6 +97,8 @@ def align_by_structure(
             continue
         a, b = calls_of(ours), calls_of(theirs)
         _as_said(same_class, a, b)
+        tell_by_dataflow(a, dataflow_of(reference, frame, a))
+        tell_by_dataflow(b, dataflow_of(candidate, other, b))
         for side, other_side in ((a, b), (b, a)):
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
@@ -295,8 +300,13 @@ def _pair_up(
         if parts or other_parts:
             members = [here[part] for part in parts] or [there[part] for part in other_parts]
             side = "reference" if parts else "candidate"
-            trouble = _pair_parts(
-                other if parts else one, members, bool(parts), confidence, found, (here, there)
+            trouble = pair_parts(
+                other if parts else one,
+                members,
+                bool(parts),
+                confidence,
+                found.pairs,
+                (here, there),
             )
             for member in members:
                 place = (member.site, member.visit)
@@ -347,41 +357,3 @@ def _partners(
     ours = {name: there[partner] for name, partner in pairs if partner in there}
     theirs = {partner: here[name] for name, partner in pairs if name in here}
     return ours, theirs
-
-
-def _pair_parts(
-    fused: Call,
-    members: list[Call],
-    members_are_ours: bool,
-    confidence: float,
-    found: Concluded,
-    sides: tuple[Mapping[_Name, Call], Mapping[_Name, Call]],
-) -> str:
-    """Pairs of a fused site and its members; a reason if the parts cannot be told."""
-    around = sides[1] if members_are_ours else sides[0]
-    holders = (around.get((site, fused.visit)) for site in enclosing(fused.site))
-    holder = next((call.class_name for call in holders if call is not None), "")
-    heads = None
-    if holder.startswith(PER_HEAD):
-        every = (call for side in sides for call in side.values())
-        heads = _heads(every, members[0].features)
-    parts, trouble = parts_of(fused, members, heads, holder)
-    for part in parts:
-        records = (part.member, part.fused) if members_are_ours else (part.fused, part.member)
-        recipes = (
-            (part.member_recipe, part.fused_recipe)
-            if members_are_ours
-            else (part.fused_recipe, part.member_recipe)
-        )
-        found.pairs.append(Pair(*records, "structure", confidence, *recipes))
-    return trouble
-
-
-def _heads(calls: Iterable[Call], features: int) -> int | None:
-    """The number of heads, where some tensor of the runs shows it: (batch, heads, tokens, size)."""
-    for call in calls:
-        for record in call.records:
-            shape = record.shape
-            if len(shape) == 4 and "float" in record.dtype and shape[1] * shape[3] == features:
-                return shape[1]
-    return None

@@ -107,6 +107,8 @@ def atb_twin(
     quantised: bool = False,
     fused: bool = False,
     flat: bool = False,
+    order: str = "qkv",
+    swapped: bool = False,
     warm_up: bool = False,
     error: Error | None = None,
     extra_operation: bool = False,
@@ -128,6 +130,8 @@ def atb_twin(
         quantised: int8 matrices, with the scales as further inputs.
         fused: One matrix for q, k and v, and one for gate and up, then a split.
         flat: All tokens on one axis, as ATB models have them.
+        order: In which the projections of an attention are computed, and lie in a fused matrix.
+        swapped: A fault: the matrices of q and k are taken for each other.
         warm_up: Both graphs run once before, with other tokens; that takes execution 0.
         error: A fault to plant.
         extra_operation: An operation before all others that the model file does not know.
@@ -139,7 +143,9 @@ def atb_twin(
     """
     dump = AtbDump(folder, generation, device, pid, stamp, time, keep)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
-    program = _Program(weights, np.dtype(dtype), quantised, fused, flat, error)
+    program = _Program(weights, np.dtype(dtype), quantised, fused, flat, error, order)
+    if swapped:
+        program.swap("q_proj", "k_proj")
     first = 0
     if extra_operation:
         plain = np.zeros((2, 2), dtype)
@@ -177,6 +183,7 @@ class _Program:
     fused: bool
     flat: bool
     error: Error | None
+    order: str = "qkv"
     cache: dict[int, tuple[AnyArray, AnyArray]] = field(
         default_factory=dict[int, tuple[AnyArray, AnyArray]]
     )
@@ -184,6 +191,12 @@ class _Program:
     _counts: dict[str, int] = field(default_factory=dict[str, int])
     _layer: int = -1
     _shape: tuple[int, ...] = ()
+
+    def swap(self, one: str, other: str) -> None:
+        """Take the weights of all projections of two names for each other."""
+        for name in [name for name in self.weights if one in name]:
+            twin = name.replace(one, other)
+            self.weights[name], self.weights[twin] = self.weights[twin], self.weights[name]
 
     def execute(self, tokens: AnyArray) -> list[Operation]:
         """All operations of one execution, outermost ones."""
@@ -209,7 +222,8 @@ class _Program:
         name = f"layers.{layer}"
         leaves: list[Operation] = []
         normed = self._norm(leaves, f"{name}.input_layernorm", x)
-        q, k, v = self._projected(leaves, f"{name}.self_attn", "qkv", normed)
+        parts = self._projected(leaves, f"{name}.self_attn", self.order, normed)
+        q, k, v = (parts[self.order.index(part)] for part in "qkv")
         mixed = self._attend(leaves, layer, q, k, v)
         out = self._linear(leaves, f"{name}.self_attn.o_proj", mixed)
         x = self._sum(leaves, x, out)

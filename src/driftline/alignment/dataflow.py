@@ -1,0 +1,155 @@
+"""Who feeds whom in a run: the edges of its topology or, without one, equal bytes within the run.
+
+Says which output each input is. What follows from that for sites whose names say nothing is
+`dataroles`' part. Never looks at another run, so a fault of one side cannot make a partner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from driftline.alignment.calls import Call, Frame
+from driftline.errors import DriftlineError
+from driftline.numerics import kernel
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+_SAMPLE = 1 << 16
+"""Bytes at either end of a tensor that tell it from others of its run."""
+_MOST_READ = 1 << 28
+"""Bytes that are read of one step to find out who feeds whom; the rest stays unknown."""
+
+Place = tuple[str, str]
+"""Site and slot."""
+
+
+class Dataflow(NamedTuple):
+    """The edges of one step of one process.
+
+    Attributes:
+        makers: Input → the output it is.
+        names: Input → the name the dump has for what nobody made (a weight, an input of the model).
+        params: Site → the operator's parameters, where the dump holds them.
+    """
+
+    makers: Mapping[Place, Place]
+    names: Mapping[Place, str]
+    params: Mapping[str, Mapping[str, Any]]
+
+    def source(self, site: str, slot: str) -> str:
+        """One text for one tensor, whoever reads it; empty if it is not known."""
+        maker = self.makers.get((site, slot))
+        return "/".join(maker) if maker is not None else self.names.get((site, slot), "")
+
+
+_NOTHING = Dataflow({}, {}, {})
+
+
+def dataflow_of(run: Run, frame: Frame, calls: Sequence[Call]) -> Dataflow:
+    """What is known of who feeds whom.
+
+    Args:
+        run: Whose topology and values.
+        frame: Of which step and process.
+        calls: What was called there.
+    """
+    leaves = [call for call in calls if call.leaf and call.called]
+    topology = run.topology(frame.rank, frame.process)
+    if topology is not None and topology.get("edges"):
+        return _from_topology(topology, {call.site for call in leaves})
+    if any(call.fed_by for call in leaves) or not _has_operators(leaves):
+        return _NOTHING  # equal digests are known already, or nothing would follow
+    return _from_bytes(run, leaves)
+
+
+def _has_operators(leaves: Iterable[Call]) -> bool:
+    """Whether operators that take several tensors are sites: only they say what is what."""
+    return any(call.kind == "core attention" for call in leaves)
+
+
+def _from_topology(topology: Mapping[str, Any], leaves: set[str]) -> Dataflow:
+    makers: dict[Place, Place] = {}
+    for edge in _edges(topology):
+        maker, taker = edge
+        known = makers.get(taker)
+        # A container's output is the output of a leaf inside it, which says more.
+        if known is None or (maker[0] in leaves and known[0] not in leaves):
+            makers[taker] = maker
+    names: dict[Place, str] = {}
+    params: dict[str, Mapping[str, Any]] = {}
+    below = [cast("object", root) for root in _list(topology.get("roots"))]
+    while below:
+        node = below.pop()
+        if not isinstance(node, Mapping):
+            continue
+        about = cast("Mapping[str, Any]", node)
+        site = about.get("site")
+        if isinstance(site, str):
+            for slot, name in enumerate(_list(about.get("inputs"))):
+                if isinstance(name, str):
+                    names[site, str(slot)] = name
+            if isinstance(about.get("param"), Mapping):
+                params[site] = cast("Mapping[str, Any]", about["param"])
+        below += _list(about.get("children"))
+    return Dataflow(makers, names, params)
+
+
+def _edges(topology: Mapping[str, Any]) -> Iterable[tuple[Place, Place]]:
+    """Edges in the two forms there are; what is neither is passed over."""
+    for edge in _list(topology.get("edges")):
+        if isinstance(edge, Mapping):
+            about = cast("Mapping[str, Any]", edge)
+            values = [about.get(name) for name in ("from", "output", "to", "input")]
+        else:
+            values = _list(edge)
+        if len(values) == 4 and isinstance(values[0], str) and isinstance(values[2], str):
+            yield (values[0], str(values[1])), (values[2], str(values[3]))
+
+
+def _list(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _from_bytes(run: Run, leaves: Sequence[Call]) -> Dataflow:
+    """Edges where an input holds the very bytes of an output made before it."""
+    made: dict[str, Place] = {}
+    makers: dict[Place, Place] = {}
+    read = 0
+    for call in sorted(leaves, key=lambda call: call.order):
+        for port in ("input", "output"):
+            for record in call.records:
+                if record.key.port != port or record.key.phase != "forward":
+                    continue
+                if record.kept != "full" or len(record.shape) < 2 or read > _MOST_READ:
+                    continue
+                digest, length = _sampled(run, record)
+                read += length
+                place = (record.key.site, record.key.slot)
+                if port == "output" and digest:
+                    made[digest] = place
+                elif digest in made:
+                    makers[place] = made[digest]
+    return Dataflow(makers, {}, {})
+
+
+def _sampled(run: Run, record: Record) -> tuple[str, int]:
+    """A digest of both ends of a tensor; none of what is the same everywhere, such as zeros."""
+    if not math.prod(record.shape):
+        return "", 0
+    try:
+        values = np.ascontiguousarray(run.raw(record)).reshape(-1).view(np.uint8)
+    except (DriftlineError, OSError, ValueError):
+        return "", 0  # comparing it will say why
+    ends = values if values.size <= 2 * _SAMPLE else _both_ends(values)
+    if not (ends != ends[0]).any():
+        return "", ends.size
+    # Shapes count by their sizes only: a view of other axes is the same tensor.
+    return f"{record.dtype} {math.prod(record.shape)} {kernel.digest(ends)}", ends.size
+
+
+def _both_ends(values: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.concatenate((values[:_SAMPLE], values[-_SAMPLE:]))

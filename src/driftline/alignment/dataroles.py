@@ -1,0 +1,189 @@
+"""What the dataflow says of projections whose names say nothing: q, k and v; gate and up.
+
+What an attention takes as its first, second and third input are q, k and v, whatever lies between;
+of two projections that are multiplied the gate is the one with an activation in between. A
+projection that is cut into such pieces is a fused one, and the cuts say where its parts lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+from driftline.alignment.calls import Call, main_tensor
+from driftline.alignment.dataflow import Dataflow, Place
+from driftline.runs.record import Record
+
+_STEPS = 16
+"""So many operators between a projection and what uses it; more is no projection of it."""
+_ATTENTION = ("q", "k", "v")
+_CACHES = ("k", "v")
+_PASSING = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous", "Pad",
+            "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
+
+
+class _Origin(NamedTuple):
+    """The projection that a tensor comes from, and which columns of it."""
+
+    linear: Call
+    span: tuple[int, int] | None
+
+
+def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
+    """Give projections the roles that follow from who reads them; names that say one stay.
+
+    Args:
+        calls: Of one step, in order; changed in place (`role`, `layout`, `fed_by`, `makes`).
+        flow: Who feeds whom.
+    """
+    if not flow.makers:
+        return
+    leaves = {call.site: call for call in calls if call.leaf and call.called and not call.visit}
+    for call in leaves.values():
+        source, result = (main_tensor(call.records, port) for port in ("input", "output"))
+        if not call.makes and result is not None:
+            call.makes = f"{call.site}/{result.key.slot}"
+        if not call.fed_by and source is not None:
+            call.fed_by = _first_source(leaves, flow, call.site, source.key.slot)
+    found: dict[int, list[tuple[str, tuple[int, int] | None]]] = {}
+    by_id = {id(call): call for call in leaves.values()}
+    for role, origin in _used(leaves, flow):
+        told = found.setdefault(id(origin.linear), [])
+        if (role, origin.span) not in told:
+            told.append((role, origin.span))
+    for at, told in found.items():
+        _say(by_id[at], told)
+
+
+def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None:
+    """One role for the whole projection, or one for each of its parts; nothing if they clash."""
+    if len(told) == 1 and told[0][1] is None:
+        call.role = call.role or told[0][0]
+        return
+    spans = sorted((span, role) for role, span in told if span is not None)
+    roles = {role for _, role in spans}
+    apart = all(a[0][1] <= b[0][0] for a, b in itertools.pairwise(spans))
+    if len(spans) == len(told) == len(roles) and apart and not call.role:
+        call.layout = tuple((role, *span) for span, role in spans)
+
+
+def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origin]]:
+    """Roles, and the projections that have them, by what reads their results."""
+    active: dict[Place, _Origin] = {}
+    for call in leaves.values():
+        names: Sequence[str] = ()
+        if call.kind == "core attention":
+            # A paged attention reads keys and values from the cache.
+            names = _ATTENTION
+        elif call.class_name.startswith("ReshapeAndCache"):
+            names = _CACHES
+        for slot, role in enumerate(names):
+            if (origin := _traced(leaves, flow, call.site, str(slot))) is not None:
+                yield role, origin
+        if call.kind == "activation" and (origin := _traced(leaves, flow, call.site, "0")):
+            wide = origin.linear.features if origin.span is None else 0
+            if wide and 2 * call.features == wide:  # the gated one takes both halves at once
+                half = wide // 2
+                yield "gate", _Origin(origin.linear, (0, half))
+                yield "up", _Origin(origin.linear, (half, wide))
+            else:
+                active.update({(r.key.site, r.key.slot): origin for r in _ports(call, "output")})
+    for call in leaves.values():
+        inputs = _ports(call, "input")
+        if len(inputs) != 2 or call.kind == "linear":
+            continue
+        for one, other in (inputs, inputs[::-1]):
+            maker = flow.makers.get((call.site, one.key.slot))
+            gate = active.get(maker) if maker is not None else None
+            up = _traced(leaves, flow, call.site, other.key.slot) if gate is not None else None
+            if gate is None or up is None or gate == up or gate.linear.fed_by != up.linear.fed_by:
+                continue
+            yield "gate", gate
+            yield "up", up
+
+
+def _ports(call: Call, port: str) -> list[Record]:
+    return [r for r in call.records if r.key.port == port and r.key.phase == "forward"]
+
+
+def _first_source(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> str:
+    """What a projection is fed by, seen through what only changes its type (a quantising cast)."""
+    for _ in range(_STEPS):
+        maker = flow.makers.get((site, slot))
+        call = leaves.get(maker[0]) if maker is not None else None
+        inputs = [] if call is None else [r for r in _ports(call, "input") if r.shape == call.out]
+        rest = call is not None and call.class_name.startswith(("Elewise", "Cast"))
+        if call is None or not rest or len(inputs) != 1:
+            break
+        if len([r for r in _ports(call, "input") if len(r.shape) > 1]) != 1:
+            break
+        site, slot = call.site, inputs[0].key.slot
+    return flow.source(site, slot)
+
+
+def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _Origin | None:
+    """The projection whose result, or a piece of it, an operator reads."""
+    span: tuple[int, int] | None = None
+    for _ in range(_STEPS):
+        maker = flow.makers.get((site, slot))
+        call = leaves.get(maker[0]) if maker is not None else None
+        if maker is None or call is None:
+            return None
+        if call.kind == "linear":
+            return _Origin(call, span)
+        piece = _piece(call, maker[1], flow)
+        if piece is not None:
+            if span is not None:
+                piece = (piece[0] + span[0], piece[0] + span[1])
+            span = piece
+            slot = "0"
+        else:
+            passed = _passed(call, maker[1], flow)
+            if passed is None:
+                return None
+            slot = passed
+        site = call.site
+    return None
+
+
+def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
+    """Which columns of its input an operator that cuts puts into one of its outputs."""
+    source = next((r for r in _ports(call, "input") if r.key.slot == "0"), None)
+    outputs = _ports(call, "output")
+    if source is None or not source.shape or not outputs:
+        return None
+    whole = source.shape[-1]
+    if call.class_name.startswith("Split"):
+        sizes = [(r.key.slot, r.shape[-1] if r.shape else 0) for r in outputs]
+        if sum(size for _, size in sizes) != whole:
+            return None  # along another axis, or not all of it was dumped
+        start = 0
+        for slot, size in sizes:
+            if slot == output:
+                return (start, start + size)
+            start += size
+    if call.class_name.startswith("Slice"):
+        offsets = flow.params.get(call.site, {}).get("offsets")
+        size = outputs[0].shape[-1] if outputs[0].shape else 0
+        last = cast("list[object]", offsets)[-1] if isinstance(offsets, list) and offsets else None
+        if isinstance(last, int) and last >= 0 and last + size <= whole:
+            return (last, last + size)
+    return None
+
+
+def _passed(call: Call, output: str, flow: Dataflow) -> str | None:
+    """The slot of the input that an operator gives on as this output, if it is only one."""
+    if call.kind == "rope":
+        return output if output in ("0", "1") else None
+    result = next((r for r in _ports(call, "output") if r.key.slot == output), None)
+    if result is None:
+        return None
+    size = math.prod(result.shape)
+    fed = [r for r in _ports(call, "input") if math.prod(r.shape) == size]
+    known = [r for r in fed if (call.site, r.key.slot) in flow.makers]
+    simple = call.class_name.startswith(_PASSING) or call.class_name.startswith("Elewise")
+    if not (simple or call.kind.startswith("norm")) or len(fed) != 1 or len(known) != 1:
+        return None  # a sum of two tensors is neither of them
+    return known[0].key.slot
