@@ -29,6 +29,8 @@ from driftline.runs.sink import JSON, Bytes
 
 TENSORS = Path("ait_dump") / "torch_tensors"
 EVENTS = "driftline_events.jsonl"
+SHEET = "driftline_"
+"""Before the names of our own files in the seed's tree."""
 ROOT = "root"
 RUN_ROOT = "(root)"
 """What a run calls the model itself."""
@@ -155,6 +157,20 @@ class AitTree:
             self._tree = tree
             if self._folder is not None:
                 self._write_tree()
+
+    def sheet(self, name: str, text: str) -> None:
+        """Adds text to a file of this process; where it goes in the seed's tree, the launcher
+        decides at the end.
+        """
+        with self._lock:
+            self._ensure_folder("cpu")
+            if self._folder is None or self._broken:
+                return
+            try:
+                with (self._folder / f"{SHEET}{name}").open("a", encoding="ascii") as file:
+                    file.write(text)
+            except OSError as problem:
+                self._give_up(problem)
 
     def open(self) -> None:
         """Make the folder even if no tensor comes: `--type model` asks for nothing else."""

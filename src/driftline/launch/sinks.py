@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from driftline.launch.sizes import say_size
 from driftline.runs.record import Record
-from driftline.runs.sink import JSON, Bytes, Sink
+from driftline.runs.sink import JSON, Bytes, Sheets, Sink
 
 MOST_WAITING = 1000
 
@@ -42,6 +42,10 @@ class Forwarding:
 
     def topology(self, tree: Mapping[str, JSON]) -> None:
         self.inner.topology(tree)
+
+    def sheet(self, name: str, text: str) -> None:
+        if isinstance(self.inner, Sheets):
+            self.inner.sheet(name, text)
 
     def step_done(self, step: int) -> None:
         self.inner.step_done(step)
@@ -113,6 +117,11 @@ class Late:
             self._inner.topology(tree)
         elif self.tree_is_enough:
             self._made()
+
+    def sheet(self, name: str, text: str) -> None:
+        inner = self._inner if self._inner is not None else self._made()
+        if isinstance(inner, Sheets):
+            inner.sheet(name, text)
 
     def step_done(self, step: int) -> None:
         if self._inner is not None:

@@ -69,6 +69,19 @@ class Part:
                 self._events = os.open(self.folder / EVENTS, _APPEND, 0o666)
             os.write(self._events, line)
 
+    def append_sheet(self, name: str, text: bytes) -> None:
+        """Adds to the end of one of the other files of this folder.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        file = os.open(self.folder / name, _APPEND, 0o666)
+        try:
+            while text:
+                text = text[os.write(file, text) :]
+        finally:
+            os.close(file)
+
     def write_facts(self, facts: Mapping[str, JSON]) -> None:
         """Replaces process.json.
 

@@ -16,6 +16,15 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 @runtime_checkable
+class Sheets(Protocol):
+    """A sink that also keeps text beside the tensors: lists of calls, of kernels, of times."""
+
+    def sheet(self, name: str, text: str) -> None:
+        """Adds text to the end of a file of this process."""
+        ...
+
+
+@runtime_checkable
 class Sink(Protocol):
     """Takes records and bytes; may be called from any thread of the process."""
 

@@ -163,6 +163,17 @@ class RunWriter:
             self._tree = tree
             self._write_topology()
 
+    def sheet(self, name: str, text: str) -> None:
+        """Adds text to a file beside the index, such as a list of calls."""
+        with self._lock:
+            if self._closed or (self._journal is None and self._open() is None):
+                return
+            assert self._part is not None
+            try:
+                self._part.append_sheet(name, text.encode("ascii", "backslashreplace"))
+            except OSError as error:
+                self._give_up(error)
+
     def step_done(self, step: int) -> None:
         self._steps += 1
         # Steps that ran before the first tensor are many and say nothing; they are counted only.

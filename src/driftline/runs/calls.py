@@ -1,0 +1,165 @@
+"""One line of `calls.jsonl`: an operator or module that ran, with what went in and came out.
+
+Descriptions only: types, shapes, parameters, and who made each tensor. Values are the index's
+business; the key of a tensor is the call's site, step, visit and phase with the tensor's port and
+slot. Knows the JSON, no files and no framework.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+CALLS = "calls.jsonl"
+"""The file, in the folder of a process."""
+LARGEST_CALLS = 1 << 30
+_LONGEST_LINE = 1 << 20
+_LARGEST_NUMBER = 1 << 62
+
+Source = tuple[int, str] | str | None
+"""Call and slot that made a tensor; the name of a parameter, or `(outside).n`; None: not known."""
+
+
+class CallTensor(NamedTuple):
+    """A tensor that went into a call, or came out of it.
+
+    Attributes:
+        slot: As in the tensor's key.
+        alias: Position of an argument that is known by name.
+        dtype: A name of `numerics.dtypes.DTYPES`.
+        shape: Its extents.
+        source: Who made it, for what goes in.
+    """
+
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    alias: str = ""
+    source: Source = None
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {"slot": self.slot, "dtype": self.dtype, "shape": list(self.shape)}
+        if self.alias:
+            data["alias"] = self.alias
+        if self.source is not None:
+            data["from"] = self.source
+        return data
+
+
+class Call(NamedTuple):
+    """An operator or module that ran.
+
+    Attributes:
+        number: Counts the calls of the process in the order in which they began.
+        kind: operator, or module.
+        site: As in the keys of its tensors.
+        class_name: Operator with its overload, or class of the module.
+        ids: Its place: child indices of the module tree, joined by `_`; of an operator those of
+            its module, and then a number beyond the module's children.
+        step: As in the keys.
+        visit: As in the keys.
+        phase: As in the keys.
+        inside: Number of the module call that it is a part of; None outside of all.
+        inputs: What went in.
+        outputs: What came out.
+        param: Arguments of an operator that are no tensors.
+    """
+
+    number: int
+    kind: str
+    site: str
+    class_name: str
+    ids: str = ""
+    step: int = 0
+    visit: int = 0
+    phase: str = "forward"
+    inside: int | None = None
+    inputs: tuple[CallTensor, ...] = ()
+    outputs: tuple[CallTensor, ...] = ()
+    param: Mapping[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """`aten.addmm.default_0_1_4`: unique in its step, as a line of an operation csv has it."""
+        return f"{self.class_name}_{self.ids}" if self.ids else self.class_name
+
+    def to_line(self) -> str:
+        data: dict[str, Any] = {
+            "call": self.number,
+            "kind": self.kind,
+            "site": self.site,
+            "class": self.class_name,
+            "ids": self.ids,
+            "step": self.step,
+            "visit": self.visit,
+            "phase": self.phase,
+            "in": self.inside,
+            "inputs": [one.to_json() for one in self.inputs],
+            "outputs": [one.to_json() for one in self.outputs],
+        }
+        if self.param:
+            data["param"] = dict(self.param)
+        return json.dumps(data, allow_nan=False) + "\n"
+
+
+def read_calls(text: str) -> Iterator[Call]:
+    """The calls of a file's text; a line that makes no sense is passed over."""
+    for line in text.split("\n"):
+        if line and len(line) <= _LONGEST_LINE:
+            try:
+                call = _call(json.loads(line))
+            except (ValueError, RecursionError, TypeError, KeyError, OverflowError):
+                continue
+            if call is not None:
+                yield call
+
+
+def _call(data: Any) -> Call | None:
+    if not isinstance(data, dict):
+        return None
+    known = cast("Mapping[str, Any]", data)
+    inside, param = known.get("in"), known.get("param")
+    return Call(
+        _number(known["call"]),
+        "module" if known.get("kind") == "module" else "operator",
+        str(known["site"]),
+        str(known["class"]),
+        str(known.get("ids") or ""),
+        _number(known.get("step", 0)),
+        _number(known.get("visit", 0)),
+        str(known.get("phase", "forward")),
+        None if inside is None else _number(inside),
+        _tensors(known.get("inputs")),
+        _tensors(known.get("outputs")),
+        cast("Mapping[str, Any]", param) if isinstance(param, dict) else {},
+    )
+
+
+def _tensors(value: Any) -> tuple[CallTensor, ...]:
+    if not isinstance(value, list):
+        return ()
+    return tuple(
+        CallTensor(
+            str(one["slot"]),
+            str(one["dtype"]),
+            tuple(_number(size) for size in cast("Sequence[Any]", one["shape"])),
+            str(one.get("alias", "")),
+            _source(one.get("from")),
+        )
+        for one in cast("list[Mapping[str, Any]]", value)
+    )
+
+
+def _source(value: Any) -> Source:
+    if isinstance(value, str) or value is None:
+        return value
+    call, slot = value
+    return _number(call), str(slot)
+
+
+def _number(value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < _LARGEST_NUMBER:
+        raise ValueError("no number of a call")
+    return number
