@@ -118,6 +118,7 @@ INLINE void restore_floats(FloatMode old) {
 #include "csrc/summaries.h"
 #include "csrc/token_rows.h"
 #include "csrc/xxh3.h"
+#include "csrc/peaks.h"
 #include "csrc/bounds.h"
 
 /* Vector code must be compiled as a whole for its instruction set (gcc lowers vectors before it inlines), so each
