@@ -49,21 +49,42 @@ class Dataflow(NamedTuple):
 _NOTHING = Dataflow({}, {}, {})
 
 
-def dataflow_of(run: Run, frame: Frame, calls: Sequence[Call]) -> Dataflow:
-    """What is known of who feeds whom.
+class Dataflows:
+    """What is known of who feeds whom in a run: read once per process, or per look of a step."""
 
-    Args:
-        run: Whose topology and values.
-        frame: Of which step and process.
-        calls: What was called there.
-    """
-    leaves = [call for call in calls if call.leaf and call.called]
-    topology = run.topology(frame.rank, frame.process)
-    if topology is not None and topology.get("edges"):
-        return _from_topology(topology, {call.site for call in leaves})
-    if any(call.fed_by for call in leaves) or not _has_operators(leaves):
-        return _NOTHING  # equal digests are known already, or nothing would follow
-    return _from_bytes(run, leaves)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._by_process: dict[tuple[int, int], Dataflow] = {}
+        self._by_look: dict[object, Dataflow] = {}
+
+    def of(self, frame: Frame, calls: Sequence[Call], look: object) -> Dataflow:
+        """The edges of one step.
+
+        Args:
+            frame: Which step of which process.
+            calls: What was called there.
+            look: Equal for steps in which the same was called; only the first one's bytes are read.
+        """
+        place = (frame.rank, frame.process)
+        if place not in self._by_process:
+            self._by_process[place] = edges_of(self._run, *place)
+        known = self._by_process[place]
+        if known.makers:
+            return known
+        if look not in self._by_look:
+            leaves = [call for call in calls if call.leaf and call.called]
+            # Equal digests are known already; and without operators nothing follows.
+            wanted = _has_operators(leaves) and not any(call.fed_by for call in leaves)
+            self._by_look[look] = _from_bytes(self._run, leaves) if wanted else known
+        return self._by_look[look]
+
+
+def edges_of(run: Run, rank: int, process: int) -> Dataflow:
+    """What the topology of one process says."""
+    topology = run.topology(rank, process)
+    if topology is None or not topology.get("edges"):
+        return _NOTHING
+    return _from_topology(topology)
 
 
 def _has_operators(leaves: Iterable[Call]) -> bool:
@@ -71,13 +92,11 @@ def _has_operators(leaves: Iterable[Call]) -> bool:
     return any(call.kind == "core attention" for call in leaves)
 
 
-def _from_topology(topology: Mapping[str, Any], leaves: set[str]) -> Dataflow:
+def _from_topology(topology: Mapping[str, Any]) -> Dataflow:
     makers: dict[Place, Place] = {}
-    for edge in _edges(topology):
-        maker, taker = edge
-        known = makers.get(taker)
+    for maker, taker in _edges(topology):
         # A container's output is the output of a leaf inside it, which says more.
-        if known is None or (maker[0] in leaves and known[0] not in leaves):
+        if taker not in makers or maker[0].startswith(f"{makers[taker][0]}."):
             makers[taker] = maker
     names: dict[Place, str] = {}
     params: dict[str, Mapping[str, Any]] = {}

@@ -55,6 +55,10 @@ def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
             told.append((role, origin.span))
     for at, told in found.items():
         _say(by_id[at], told)
+    for call in leaves.values():
+        maker = flow.makers.get((call.site, "0")) if call.kind == "cut" else None
+        if maker is not None and maker[0] in leaves:
+            call.layout = leaves[maker[0]].layout
 
 
 def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None:

@@ -119,13 +119,15 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     if options.maps or options.mapping_file is not None:
         plan = _by_map(plan, options)
     ordered = reference.ordered and candidate.ordered
-    if not (options.structural and ordered and _only_numbered(reference, candidate)):
+    notes: list[str] = []
+    if not (options.structural and ordered and _only_numbered(reference, candidate, notes)):
         by_name = pair_by_name(plan.missing, plan.extra)
         plan = _more(plan, by_name.pairs, by_name) if plan.pairs else by_name
         if plan.missing and plan.extra:
             plan = _by_plain_name(plan)
     if (plan.missing or plan.extra) and options.structural and ordered:
         plan = _by_structure(plan, reference, candidate, options)
+    plan = plan._replace(notes=(*plan.notes, *notes))
     if not plan.pairs:
         trouble = nothing_in_common(plan.missing, plan.extra)
         if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
@@ -184,7 +186,7 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
     return plan._replace(reasons=reasons, notes=(*plan.notes, *notes))
 
 
-def _only_numbered(reference: Run, candidate: Run) -> bool:
+def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
     """Whether layers are numbered as their program built them, and the two built different ones.
 
     Equal names are then as good as accidents: the second `linear` of one is the third of the other.
@@ -198,7 +200,16 @@ def _only_numbered(reference: Run, candidate: Run) -> bool:
     ours, theirs = set(reference.sites()), set(candidate.sites())
     every = ours | theirs
     counted = sum(site.partition("_")[0].isdigit() for site in every) > 0.9 * len(every)
-    return counted and not ours <= theirs and not theirs <= ours
+    if not counted or not (ours <= theirs or theirs <= ours):
+        return counted
+    from driftline.alignment.rewired import rewired
+
+    if site := rewired(reference, candidate):
+        notes.append(
+            f"operators of the same number are used differently (such as '{site}'), so what feeds "
+            "what decides, not the number; --no-structure overrides it"
+        )
+    return bool(site)
 
 
 def _same_class(mapping: Path | None) -> list[tuple[str, str]]:

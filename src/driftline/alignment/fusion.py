@@ -208,7 +208,7 @@ def parts_of(
             if (operand := _operand(record, fused, member, span)) is not None:
                 found.append(operand)
                 continue
-            partner = _like(record, member.records)
+            partner = like_of(record, member.records)
             if partner is None:
                 continue
             if record.key.port == "grad_input":  # of what all of them read: their shares add up
@@ -262,12 +262,25 @@ def _operand(record: Record, fused: Call, member: Call, span: tuple[int, int]) -
     partner = fitting[0] if len(fitting) == 1 else (by_place[0] if len(by_place) == 1 else None)
     if partner is None:
         return None
-    shape = (*record.shape[:mine], span[1] - span[0], *record.shape[mine + 1 :])
-    whole = Recipe((record,), (Step("split", mine, *span),), shape)
+    whole = cut(record, mine, span)
     turned = None
-    if shape != partner.shape:
-        turned = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), shape)
+    if whole.shape != partner.shape:
+        turned = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), whole.shape)
     return Part(record, partner, whole, turned)
+
+
+def columns_axis(record: Record, call: Call) -> int | None:
+    """Along which axis any tensor of a projection holds its columns; None for what all share."""
+    axis = _weights_axis(record, call)
+    if axis is None:
+        axis = _split_axis(record, call)
+    return axis if axis is not None and record.shape[axis : axis + 1] == (call.features,) else None
+
+
+def cut(record: Record, axis: int, span: tuple[int, int]) -> Recipe:
+    """Some columns of a tensor."""
+    shape = (*record.shape[:axis], span[1] - span[0], *record.shape[axis + 1 :])
+    return Recipe((record,), (Step("split", axis, *span),), shape)
 
 
 def _weights_axis(record: Record, call: Call) -> int | None:
@@ -286,7 +299,7 @@ def _weights_axis(record: Record, call: Call) -> int | None:
     return record.shape.index(call.features)
 
 
-def _like(record: Record, others: Sequence[Record]) -> Record | None:
+def like_of(record: Record, others: Sequence[Record]) -> Record | None:
     """The tensor of a member that the fused site's tensor has a part in."""
     key = record.key
     alike = [
@@ -303,7 +316,7 @@ def _like(record: Record, others: Sequence[Record]) -> Record | None:
 
 
 def _added_up(record: Record, members: Sequence[Call]) -> Recipe | None:
-    shares = [_like(record, member.records) for member in members]
+    shares = [like_of(record, member.records) for member in members]
     known = tuple(share for share in shares if share is not None)
     if len(known) < len(members) or len({share.shape for share in known}) > 1:
         return None

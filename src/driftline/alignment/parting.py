@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from driftline.alignment.calls import Call, enclosing
+from driftline.alignment.calls import Call, enclosing, main_tensor
 from driftline.alignment.classes import PER_HEAD
-from driftline.alignment.fusion import parts_of
+from driftline.alignment.fusion import columns_axis, cut, like_of, parts_of
 from driftline.alignment.plan import Pair
 
 Name = tuple[str, int]
@@ -41,6 +41,49 @@ def pair_parts(
         )
         found.append(Pair(*records, "structure", confidence, *recipes))
     return trouble
+
+
+def pair_relaid(one: Call, other: Call, confidence: float) -> list[Pair]:
+    """Two fused projections whose parts lie in another order, part by part; else nothing."""
+    spans = [{role: (a, b) for role, a, b in call.layout} for call in (one, other)]
+    if not spans[0] or spans[0].keys() != spans[1].keys():
+        return []
+    sizes = [{role: b - a for role, (a, b) in side.items()} for side in spans]
+    if sizes[0] != sizes[1]:
+        return []
+    if one.kind == other.kind == "cut":
+        return _relaid_cuts(one, other, confidence)
+    found: list[Pair] = []
+    for role, span in spans[0].items():
+        for record in one.records:
+            axis = columns_axis(record, one)
+            partner = None if axis is None else like_of(record, other.records)
+            there = None if partner is None else columns_axis(partner, other)
+            if axis is None or partner is None or there is None or record.shape != partner.shape:
+                continue
+            mine, theirs = cut(record, axis, span), cut(partner, there, spans[1][role])
+            found.append(Pair(record, partner, "structure", confidence, mine, theirs))
+    return found
+
+
+def _relaid_cuts(one: Call, other: Call, confidence: float) -> list[Pair]:
+    """The operators that cut two such projections: outputs by their parts, not by their places."""
+    found: list[Pair] = []
+    inputs = [main_tensor(call.records, "input") for call in (one, other)]
+    outputs = [[r for r in call.records if r.key.port == "output"] for call in (one, other)]
+    if inputs[0] is None or inputs[1] is None:
+        return []
+    last = len(inputs[0].shape) - 1, len(inputs[1].shape) - 1
+    for at, (role, *span) in enumerate(one.layout):
+        place = [part[0] for part in other.layout].index(role)
+        span_there = other.layout[place][1:]
+        mine = cut(inputs[0], last[0], (span[0], span[1]))
+        theirs = cut(inputs[1], last[1], span_there)
+        found.append(Pair(inputs[0], inputs[1], "structure", confidence, mine, theirs))
+        if len(outputs[0]) == len(outputs[1]) == len(one.layout):
+            both = outputs[0][at], outputs[1][place]
+            found.append(Pair(*both, "structure", confidence))
+    return found
 
 
 def _heads(calls: Iterable[Call], features: int) -> int | None:

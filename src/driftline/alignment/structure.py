@@ -29,11 +29,12 @@ from driftline.alignment.containers import (
     link_uncalled,
 )
 from driftline.alignment.crossing import READ, WEIGHTS, pair_read, pair_weights
-from driftline.alignment.dataflow import dataflow_of
+from driftline.alignment.dataflow import Dataflow, Dataflows
 from driftline.alignment.dataroles import tell_by_dataflow
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain
+from driftline.alignment.handed_on import HandedOn
 from driftline.alignment.leaves import Link, link_leaves
-from driftline.alignment.parting import pair_parts
+from driftline.alignment.parting import pair_parts, pair_relaid
 from driftline.alignment.plan import Pair
 from driftline.alignment.ports import pair_tensors
 from driftline.runs.key import TensorKey
@@ -90,6 +91,7 @@ def align_by_structure(
     solved: dict[object, _Solution] = {}
     free = {id(record) for record in (*missing, *extra)}
     looks = Looks(reference, candidate)
+    here_flows, there_flows = Dataflows(reference), Dataflows(candidate)
     for frame, other in _frames(here, there):
         ours, theirs = _in_order(here[frame]), _in_order(there[other])
         anchors = _anchors(links.get(frame, ()))
@@ -97,16 +99,17 @@ def align_by_structure(
             continue
         a, b = calls_of(ours), calls_of(theirs)
         _as_said(same_class, a, b)
-        tell_by_dataflow(a, dataflow_of(reference, frame, a))
-        tell_by_dataflow(b, dataflow_of(candidate, other, b))
+        outline = (_names(a), _names(b), tuple(anchors.items()))
+        flows = here_flows.of(frame, a, outline), there_flows.of(other, b, outline)
+        tell_by_dataflow(a, flows[0])
+        tell_by_dataflow(b, flows[1])
         for side, other_side in ((a, b), (b, a)):
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
-        outline = (_names(a), _names(b), tuple(anchors.items()))
         if outline not in solved:
             solved[outline] = _solve(a, b, anchors, looks)
             found.notes.extend(solved[outline].notes)
-        _pair_up(solved[outline], a, b, anchors, free, found)
+        _pair_up(solved[outline], a, b, anchors, free, found, flows)
     found.pairs.sort(key=lambda pair: pair.reference.order)
     return found
 
@@ -286,14 +289,19 @@ def _pair_up(
     anchors: Mapping[_Name, _Name],
     free: set[int],
     found: Concluded,
+    flows: tuple[Dataflow, Dataflow],
 ) -> None:
+    first = len(found.pairs)
+    inside: HandedOn | None = None
     here = {(call.site, call.visit): call for call in ours}
     there = {(call.site, call.visit): call for call in theirs}
     linked: dict[tuple[str, _Name], str] = {}
     for name, partner in anchors.items():
         linked["reference", name] = partner[0]
         linked["candidate", partner] = name[0]
-    for name, partner, parts, other_parts, confidence in solution.links:
+    # Leaves first: what a container hands on goes as they go.
+    ordered = sorted(solution.links, key=lambda link: not here[link[0]].leaf)
+    for name, partner, parts, other_parts, confidence in ordered:
         one, other = here[name], there[partner]
         linked["reference", name] = partner[0]
         linked["candidate", partner] = name[0]
@@ -314,8 +322,16 @@ def _pair_up(
                 if trouble:
                     (solution.why_here if parts else solution.why_there)[place] = trouble
             continue
-        mine = [record for record in one.records if id(record) in free]
-        others = [record for record in other.records if id(record) in free]
+        told: set[int] = set()
+        if not one.leaf and not other.leaf:
+            inside = inside or HandedOn(found.pairs[first:], *flows)
+            handed, told = inside.pairs_of(one, other, free, confidence)
+            found.pairs.extend(handed)
+        elif one.layout != other.layout and (parted := pair_relaid(one, other, confidence)):
+            found.pairs.extend(parted)
+            told = {id(record) for pair in parted for record in pair.records}
+        mine = [r for r in one.records if id(r) in free and id(r) not in told]
+        others = [r for r in other.records if id(r) in free and id(r) not in told]
         both = pair_tensors(mine, others)
         for record, match in both:
             found.pairs.append(Pair(record, match, "structure", confidence))

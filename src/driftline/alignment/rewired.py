@@ -1,0 +1,41 @@
+"""Equal numbers of operators that are used for something else: the second is q here and k there.
+
+Names that only count operators agree wherever two programs have the same ones; if a program calls
+them in another order, the edges of its topology tell. Reads no tensor.
+"""
+
+from __future__ import annotations
+
+from driftline.alignment.calls import Call, Frame, calls_of, frames_of
+from driftline.alignment.dataflow import edges_of
+from driftline.alignment.dataroles import tell_by_dataflow
+from driftline.runs.run import Run
+
+
+def rewired(reference: Run, candidate: Run) -> str:
+    """A site of both runs that has another role in each, by the topologies; empty if none has."""
+    ours = frames_of(reference.records)
+    theirs = frames_of(candidate.records)
+    seen: set[tuple[int, int]] = set()
+    for frame in ours:
+        place = (frame.rank, frame.process)
+        if place in seen or frame not in theirs:
+            continue
+        seen.add(place)
+        here = _told(reference, frame, calls_of(ours[frame]))
+        there = _told(candidate, frame, calls_of(theirs[frame])) if here else {}
+        for site, told in here.items():
+            if site in there and there[site] != told:
+                return site
+    return ""
+
+
+def _told(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
+    """What the edges alone say of each projection."""
+    flow = edges_of(run, frame.rank, frame.process)
+    if not flow.makers:
+        return {}
+    for call in calls:
+        call.role = ""
+    tell_by_dataflow(calls, flow)
+    return {c.site: (c.role, c.layout) for c in calls if c.role or c.layout}

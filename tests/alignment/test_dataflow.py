@@ -1,0 +1,116 @@
+"""Sites whose names say nothing, told apart by what reads them; and faults that stay faults."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import driftline
+from driftline.alignment.plan import Plan
+from driftline.comparison.table import Table
+from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
+
+PROMPT = np.array([[3, 1, 4, 1, 5]])
+FIRST = "1_Decoder_layer.1_LinearOperation"
+
+
+def twin(folder: Path, *, edges: bool = True, **options: Any) -> Path:
+    atb_twin(folder, toy_decoder(layers=2), PROMPT, **options)
+    if not edges:
+        for kind in ("model", "layer"):
+            for path in folder.glob(f"*/{kind}"):
+                shutil.rmtree(path)
+    return folder
+
+
+def compared(here: Path, there: Path) -> tuple[Plan, Table]:
+    plan = driftline.align(here, there)
+    return plan, driftline.compare(here, there, plan=plan)
+
+
+@pytest.mark.parametrize("edges", [True, False])
+@pytest.mark.parametrize("order", ["qkv", "vkq"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_fused_operators_pair_with_split_ones_though_no_name_tells_them_apart(
+    tmp_path: Path, edges: bool, order: str, turned: bool
+) -> None:
+    split = twin(tmp_path / "split", edges=edges)
+    fused = twin(tmp_path / "fused", edges=edges, fused=True, order=order)
+    plan, table = compared(fused, split) if turned else compared(split, fused)
+    assert table.verdict == "pass", table.finding
+    alone = {record.class_name for record in (*plan.missing, *plan.extra)}
+    if edges:  # names of tensors tell what a layer hands on, too
+        assert alone == {"SplitOperation"}
+        assert all(row.compared or row.class_name == "SplitOperation" for row in table.rows)
+    assert alone <= {"SplitOperation", "Decoder_layer"}
+    outputs = [p for p in plan.pairs if p.reference.key.port == "output"]
+    assert sum("Linear" in pair.reference.class_name for pair in outputs) == 2 * 7 + 1
+
+
+@pytest.mark.parametrize("edges", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+def test_swapped_q_and_k_fail_and_do_not_align(tmp_path: Path, edges: bool, fused: bool) -> None:
+    split = twin(tmp_path / "split", edges=edges)
+    wrong = twin(tmp_path / "wrong", edges=edges, fused=fused, swapped=True)
+    _, table = compared(split, wrong)
+    assert table.verdict == "fail"
+    failing = {row.key.site for row in table.rows if row.status == "fail"}
+    assert FIRST in failing
+
+
+def test_projections_called_in_another_order_pair_by_what_reads_them(tmp_path: Path) -> None:
+    here, there = twin(tmp_path / "a"), twin(tmp_path / "b", order="kqv")
+    plan, table = compared(here, there)
+    assert table.verdict == "pass", table.finding
+    assert any("used differently" in note for note in plan.notes)
+    partners = {p.reference.key.site: p.candidate.key.site for p in plan.pairs}
+    assert partners[FIRST] == "1_Decoder_layer.2_LinearOperation"
+    _, broken = compared(here, twin(tmp_path / "c", order="kqv", swapped=True))
+    assert broken.verdict == "fail"
+
+
+def test_fused_matrices_with_their_parts_in_another_order_pair_part_by_part(tmp_path: Path) -> None:
+    here = twin(tmp_path / "a", fused=True)
+    plan, table = compared(here, twin(tmp_path / "b", fused=True, order="vkq"))
+    assert table.verdict == "pass", table.finding
+    assert not plan.missing and not plan.extra
+    wrong = twin(tmp_path / "c", fused=True, order="vkq", swapped=True)
+    assert compared(here, wrong)[1].verdict == "fail"
+
+
+@pytest.mark.parametrize("edges", [True, False])
+def test_named_modules_pair_with_unnamed_operators_in_another_order(
+    tmp_path: Path, edges: bool
+) -> None:
+    torch_twin(tmp_path / "torch", toy_decoder(layers=2), PROMPT)
+    for name, fused in (("split", False), ("fused", True)):
+        other = twin(tmp_path / name, edges=edges, order="kqv", fused=fused)
+        _, table = compared(tmp_path / "torch", other)
+        assert table.verdict == "pass", table.finding
+
+
+def test_an_error_in_one_part_of_a_fused_operator_is_named_there(tmp_path: Path) -> None:
+    split = twin(tmp_path / "split")
+    fused = twin(tmp_path / "fused", fused=True, error=Error(1, "LinearOperation", 1, 1.3))
+    _, table = compared(split, fused)
+    assert table.first is not None
+    assert table.first.key.site == "2_Decoder_layer.5_LinearOperation"
+
+
+def test_edges_that_are_nonsense_change_nothing(tmp_path: Path) -> None:
+    from driftline.alignment.dataflow import edges_of
+    from driftline.testing.runs import run_of
+
+    run = run_of({"a": np.zeros((2, 2), np.float32)})
+    run.topology = lambda rank=0, process=0: {  # type: ignore[method-assign]
+        "edges": [None, 3, ["a"], ["a", 1, None, 2], {"from": "a"}, ["a", "0", "b", "1"]],
+        "roots": [None, {"site": 4}, {"site": "b", "inputs": [None, "w"], "children": "x"}],
+    }
+    flow = edges_of(run, 0, 0)
+    assert dict(flow.makers) == {("b", "1"): ("a", "0")}
+    assert flow.source("b", "1") == "a/0"
+    assert dict(flow.names) == {("b", "1"): "w"}
