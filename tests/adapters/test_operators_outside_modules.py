@@ -466,6 +466,12 @@ def _scaled():
     return torch.autograd.grad(gradient.square().sum(), w)[0]
 
 
+def _determined():
+    a = torch.randn(3, 5, 5, requires_grad=True)
+    first = torch.autograd.grad(torch.linalg.det(a).sum(), a, create_graph=True)[0]
+    return torch.stack([first.detach(), torch.autograd.grad(first.square().sum(), a)[0]])
+
+
 PROGRAMS = {
     "fake tensors": _fake,
     "compiled, aot_eager": _compiled("aot_eager"),
@@ -482,6 +488,7 @@ PROGRAMS = {
     "linear algebra": _linear_algebra,
     "trained": _trained,
     "gradient of a gradient": _scaled,
+    "gradient of a determinant's gradient": _determined,
 }
 
 

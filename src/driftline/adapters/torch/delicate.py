@@ -1,8 +1,9 @@
 """What torch computes in another way, with other last bits, as soon as any dispatch mode is on.
 
 All operators of torch's own test database were tried with a mode that does nothing: forward,
-backward and forward-mode. A few choose a composite formula, or compute vectors besides values. They
-are known here by name; leaving them alone is their caller's part.
+backward, twice backward and forward-mode (which is `forward_mode.py`'s). A few choose a composite
+formula, or compute vectors besides values. They are known here by name; leaving them alone is their
+caller's part.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ FUNCTIONS = ("cond", "eigvalsh", "matrix_norm", "matrix_rank", "norm", "svdvals"
 _BY_SINGULAR_VALUES = ("nuc", 2, -2)
 _NORMS = ("linalg_matrix_norm", "linalg_norm")
 
-_NODES = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0"})
+_NODES = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "LinalgDetBackward0"})
 _MASKED_FILL = "MaskedFillBackward1"  # only where the value filled in has a gradient
 
 

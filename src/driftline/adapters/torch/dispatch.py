@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _python_dispatch
 
+from driftline.adapters.torch import forward_mode
 from driftline.adapters.torch.delicate import FUNCTIONS, delicate_node, is_delicate
 
 # Private parts of torch, of which the stubs know nothing.
@@ -55,7 +56,8 @@ class Watcher(Protocol):
 @contextmanager
 def watching(watcher: Watcher) -> Generator[None]:
     """Show every operator of this thread to `watcher`, once, until the block is left."""
-    if not begin_watching(watcher):  # recomputation calls modules inside a backward pass
+    # Recomputation calls modules inside a backward pass.
+    if forward_mode.is_open() or not begin_watching(watcher):
         yield
         return
     try:
@@ -67,12 +69,17 @@ def watching(watcher: Watcher) -> Generator[None]:
 def begin_watching(watcher: Watcher) -> bool:
     """Show every operator of this thread to `watcher` from now on; False when it sees them already.
 
+    Where a forward-mode level is open it begins when that is left.
+
     The mode goes below all modes of the program. A mode is taken off by whoever takes one off, not
     by name: ours, lying anywhere else, could go in place of the program's own.
     """
     for index in range(_stack._len_torch_dispatch_stack()):
         if _is_of(_stack._get_dispatch_stack_at(index), watcher):
             return False
+    if forward_mode.is_open():
+        _waiting.add(watcher)
+        return False
     above = _take_off()
     _stack._push_mode(_OperatorMode(watcher))
     _put_back(above)
@@ -81,6 +88,7 @@ def begin_watching(watcher: Watcher) -> bool:
 
 def end_watching(watcher: Watcher) -> None:
     """Take the watcher's mode off this thread's stack, wherever it lies in it."""
+    _waiting.discard(watcher)
     _put_back([mode for mode in _take_off() if not _is_of(mode, watcher)])
 
 
@@ -181,7 +189,47 @@ def _unwatched() -> Generator[None]:
             _stack._push_mode(mode)
 
 
+class _Waiting(threading.local):
+    """Watchers of this thread whose mode is off while a forward-mode level is open."""
+
+    def __init__(self) -> None:
+        self._watchers: list[Watcher] = []
+
+    def add(self, watcher: Watcher) -> None:
+        if watcher not in self._watchers:
+            self._watchers.append(watcher)
+
+    def discard(self, watcher: Watcher) -> None:
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    def take(self) -> list[Watcher]:
+        taken, self._watchers = self._watchers, []
+        return taken
+
+
+_waiting = _Waiting()
+
+
+def _level_opened() -> None:
+    """Tangents are about to be computed: their formulas are others as soon as a mode is on."""
+    for watcher in _watchers:
+        watcher.unseen("forward-mode differentiation (torch.func.jvp, dual levels)")
+    modes = _take_off()
+    for mode in modes:
+        if isinstance(mode, _OperatorMode):
+            _waiting.add(mode.watcher)
+    _put_back([mode for mode in modes if not isinstance(mode, _OperatorMode)])
+
+
+def _level_closed() -> None:
+    for watcher in _waiting.take():
+        if watcher in _watchers:
+            begin_watching(watcher)
+
+
 hide_from_compiler(watching, begin_watching, end_watching, _unwatched, delicate_node)
+hide_from_compiler(_level_opened, _level_closed)
 hide_from_compiler(_run_backward, callees=False)  # a backward pass may call compiled regions
 
 
@@ -205,6 +253,8 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
 def watch_delicate(watcher: Watcher) -> bool:
     """Enclose every backward pass in `watcher.around_backward`, and leave delicate functions alone.
 
+    To be called before `begin_watching`.
+
     False where backward passes cannot be enclosed.
     """
     global _watchers, _original
@@ -213,6 +263,7 @@ def watch_delicate(watcher: Watcher) -> bool:
             for name in FUNCTIONS:
                 _functions[name] = getattr(_linalg, name)
                 setattr(_linalg, name, _apart(_functions[name]))
+            forward_mode.follow(_level_opened, _level_closed)
             _original = getattr(_autograd, _ENGINE, None)
             if _original is not None:
                 setattr(_autograd, _ENGINE, _run_backward)
@@ -231,6 +282,7 @@ def unwatch_delicate(watcher: Watcher) -> None:
         for name, function in _functions.items():
             setattr(_linalg, name, function)
         _functions.clear()
+        forward_mode.unfollow()
         # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
         if getattr(_autograd, _ENGINE, None) is _run_backward:
             setattr(_autograd, _ENGINE, _original)

@@ -45,7 +45,7 @@ from driftline.adapters.torch.dispatch import (
 )
 from driftline.adapters.torch.held import Held, Waiting, a_model_is_there
 from driftline.adapters.torch.schemas import Operator
-from driftline.adapters.torch.snapshot import undisturbed
+from driftline.adapters.torch.snapshot import is_zero, undisturbed
 from driftline.adapters.torch.whereabouts import Spot, Whereabouts
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -76,8 +76,9 @@ class OperatorTap:
     def install(self) -> None:
         self.active = True
         self._where.install()
+        encloses_backward = watch_delicate(self)
         begin_watching(self)
-        if not watch_delicate(self):
+        if not encloses_backward:
             self.session.event_once(
                 "backward-unseen",
                 "operators of backward passes are not captured: this version of torch does not "
@@ -262,7 +263,7 @@ class OperatorTap:
         if not isinstance(value, torch.Tensor) or not has_values(value):
             return
         if port == "input" and self._weights and value.layout is torch.strided:
-            plain = type(value) in (torch.Tensor, nn.Parameter)
+            plain = type(value) in (torch.Tensor, nn.Parameter) and not is_zero(value)
             if plain and value.untyped_storage().data_ptr() in self._weights:
                 return
         one = Waiting(

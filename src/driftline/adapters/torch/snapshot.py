@@ -36,6 +36,8 @@ _is_functional: Callable[[torch.Tensor], bool] = torch.__dict__["_is_functional_
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _NoFunction: Any = torch._C.DisableTorchFunction
 _NoDispatch: Any = torch._C._DisableTorchDispatch
+is_zero: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether a tensor is zeros without memory, as tangents and second derivatives have them."""
 _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
@@ -269,6 +271,8 @@ def _mesh(tensor: Any) -> str:
 
 def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
     """The tensor itself, or a copy of it, with its values in host memory in C order."""
+    if is_zero(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if not on_host:

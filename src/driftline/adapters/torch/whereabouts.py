@@ -11,9 +11,11 @@ graph node that runs, `(backward)` without one. Reads no tensors.
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -89,13 +91,59 @@ class _Marks:
         return self.sites[index] if index >= 0 else ""
 
 
+class _Step(NamedTuple):
+    """An optimizer's step under way, known by the Python frame that makes it.
+
+    Torch tells when a step begins and when it is done, not when it raises; but an operator runs
+    inside a step exactly if the step's frame is below it. The frame itself is not held: it would
+    keep the program's tensors alive.
+    """
+
+    frame: int
+    code: CodeType
+    name: str
+
+
+class _Steps:
+    """The optimizers' steps under way in one thread, outermost first; one may make another."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+
+    def begin(self, frame: FrameType, name: str) -> None:
+        self._forget_over(frame.f_back)
+        self._steps.append(_Step(id(frame), frame.f_code, name))
+
+    def end(self, frame: FrameType) -> None:
+        self._forget_over(frame.f_back)
+
+    def current(self, frame: FrameType | None) -> str:
+        """Name of the innermost optimizer in whose step `frame` is; empty without one."""
+        if not self._steps:
+            return ""
+        self._forget_over(frame)
+        return self._steps[-1].name if self._steps else ""
+
+    def _forget_over(self, frame: FrameType | None) -> None:
+        """Forget the steps that are not below `frame`: done, or left by an exception."""
+        while self._steps:
+            last, below = self._steps[-1], frame
+            while below is not None and (id(below) != last.frame or below.f_code is not last.code):
+                below = below.f_back
+            if below is not None:
+                return
+            self._steps.pop()
+
+
 class _Thread(threading.local):
-    """The modules and the optimizer under way in this thread, and the marks modules left."""
+    """The modules and the optimizers under way in this thread, and the marks modules left."""
 
     def __init__(self) -> None:
         self.stack: list[str] = []
         self.marks = _Marks()
-        self.optimizer = ""
+        self.optimizers = _Steps()
 
 
 class Whereabouts:
@@ -195,15 +243,18 @@ class Whereabouts:
         node = _C._current_autograd_node()
         thread = self._thread
         if node is None:
-            return self._session.unwatched_module() or thread.optimizer or PROGRAM, "forward", True
+            site = self._session.unwatched_module() or thread.optimizers.current(sys._getframe())
+            return site or PROGRAM, "forward", True
         number = node._sequence_nr()
         marks = thread.marks if thread.marks.numbers else self._backward
         return (marks.site(number) if number != _LEAF else "") or BACKWARD, "backward", False
 
+    # Torch calls both from the frame that makes the step.
+
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._thread.optimizer = type(optimizer).__name__
+            self._thread.optimizers.begin(sys._getframe(1), type(optimizer).__name__)
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._thread.optimizer = ""
+            self._thread.optimizers.end(sys._getframe(1))
