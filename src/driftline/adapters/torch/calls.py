@@ -1,11 +1,9 @@
 """A list of everything that ran: operators and modules, with parameters, and who feeds whom.
 
 Beside the tensors of a capture, and without their values: `dump --type op` and the graphs of
-`--type onnx` are made of it. A tensor is known by its memory: every operator that fills memory is
-seen, so the last one that did is the maker of whatever is read there. Memory is held weakly, and as
-long as it is known no other takes its place. Views have no memory of their own and are left out,
-as in the operator level, whose sites, visits and rules for what runs outside of modules hold here
-too. How the lines are kept is not known here.
+`--type onnx` are made of it. Views have no memory of their own and are left out, as in the operator
+level, whose sites, visits and rules for what runs outside of modules hold here too. How the lines
+are kept is not known here.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -13,7 +11,6 @@ too. How the lines are kept is not known here.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -22,8 +19,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from driftline.adapters.torch.arguments import plain, tensors_in
 from driftline.adapters.torch.dispatch import (
     begin_watching,
     end_watching,
@@ -33,33 +30,20 @@ from driftline.adapters.torch.dispatch import (
     watching,
 )
 from driftline.adapters.torch.held import a_model_is_there
+from driftline.adapters.torch.makers import Makers, dtype_of
 from driftline.adapters.torch.ops import _NUMBERS, _with_tensor
 from driftline.adapters.torch.schemas import Operator
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.taps import Frame
 from driftline.adapters.torch.whereabouts import Spot, Whereabouts
-from driftline.runs.calls import Call, CallTensor, Source
+from driftline.runs.calls import Call, CallTensor
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
 MOST_CALLS = 2_000_000
 """A program that runs for days must not fill the disk with a list."""
 MOST_WAITING = 20_000
-OUTSIDE = "(outside)"
-"""Begins the names of tensors that no operator made that was seen: a program's inputs."""
 _WRITTEN_AT_ONCE = 256
-_KNOWN_MEMORY = 100_000
-_LONGEST_TEXT = 200
-_LONGEST_LIST = 1000
-
-
-class _Maker(NamedTuple):
-    """What filled some memory last."""
-
-    memory: StorageWeakRef
-    step: int
-    call: int
-    slot: str
 
 
 class _Open(NamedTuple):
@@ -99,10 +83,8 @@ class CallTap:
         self._written = self._begun = 0
         # A whole program begins with its building; a `with` block says itself where it begins.
         self._held: list[str] | None = [] if self.session.global_scope else None
-        self._makers: dict[int, _Maker] = {}
-        self._weights: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._memory = Makers()
         self._counts: dict[tuple[str, int], int] = {}
-        self._strangers = 0
         self._full = False
 
     # --- life
@@ -124,8 +106,7 @@ class CallTap:
                 self._lines += self._held
             self._held = None
             self._flush()
-            self._makers.clear()
-            self._weights.clear()
+            self._memory.forget()
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
@@ -137,7 +118,7 @@ class CallTap:
         self._same_process()
         if frame is not None and not frame.place.root.helper:
             self._begin(frame)
-            self._learn_weights(module, frame)
+            self._learn_weights(module, frame.site)
         depth, open_ = self._where.depth(), len(self._thread.stack)
         try:
             if self.session.global_scope:
@@ -156,11 +137,11 @@ class CallTap:
         if self._held is not None or self._building:
             with self._lock:
                 self._held, self._building = None, False
-                self._makers.clear()
+                self._memory.forget_makers()
                 self._counts.clear()
             self._where.count_anew()
         if not self.session.wants_step(frame.step):
-            self._makers.clear()  # what fills memory now is not seen
+            self._memory.forget_makers()  # what fills memory now is not seen
 
     @contextmanager
     def around_backward(self) -> Generator[None]:
@@ -192,7 +173,7 @@ class CallTap:
                 frame.visit,
                 frame.phase,
                 self._inside(),
-                tuple(self._described(*one, step=frame.step) for one in inputs),
+                tuple(self._memory.described(*one, step=frame.step) for one in inputs),
             )
         self._thread.stack.append(_Open(frame, call))
 
@@ -203,7 +184,7 @@ class CallTap:
             opened = stack.pop()
             if opened.frame is frame:
                 with undisturbed():
-                    made = tuple(self._described(*one, step=frame.step) for one in outputs)
+                    made = tuple(self._memory.described(*one, step=frame.step) for one in outputs)
                 if self._wanted(frame.site, frame.class_name):
                     self._put(opened.call._replace(outputs=made), outside=False)
                 return
@@ -242,9 +223,10 @@ class CallTap:
             if begun is not None and operator is not None:
                 with undisturbed():
                     self._end_call(*begun, operator, args, kwargs, result)
-            elif operator is not None and not operator.silent and self._makers:
+            elif operator is not None and not operator.silent:
                 with undisturbed():
-                    self._overwritten(result)
+                    for _, tensor in tensors_in(result, ""):
+                        self._memory.made_unseen(tensor)
         except Exception as error:
             self._lost(func, error)
         return result
@@ -254,7 +236,7 @@ class CallTap:
         if found is None:
             schema = getattr(func, "_schema", None)
             defaults = {
-                argument.name: _plain(argument.default_value)
+                argument.name: plain(argument.default_value)
                 for argument in (schema.arguments if schema is not None else ())
                 if argument.has_default_value() and "Tensor" not in str(argument.type)
             }
@@ -278,15 +260,15 @@ class CallTap:
             for index, value in enumerate(args)
         ]
         for slot, alias, value in (*positional, *((name, "", v) for name, v in kwargs.items())):
-            tensors = list(_tensors_in(value, slot))
+            tensors = list(tensors_in(value, slot))
             if tensors:
                 inputs += [
-                    self._described(one, alias, tensor, step=spot.step)
+                    self._memory.described(one, alias, tensor, step=spot.step)
                     for one, tensor in tensors
-                    if slot not in operator.unread or self._maker(tensor) is not None
+                    if slot not in operator.unread or self._memory.has_maker(tensor)
                 ]
             elif not isinstance(value, torch.Tensor):
-                param[slot] = _plain(value)
+                param[slot] = plain(value)
         return Call(
             self._number(),
             "operator",
@@ -317,72 +299,21 @@ class CallTap:
         elif isinstance(result, (list, tuple)):
             for index, value in enumerate(cast("Sequence[Any]", result)):
                 if index not in operator.scratch:
-                    made += _tensors_in(value, str(index))
+                    made += tensors_in(value, str(index))
         for index, name in operator.written:
             value = args[index] if index < len(args) else kwargs.get(name)
-            made += _tensors_in(value, name)
+            made += tensors_in(value, name)
         outputs = tuple(
-            CallTensor(slot, _dtype(tensor), tuple(tensor.shape)) for slot, tensor in made
+            CallTensor(slot, dtype_of(tensor), tuple(tensor.shape)) for slot, tensor in made
         )
         with self._lock:
             for slot, tensor in made:
-                self._made_by(tensor, spot.step, call.number, slot)
+                self._memory.made_by(tensor, spot.step, call.number, slot)
             self._put(call._replace(outputs=outputs), outside=spot.outside)
 
-    # --- whose memory it is
-
-    def _described(
-        self, slot: str, alias: str, tensor: torch.Tensor, *, step: int = 0
-    ) -> CallTensor:
-        shape = tuple(int(size) for size in tensor.shape)
-        return CallTensor(slot, _dtype(tensor), shape, alias, self._source(tensor, step))
-
-    def _source(self, tensor: torch.Tensor, step: int) -> Source:
-        memory = _memory(tensor)
-        if memory is None:
-            return None
-        maker, weight = self._makers.get(memory._cdata), self._weights.get(memory._cdata)
-        if maker is not None and (maker.step == step or weight is None):
-            return maker.call, maker.slot
-        if weight is None:
-            with self._lock:
-                if len(self._weights) > _KNOWN_MEMORY:
-                    self._weights = {k: w for k, w in self._weights.items() if not w[0].expired()}
-                weight = (StorageWeakRef(memory), f"{OUTSIDE}.{self._strangers}")
-                self._weights[memory._cdata] = weight
-                self._strangers += 1
-        return weight[1]
-
-    def _maker(self, tensor: torch.Tensor) -> _Maker | None:
-        memory = _memory(tensor)
-        return self._makers.get(memory._cdata) if memory is not None else None
-
-    def _made_by(self, tensor: torch.Tensor, step: int, call: int, slot: str) -> None:
-        memory = _memory(tensor)
-        if memory is None:
-            return
-        if len(self._makers) > _KNOWN_MEMORY:
-            self._makers = {k: m for k, m in self._makers.items() if not m.memory.expired()}
-            if len(self._makers) > _KNOWN_MEMORY:
-                self._makers.clear()
-        self._makers[memory._cdata] = _Maker(StorageWeakRef(memory), step, call, slot)
-
-    def _overwritten(self, result: Any) -> None:
-        """An operator that is not listed filled memory: who did so before no longer counts."""
-        for _, tensor in _tensors_in(result, ""):
-            memory = _memory(tensor)
-            if memory is not None:
-                self._makers.pop(memory._cdata, None)
-
-    def _learn_weights(self, root: nn.Module, frame: Frame) -> None:
+    def _learn_weights(self, root: nn.Module, site: str) -> None:
         try:
-            site = frame.site
-            before = "" if site.startswith("(") else f"{site}."
-            for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-                memory = _memory(tensor)
-                known = self._weights.get(memory._cdata) if memory is not None else None
-                if memory is not None and (known is None or known[1].startswith(OUTSIDE)):
-                    self._weights[memory._cdata] = (StorageWeakRef(memory), f"{before}{name}")
+            self._memory.learn_weights(root, "" if site.startswith("(") else f"{site}.")
         except Exception as error:
             self.session.event_once("weights-unknown", f"parameters have no names: {error}")
 
@@ -454,45 +385,3 @@ class CallTap:
 
 
 hide_from_compiler(CallTap.around_backward)
-
-
-def _tensors_in(value: Any, slot: str) -> Generator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield slot, value
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(cast("Sequence[Any]", value)):
-            if isinstance(part, torch.Tensor):
-                yield f"{slot}.{index}", part
-
-
-def _memory(tensor: torch.Tensor) -> Any | None:
-    """The memory behind a tensor; None for those that have none of their own."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # wrappers around other tensors
-        return None
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _plain(value: Any) -> Any:
-    """An argument that is no tensor, as JSON; what JSON has no word for in torch's words."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return value[:_LONGEST_TEXT]
-    if type(value) is int:
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in cast("Sequence[Any]", value)[:_LONGEST_LIST]]
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
-        return str(value)
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return str(value)
-    return f"<{type(value).__name__}>"

@@ -1,0 +1,43 @@
+"""The arguments of an operator: tensors in them by slot, the others as JSON. Reads no values."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch
+
+_LONGEST_TEXT = 200
+_LONGEST_LIST = 1000
+
+
+def tensors_in(value: Any, slot: str) -> Generator[tuple[str, torch.Tensor]]:
+    """A tensor, or those of a list, each with its slot."""
+    if isinstance(value, torch.Tensor):
+        yield slot, value
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(cast("Sequence[Any]", value)):
+            if isinstance(part, torch.Tensor):
+                yield f"{slot}.{index}", part
+
+
+def plain(value: Any) -> Any:
+    """An argument that is no tensor, as JSON; what JSON has no word for in torch's words."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return value[:_LONGEST_TEXT]
+    if type(value) is int:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in cast("Sequence[Any]", value)[:_LONGEST_LIST]]
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return str(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return str(value)
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,232 @@
+"""What torch's own profiler sees of the selected steps: kernels with their operators, and times.
+
+`dump --type kernel` and `--type cpu_profiling` are made of it. It runs from the first call of a
+model in a step to the first call in the next; a program that calls no model is seen whole. A
+profiler of the program's own goes first: ours ends when it begins. Modules leave marks in the
+profile, which tell the sites; so does the capture itself, whose own work is left out. What a sheet
+looks like is not known here.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import profiler
+
+from driftline.adapters.torch.profiled import OWN, SITE, Profiled, read_profile
+from driftline.adapters.torch.taps import Frame
+from driftline.runs.sheets import HEADER as KERNEL_HEADER
+from driftline.runs.sheets import (
+    KERNELS,
+    STATISTIC,
+    TIMES,
+    operation_row,
+    statistic_text,
+    times_table,
+)
+
+Named = Sequence[tuple[str, str, torch.Tensor]]
+
+_torch_profiler: Any = profiler
+_C: Any = torch._C
+_Mark: Any = getattr(_C._profiler, "_RecordFunctionFast", None)
+_DOORS = ("_prepare_profiler", "_enable_profiler")
+"""Functions of torch through which every profiler begins, looked up by name at each call."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.marks: list[tuple[Frame, Any]] = []
+
+
+class ProfileTap:
+    """Runs the profiler in the selected steps and writes what it saw.
+
+    Args:
+        session: The capture that it belongs to.
+        write: Takes the name of a sheet and its text.
+        kernels: List every kernel that ran.
+        times: Add up calls and times by operator.
+    """
+
+    def __init__(
+        self, session: Any, write: Callable[[str, str], None], *, kernels: bool, times: bool
+    ) -> None:
+        self.session = session
+        self.active = False
+        self._write = write
+        self._kernels = kernels
+        self._times = times
+        self._lock = threading.RLock()
+        self._thread = _Thread()
+        self._running: Any | None = None
+        self._step = 0
+        self._ours = False
+        self._model_called = False
+        self._process = os.getpid()
+        self._before: dict[str, Any] = {}
+        self._parts: dict[str, Any] = {}
+        self._rows = 0
+
+    # --- life
+
+    def install(self) -> None:
+        self.active = True
+        for name in _DOORS:
+            self._before[name] = getattr(_torch_profiler, name)
+            setattr(_torch_profiler, name, self._giving_way(self._before[name]))
+        intake = self.session.intake
+        for name in ("take", "take_all"):
+            self._parts[name] = getattr(intake, name)
+            setattr(intake, name, _marked(self._parts[name]))
+        self.session.take = intake.take
+        # Steps count from 0: what runs before any model is a part of the first.
+        if self.session.global_scope and self.session.wants_step(0):
+            self._start(0)
+
+    def remove(self) -> None:
+        self.active = False
+        with self._lock:
+            self._finish()
+        for name, function in self._before.items():
+            setattr(_torch_profiler, name, function)
+        for name in self._parts:
+            delattr(self.session.intake, name)
+        self.session.take = self.session.intake.take
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Generator[None]:
+        """Called by `modules.py` around each call of a root module."""
+        frame = self.session.current_frame()
+        if self.active and frame is not None and not frame.place.root.helper:
+            with self._lock:
+                self._at_step(frame.step)
+        open_ = len(self._thread.marks)
+        try:
+            yield
+        finally:
+            self._close_marks(open_)
+
+    def before_forward(self, frame: Frame, inputs: Named) -> None:
+        if self._running is not None and _Mark is not None:
+            mark = _Mark(f"{SITE}{frame.site}")
+            mark.__enter__()
+            self._thread.marks.append((frame, mark))
+
+    def on_forward(self, frame: Frame, inputs: Named, outputs: Named) -> None:
+        marks = self._thread.marks
+        for index in range(len(marks) - 1, -1, -1):
+            if marks[index][0] is frame:
+                self._close_marks(index)
+                return
+
+    def _close_marks(self, downto: int) -> None:
+        marks = self._thread.marks
+        while len(marks) > downto:
+            marks.pop()[1].__exit__(None, None, None)
+
+    # --- the profiler
+
+    def _at_step(self, step: int) -> None:
+        if self._process != os.getpid():  # a forked child: the profiler is its parent's
+            self._process, self._running = os.getpid(), None
+        first, self._model_called = not self._model_called, True
+        if first:
+            self._stop()  # what ran so far was the building of the model
+        elif self._running is not None and step == self._step:
+            return
+        else:
+            self._finish()
+        if self.session.wants_step(step):
+            self._start(step)
+
+    def _start(self, step: int) -> None:
+        if getattr(_torch_profiler, "_is_profiler_enabled", False):
+            self.session.event_once(
+                "profiler",
+                "the program runs torch's profiler itself: kernels and times are not listed",
+            )
+            return
+        self._ours = True
+        try:
+            running = _torch_profiler.profile(
+                use_device="cuda" if torch.cuda.is_available() else None, record_shapes=True
+            )
+            running.__enter__()
+            self._running, self._step = running, step
+        except Exception as error:
+            self.session.event_once("profiler", f"torch's profiler could not start: {error}")
+        finally:
+            self._ours = False
+
+    def _stop(self) -> Any | None:
+        running, self._running = self._running, None
+        if running is None or self._process != os.getpid():
+            return None
+        self._ours = True
+        try:
+            running.__exit__(None, None, None)
+            return running.kineto_results
+        except Exception as error:
+            self.session.event_once("profiler", f"torch's profiler could not stop: {error}")
+            return None
+        finally:
+            self._ours = False
+
+    def _finish(self) -> None:
+        results = self._stop()
+        if results is not None:
+            self.session.shielded("profile", self._write_sheets, read_profile(results))
+
+    def _giving_way(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(begin)
+        def first(*args: Any, **kwargs: Any) -> Any:
+            if self._running is not None and not self._ours:
+                with self._lock:
+                    self._finish()
+                self.session.event_once(
+                    "profiler",
+                    "the program began to profile itself: kernels and times after that are not "
+                    "listed",
+                )
+            return begin(*args, **kwargs)
+
+        return first
+
+    # --- what it saw
+
+    def _write_sheets(self, seen: Profiled) -> None:
+        if self._kernels and seen.kernels:
+            lines = [
+                operation_row(number, kernel.name, kernel.param(), kernel.inputs, ())
+                for number, kernel in enumerate(seen.kernels, 1)
+            ]
+            self._write(KERNELS.format(self._step), "\n".join((KERNEL_HEADER, *lines)) + "\n")
+        if self._times and seen.times:
+            self._write(STATISTIC.format(self._step), statistic_text(seen.times))
+            self._write(TIMES.format(self._step), times_table(seen.times))
+        if self._kernels and not seen.kernels:
+            self.session.event_once("kernels", "torch's profiler saw no kernel in this step")
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The capture's own work, with a mark around it."""
+    if _Mark is None:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _Mark(OWN):
+            return function(*args, **kwargs)
+
+    return call
