@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -114,3 +115,23 @@ def test_one_value_that_is_not_finite_costs_no_other_value(name: str) -> None:
                 if c_odd is not None:
                     y[at] = c_odd
                 check(encode(x, dtype), dtype, encode(y, dtype), dtype, COUNT, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("known", [0, 1, 120, 127, 128, 129, 400])
+def test_numbers_of_opposite_signs_are_far_apart_though_their_words_may_be_near(
+    name: str, known: int
+) -> None:
+    dtype, rng = DTYPES[name], np.random.default_rng(known)
+    kind = encode(np.zeros(1), dtype).dtype
+    large = (0x5E80, 0x7F7E) if name == "bfloat16" else (0x5E80, 0x7BFE)
+    a = encode(1 + rng.random(COUNT), dtype).view(np.uint16)
+    b = a.copy()
+    b[7] += known  # what is known after the first block
+    for most, small in itertools.product(large, (0, 1, 0x80)):
+        for negative in (0, 1):
+            r, c = a.copy(), b.copy()
+            r[5000], c[5000] = most, 0x8000 | small
+            if negative:
+                r[5000], c[5000] = r[5000] ^ 0x8000, c[5000] ^ 0x8000
+            check(r.view(kind), dtype, c.view(kind), dtype, COUNT, atol=1e-3, rtol=1e-3)

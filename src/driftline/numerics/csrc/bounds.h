@@ -6,12 +6,14 @@ typedef struct {
   float max_ae, max_rel, min_r, max_r;
   int64_t differ, outside, stopped; /* `stopped`: where the first chain that is not finite begins */
   int nears, marked;
+  unsigned far; /* greatest distance of words; proves that there is no news as long as it is below WORD_STEPS */
   uint16_t near[BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
   uint8_t marks[BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
 } Sums;
 
 typedef struct {
   float shift, limit, atol, rtol, least_ae;
+  int by_words; /* few ULPs so far: sixteen-bit words are subtracted instead of marks being set */
   int zeros; /* there have been zeros on both sides */
 } Knobs;
 
@@ -32,6 +34,8 @@ INLINE int lane_kind(int dtype) {
  * cost. So what is outside is never missed, and what is inside reaches at most 9 steps past it; what falls within 10
  * steps is counted again. */
 enum { MARGIN_STEPS = 10 };
+/* Words of opposite signs lie at least that far apart, whatever their distance is: below it, words tell everything. */
+enum { WORD_STEPS = 128 };
 enum { AHEAD = 512 }; /* bytes; of 0, 512, 1024, 2048 and 3072 the best on Zen 4 for all types together */
 #define TOLERANCE_SHADE (1.0 - 5 * 0x1p-24)
 
@@ -62,6 +66,7 @@ INLINE double value_of_ordinal(double n, const Format *f) {
 COLD static void set_limit(const Pair *s, Knobs *k) {
   k->limit = (float)ulp_limit(s);
   k->least_ae = 0;
+  k->by_words = s->ulp < WORD_STEPS && s->dtype[0] == s->dtype[1];
   if (!s->format[1].is_float || s->ulp < 4) return;
   double steps = (double)s->ulp - 2, across = 2 * value_of_ordinal(steps / 2, &s->format[1]);
   double along = value_of_ordinal(steps, &s->format[1]) / (1 + 1 / k->limit);

@@ -37,6 +37,17 @@ TARGET static int visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, 
   return news;
 }
 
+/* The ULP distances of a block of sixteen-bit floats of one type. */
+TARGET static int visit_words(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int kind, int64_t n) {
+  VI far = OP(set1_epi32)(0);
+  for (int64_t i = 0; i < n; i += WIDTH)
+    far = OP(max_epu32)(far, ulp_distance(load_lanes(r_at + 2 * i, kind), load_lanes(c_at + 2 * i, kind), s->dtype[1]));
+  uint32_t u = ~least_lane(OP(sub_epi32)(OP(set1_epi32)(-1), far));
+  int news = u > s->ulp;
+  if (news) s->ulp = u;
+  return news;
+}
+
 /* Elements outside the tolerance, in float64: for chains where one came too close to it for float32 to tell. */
 LANE_FN int64_t recount(const Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n) {
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
@@ -134,6 +145,9 @@ LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t b
     m->outside += recount_kinds(s, r + at * (r_kind == LANES_F32 ? 4 : 2), c + at * (c_kind == LANES_F32 ? 4 : 2), r_kind,
                                 c_kind, left < CHAIN ? left : CHAIN);
   }
+  if (b->far > s->ulp) {
+    if (visit_words(s, r, c, r_kind, n)) set_limit(s, k);
+  }
   if (b->marked) {
     if (visit_hits(s, r, c, r_kind, c_kind, n, b)) set_limit(s, k);
   }
@@ -224,7 +238,7 @@ TARGET static void pair(Pair *s, int64_t count) {
   int fast = r_kind != LANES_NONE && c_kind != LANES_NONE && !s->widen[0] && !s->widen[1] &&
              tolerance_fits(s->atol) && tolerance_fits(s->rtol) &&
              (s->format[1].is_float || !s->format[0].is_float); /* integers' ULPs are their errors */
-  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE), 0, 0};
+  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE), 0, 0, 0};
   if (fast && count >= 16) {
     double sample[16], sum = 0, squares = 0;
     decode_double(s->data[0], s->dtype[0], 0, 16, sample);

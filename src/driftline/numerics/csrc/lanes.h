@@ -20,7 +20,7 @@ LANE_FN void word_ends(const uint8_t *p, int64_t n, int kind, VI top_word, VI to
 /* The inner loop. n is a multiple of 2 * WIDTH; the numbers from `r_kind` to `plain` are constants where it is inlined.
  * `plain`: nothing is subtracted from r, and 0 / 0 is let be: the sum of relative errors tells by being NaN. */
 LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
-                       int plain, const Knobs *k, Sums *out) {
+                       int plain, int by_words, const Knobs *k, Sums *out) {
   const VF zero = OP(setzero_ps)(), shift = OP(set1_ps)(k->shift), limit = OP(set1_ps)(k->limit);
   const VF near_limit = OP(set1_ps)(k->least_ae);
   const VF atol = OP(set1_ps)(k->atol), rtol = OP(set1_ps)(k->rtol);
@@ -29,6 +29,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   VI max_ae = AS_BITS(zero), max_rel = AS_BITS(zero); /* of what has no sign, as integers: those units are idle */
   VI top_word = OP(set1_epi32)((int)0x80008000u), top_code = AS_BITS(zero);
   const int words = WORD_ENDS && r_kind != LANES_F32, alike = words && plain && r_kind == c_kind;
+  VI far = AS_BITS(zero);
   TALLY differ = NO_TALLY, outside = NO_TALLY;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   int nears = 0;
@@ -65,7 +66,11 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         top_word = OP(max_epi16)(top_word, r);
         top_code = OP(max_epu16)(top_code, r);
         /* Zeros of opposite signs differ here only; with them there is a 0 / 0, and the block is not used. */
-        if (alike) differ = tally_words(differ, r, load_bits(c_at + 2 * i));
+        if (alike) {
+          VI c = load_bits(c_at + 2 * i);
+          differ = tally_words(differ, r, c);
+          if (by_words) far = OP(max_epu16)(far, word_steps(r, c));
+        }
       }
       VI rels[2], aes[2], lefts[2];
       for (int half = 0; half < 2; half++) {
@@ -105,7 +110,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
       max_rel = OP(max_epi32)(max_rel, rel);
       VI ae = OP(max_epi32)(aes[0], aes[1]);
       max_ae = OP(max_epi32)(max_ae, ae);
-      any = mark(any, out->marks, i / (2 * WIDTH), AS_FLOAT(rel), limit, AS_FLOAT(ae), near_limit);
+      if (!by_words) any = mark(any, out->marks, i / (2 * WIDTH), AS_FLOAT(rel), limit, AS_FLOAT(ae), near_limit);
     }
     if ((tolerant == TOLERANT && too_near(margin)) || (tolerant == EXACT_NEAR_ZERO && too_near_zero(nearest))) {
       outside = outside_before;
@@ -140,23 +145,35 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   out->stopped = from;
   out->nears = nears;
   out->marked = any_hit(any);
+  if (by_words) out->far = greatest_code(far);
 }
 
 #undef RARE_CASE_BODY
 #define RARE_CASE_BODY(r_kind, c_kind)                                              \
-    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, k, out); \
-    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, k, out); \
-    else sum_block(r, c, n, r_kind, c_kind, 0, 0, k, out);                          \
+    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, 0, k, out); \
+    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, 0, k, out); \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 0, 0, k, out);                          \
     break
+#undef PLAIN_BODY
+#define PLAIN_BODY(r_kind, c_kind, by_words)                                        \
+    if (k->shift == 0.0f && !k->zeros && tolerant != EXACT_NEAR_ZERO) {             \
+      if (tolerant) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by_words, k, out); \
+      else sum_block(r, c, n, r_kind, c_kind, 0, 1, by_words, k, out);              \
+      break;                                                                        \
+    }
 #undef CASE
 #define CASE(r_kind, c_kind)                                                        \
   case r_kind * 3 + c_kind:                                                         \
-    if (k->shift == 0.0f && !k->zeros && tolerant != EXACT_NEAR_ZERO) {             \
-      if (tolerant) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, k, out);        \
-      else sum_block(r, c, n, r_kind, c_kind, 0, 1, k, out);                        \
-      break;                                                                        \
-    }                                                                                    \
+    PLAIN_BODY(r_kind, c_kind, 0)                                                   \
     RARE_CASE_BODY(r_kind, c_kind)
+#undef WORD_CASE
+#define WORD_CASE(kind)                                                             \
+  case kind * 3 + kind:                                                             \
+    if (k->by_words) {                                                              \
+      PLAIN_BODY(kind, kind, WORD_ENDS)                                             \
+    }                                                                               \
+    PLAIN_BODY(kind, kind, 0)                                                       \
+    RARE_CASE_BODY(kind, kind)
 #undef RARE_CASE
 #define RARE_CASE(r_kind, c_kind)                                                   \
   case r_kind * 3 + c_kind:                                                         \
@@ -164,12 +181,13 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
 
 TARGET static void sum_kinds(const uint8_t *r, const uint8_t *c, int64_t n, int r_kind, int c_kind, int tolerant,
                              const Knobs *k, Sums *out) {
+  out->far = 0;
   switch (r_kind * 3 + c_kind) {
     CASE(LANES_F32, LANES_F32);
     CASE(LANES_F32, LANES_BF16);
     CASE(LANES_F32, LANES_F16);
-    CASE(LANES_BF16, LANES_BF16);
-    CASE(LANES_F16, LANES_F16);
+    WORD_CASE(LANES_BF16);
+    WORD_CASE(LANES_F16);
     RARE_CASE(LANES_BF16, LANES_F32);
     RARE_CASE(LANES_BF16, LANES_F16);
     RARE_CASE(LANES_F16, LANES_F32);

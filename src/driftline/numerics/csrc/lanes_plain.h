@@ -123,6 +123,8 @@ LANE_FN HIT mark(HIT any, uint8_t *marks, int64_t i, VF rel, VF limit, VF ae, VF
   marks[i] = (uint8_t)any_hit(here);
   return any | here;
 }
+LANE_FN VI word_steps(VI r, VI c) { (void)c; return r; } /* never asked, as are the next two */
+LANE_FN unsigned greatest_code(VI v) { (void)v; return 0; }
 LANE_FN TALLY tally_words(TALLY tally, VI a, VI b) { (void)a, (void)b; return tally; } /* never asked */
 LANE_FN VI steps_past(SPLIT s, VF ae, VF allowed) { return plain_sub_epi32((VI)ae, (VI)allowed) | s; }
 LANE_FN TALLY tally_past(TALLY tally, VI past) { return tally - (VI)(past >= plain_set1_epi32(0)); }

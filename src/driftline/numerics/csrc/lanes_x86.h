@@ -119,6 +119,10 @@ LANE_FN unsigned greatest_word(VI v) { /* signed; turned about, it is the least 
   __m128i turned = _mm_xor_si128(half_of_words(v, 0), _mm_set1_epi16(0x7FFF));
   return ((unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(turned)) & 0xFFFF) ^ 0x7FFF;
 }
+LANE_FN unsigned greatest_code(VI v) { return 0xFFFF ^ least_code(v ^ OP(set1_epi32)(-1)); }
+/* How many steps two sixteen-bit floats of one sign are apart; for others, no less than the codes that are no finite
+ * numbers' leave: 129 (bfloat16) or 1025 (float16). */
+LANE_FN VI word_steps(VI r, VI c) { return OP(abs_epi16)(OP(sub_epi16)(r, c)); }
 TARGET static unsigned least_code_of(const uint8_t *p, int64_t n) {
   VI least = OP(set1_epi32)(-1);
   for (int64_t i = 0; i < n; i += 2 * WIDTH) least = OP(min_epu16)(least, load_bits(p + 2 * i));
