@@ -40,6 +40,7 @@ UPWARD_ON_USE = {
         "dialects",
     ): "capture in a seed's layout is found by its address when it is asked for",
     ("launch", "dialects"): "`dump --layout ait` writes the seed's tree from the launched process",
+    ("launch", "experiments"): "what is done to a launched program is found by its address",
 }
 """Inside a function only: the part is loaded when a user asks for it."""
 
@@ -80,6 +81,8 @@ THIRD_PARTY: dict[str, Allowance] = {
     "decoding": allow(
         top="numpy", inside="torch transformers accelerate fms pyarrow torch_npu torch_sendnn"
     ),
+    "experiments": allow(top="numpy", inside="torch"),
+    "experiments/live": allow(top="numpy torch"),
     "dialects": allow(top="numpy", inside="torch"),
     "suites": allow(top="numpy pytest", inside="torch"),
     "reports": allow(),
@@ -168,6 +171,8 @@ def test_a_room_uses_only_the_packages_it_is_allowed(path: Path) -> None:
     room = room_of(path)
     if path.is_relative_to(PACKAGE / "adapters" / "torch"):
         room = "adapters/torch"
+    if path.is_relative_to(PACKAGE / "experiments" / "live"):
+        room = "experiments/live"
     allowance = THIRD_PARTY.get(str(path.relative_to(PACKAGE)), THIRD_PARTY[room])
     for found in imports_of(path):
         top = found.module.partition(".")[0]

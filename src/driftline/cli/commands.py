@@ -83,6 +83,11 @@ COMMANDS: dict[str, Command] = {
         "Decoders",
         "a decoder against such limits: equal tokens, or rates of failing ones",
     ),
+    "replay": Command(
+        "driftline.cli.replay:replay",
+        "Diagnose",
+        "run the reference program, its modules also on the candidate's inputs",
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),

@@ -14,11 +14,12 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from driftline import settings
 from driftline.adapters.reduction import Reduction
@@ -34,6 +35,14 @@ if TYPE_CHECKING:
 SESSION = "driftline.adapters.torch.session:CaptureSession"
 AIT_TREE = "driftline.dialects.ait_tree:AitTree"
 """A dialect stands above this room, so it is found by its address and only when asked for."""
+
+EXPERIMENTS = {
+    "replay": "driftline.experiments.live.replay:LiveReplay",
+    "variant": "driftline.experiments.live.variant:LiveVariant",
+    "substitute": "driftline.experiments.live.substitute:LiveSubstitution",
+    "batch": "driftline.experiments.live.batch:LiveBatch",
+}
+"""What may be done to a program besides looking at it; the same holds for these."""
 
 TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
 _LONGEST_GOODBYE = 2.0  # seconds: a signal handler may leave while its own thread is writing
@@ -58,6 +67,15 @@ def _stand_on_real_ground() -> None:
     package.__path__[:] = [os.path.realpath(entry) for entry in package.__path__]
 
 
+class Experiment(Protocol):
+    """What is done to a launched program; made with the plan's experiment, the session, the rank.
+
+    It sets the session's `stand_in`, and says at the end what came of it.
+    """
+
+    def finish(self) -> Mapping[str, Any]: ...
+
+
 class Launched:
     """The capture of one launched process."""
 
@@ -79,6 +97,10 @@ class Launched:
             plan.levels,
             rank=self.place.rank,
         )
+        self.experiment: Experiment | None = None
+        if plan.experiment:
+            kind = EXPERIMENTS[plan.experiment["kind"]]
+            self.experiment = _load(kind)(plan.experiment, self.session, self._rank)
         if plan.tiling:
             self.sink.event("tiling", "tiling data were asked for; torch on this device has none")
 
@@ -101,6 +123,9 @@ class Launched:
             # A data worker, forked from a process that knows a model: its tree is not its own.
             self.sink.tree_is_enough = False
         self.session.stop()
+        if self.experiment is not None:
+            with contextlib.suppress(OSError):
+                leave_mark(self.plan_path, "experiment", json.dumps(self.experiment.finish()))
         with contextlib.suppress(OSError):  # the launcher is gone, nobody reads reports any more
             leave_mark(self.plan_path, "report", self.report().to_json())
 

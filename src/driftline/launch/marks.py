@@ -80,6 +80,7 @@ class Marks:
         failed: Why capture could not start, one sentence per process.
         too_old: Pythons that are too old, as they call themselves.
         reports: What processes said at their end.
+        experiments: What came of an experiment in each process, as JSON.
     """
 
     woken: int = 0
@@ -87,6 +88,7 @@ class Marks:
     failed: tuple[str, ...] = ()
     too_old: tuple[str, ...] = ()
     reports: tuple[ProcessReport, ...] = field(default=())
+    experiments: tuple[str, ...] = ()
 
     @property
     def places(self) -> set[Place]:
@@ -108,6 +110,7 @@ def read_marks(folder: Path) -> Marks:
         failed=tuple(dict.fromkeys(texts.get("failed", []))),
         too_old=tuple(dict.fromkeys(texts.get("too-old", []))),
         reports=tuple(_reports(texts.get("report", []))),
+        experiments=tuple(texts.get("experiment", [])),
     )
 
 

@@ -45,6 +45,7 @@ class CapturePlan:
         log_level: How much the launched processes and the launcher say.
         command: The program, word by word, for the manifest.
         engine: atb switches the probe of the ATB library on beside torch's capture.
+        experiment: What is done to the program besides: its `kind` and what that kind needs.
     """
 
     output: str
@@ -58,6 +59,7 @@ class CapturePlan:
     log_level: LogLevel = "info"
     command: tuple[str, ...] = ()
     engine: Engine = "torch"
+    experiment: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -104,6 +106,7 @@ class CapturePlan:
                 "log_level": self.log_level,
                 "command": self.command,
                 "engine": self.engine,
+                **({"experiment": self.experiment} if self.experiment else {}),
             },
             indent=2,
             ensure_ascii=False,
@@ -135,6 +138,7 @@ class CapturePlan:
             log_level=data["log_level"],
             command=tuple(data["command"]),
             engine=data["engine"],
+            experiment=data.get("experiment", {}),
         )
 
 

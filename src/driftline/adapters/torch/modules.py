@@ -14,7 +14,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,15 @@ _original: Callable[..., Any] = nn.Module.__call__
 _optimizer_hook: Any = None
 _fork_hook_set = False
 
+
+class _Aside(threading.local):
+    """What answers module calls in this thread instead of the sessions, while one is repeated."""
+
+    answer: Callable[..., Any] | None = None
+
+
+_aside = _Aside()
+
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state
@@ -54,6 +63,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What stands in for `nn.Module.__call__` while a session runs."""
     if torch.compiler.is_compiling():
         return _original(self, *args, **kwargs)
+    if _aside.answer is not None:
+        return _aside.answer(_original, self, args, kwargs)
     call = _original
     for session in _sessions:
         call = partial(_watched, session, call)
@@ -84,7 +95,10 @@ def _watched(
         return call(self, *args, **kwargs)
     room = _more_room() if depth % _DEEP == _DEEP - 1 else 0
     try:
-        result = call(self, *args, **kwargs)
+        if session.stand_in is None:
+            result = call(self, *args, **kwargs)
+        else:
+            result = session.stand_in(frame, call, args, kwargs)
     except BaseException as error:
         compiler = _set_eval_frame(None)
         try:
@@ -181,7 +195,7 @@ def enter(
     if look.inputs_before or look.inputs_after or session.taps:
         forward = unwrapped(module).forward if place.wraps else module.forward
         binding = flatten.binding_of(forward)
-        frame.inputs = flatten.inputs(binding, args, kwargs, _cache_part(module, stack))
+        frame.inputs = flatten.inputs(binding, args, kwargs, cache_part(module, stack))
         if look.inputs_before and frame.inputs and session.selection.takes_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
     if session.taps:
@@ -211,7 +225,7 @@ def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
     wanted = session.selection.takes_step(frame.step)
     if look.inputs_after and wanted and frame.inputs:
         _take_all(session, frame, "input", frame.inputs, "after")
-    found = flatten.outputs(result, _cache_part(frame.module, session._thread.stack))
+    found = flatten.outputs(result, cache_part(frame.module, session._thread.stack))
     if look.outputs and wanted and found:
         _take_all(session, frame, "output", found, "after")
     for tap in taps:
@@ -227,7 +241,7 @@ def _take_all(
         session.intake.take_all(frame, port, tensors, moment)
 
 
-def _cache_part(module: nn.Module, stack: list[Frame]) -> int:
+def cache_part(module: nn.Module, stack: list[Frame]) -> int:
     """Which part of a key-value cache concerns a module: its own layer, all for a root."""
     if len(stack) <= 1:
         return flatten.WHOLE_CACHE
@@ -309,6 +323,21 @@ def unwatch(session: CaptureSession) -> None:
             if _optimizer_hook is not None:
                 _optimizer_hook.remove()
                 _optimizer_hook = None
+
+
+@contextlib.contextmanager
+def aside(answer: Callable[..., Any]) -> Generator[None]:
+    """While a call is repeated for an experiment no session sees the calls of this thread.
+
+    Args:
+        answer: Called with the plain call, the module, its args and its kwargs; gives the result.
+    """
+    before = _aside.answer
+    _aside.answer = answer
+    try:
+        yield
+    finally:
+        _aside.answer = before
 
 
 def active() -> tuple[CaptureSession, ...]:

@@ -99,6 +99,9 @@ class CaptureSession:
         self.global_scope = model is None
         self.taps: list[Tap] = []
         self.running = False
+        # Carries out every watched call in place of the plain one: (frame, call, args, kwargs) to
+        # the result. For experiments; exceptions it raises are the program's.
+        self.stand_in: Callable[[Frame, Callable[..., Any], Any, Any], Any] | None = None
         self._visits: dict[tuple[str, bool], tuple[int, int]] = {}
         self._wanted: dict[tuple[str, str, str], bool] = {}
         self.execution_order: dict[str, None] = {}

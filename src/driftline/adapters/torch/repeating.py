@@ -1,0 +1,232 @@
+"""Call a module again without anybody noticing.
+
+A repeated call may not be seen by a capture, draw from the program's random numbers, move its
+running statistics, leave something in a module's attributes or a cache, or call hooks of the
+program. All of that is kept and put back here; what a repetition is for is not known.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules import module as _module_home
+from torch.overrides import TorchFunctionMode
+
+from driftline.adapters.torch import modules
+
+Give = Callable[[torch.Tensor], torch.Tensor]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+class _Copying(TorchFunctionMode):
+    """While it is on, `copy.deepcopy` asks `give` for every tensor it meets."""
+
+    def __init__(self, give: Give) -> None:
+        super().__init__()
+        self._give = give
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._give(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def copied(value: Any, give: Give) -> Any:
+    """A copy of arguments or results in which `give` has decided on every tensor.
+
+    Caches and other objects are copied, so that a module which keeps something in them leaves the
+    program's own alone; modules among them are taken as they are.
+    """
+    if isinstance(value, torch.Tensor):
+        return give(value)
+    memo: dict[int, Any] = {id(m): m for m in _modules_in(value)}
+    with _Copying(give):
+        return copy.deepcopy(value, memo)
+
+
+def _modules_in(value: Any, depth: int = 0) -> Iterable[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth < 3 and isinstance(value, tuple | list):
+        for item in value:
+            yield from _modules_in(item, depth + 1)
+    elif depth < 3 and isinstance(value, dict):
+        for item in value.values():
+            yield from _modules_in(item, depth + 1)
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the original does.
+
+    Vectorised code rounds otherwise than the code for the rest of a row, so where a row ends in
+    memory shows in the last bits.
+    """
+    return laid_out(tensor.detach(), tensor)
+
+
+def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Values in memory of their own, with the strides of another tensor of that shape."""
+    if like.is_contiguous() or like.layout is not torch.strided or values.shape != like.shape:
+        return values.clone(memory_format=torch.contiguous_format)
+    stride = like.stride()
+    repeated = [at for at, (n, s) in enumerate(zip(like.shape, stride, strict=True)) if s == 0 < n]
+    for at in repeated:
+        values = values.narrow(at, 0, 1)
+    copy_ = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
+    return copy_.copy_(values).expand(like.shape)
+
+
+def itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the last bit, NaN and the sign of zero included."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.numel() == 0:
+        return True
+    here, there = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return bool(torch.equal(here, there))
+
+
+class Script:
+    """Answers the calls that a module makes of other modules, instead of running those.
+
+    Args:
+        top: The module that is repeated; its own call is carried out.
+        parts: Module to the results of its calls, in order; each is made when it is asked for.
+    """
+
+    def __init__(
+        self, top: nn.Module, parts: Mapping[int, Iterable[Callable[[], Any]]] | None = None
+    ) -> None:
+        self._top = top
+        self._entered = False
+        self._parts = {key: deque(results) for key, results in (parts or {}).items()}
+
+    def __call__(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not self._entered and module is self._top:
+            self._entered = True
+            return call(module, *args, **kwargs)
+        waiting = self._parts.get(id(module))
+        if waiting:
+            return waiting.popleft()()
+        return call(module, *args, **kwargs)
+
+
+Answer = Callable[[Callable[..., Any], nn.Module, Any, Any], Any]
+
+
+def repeat(
+    script: Answer,
+    module: nn.Module,
+    real: Iterable[nn.Module],
+    tensors: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a module with other weights, unnoticed.
+
+    Args:
+        script: Answers the calls of its parts.
+        module: What is called.
+        real: The modules that may really run, `module` among them.
+        tensors: Weights and buffers by their names below `module`, in place of its own.
+        args: Its arguments; they may be changed.
+        kwargs: The same.
+    """
+    with unnoticed(real), modules.aside(script), torch.no_grad():
+        if not tensors:
+            return module(*args, **kwargs)
+        return functional_call(module, dict(tensors), args, kwargs, tie_weights=False, strict=False)
+
+
+@contextlib.contextmanager
+def unnoticed(touched: Iterable[nn.Module]) -> Generator[None]:
+    """What happens inside leaves no trace in random states, in these modules, or in hooks."""
+    before = random_state()
+    held = [(module, dict(module.__dict__)) for module in touched]
+    hidden = [(name, dict(getattr(_module_home, name))) for name in _GLOBAL_HOOKS]
+    try:
+        for name, hooks in hidden:
+            if hooks:
+                getattr(_module_home, name).clear()
+        for module, state in held:
+            for name in _HOOKS:
+                hooks = state.get(name)
+                if hooks:
+                    module.__dict__[name] = OrderedDict(
+                        (key, hook) for key, hook in hooks.items() if _is_of_torch(hook)
+                    )
+        yield
+    finally:
+        for module, state in held:
+            _put_back(module.__dict__, state)
+        for name, hooks in hidden:
+            if hooks:
+                getattr(_module_home, name).update(hooks)
+        set_random_state(before)
+
+
+def _put_back(table: dict[str, Any], state: dict[str, Any]) -> None:
+    for name in [name for name in table if name not in state]:
+        del table[name]
+    for name, value in state.items():
+        if table.get(name, table) is not value:
+            table[name] = value
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Hooks of `weight_norm`, `prune` and the like make the weights; the program's are its own."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).startswith("torch.nn.utils")
+
+
+def random_state() -> tuple[Any, ...]:
+    """The state of every generator a module may draw from."""
+    numpy = sys.modules.get("numpy")
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+    legacy = numpy.random.get_state() if numpy is not None else None
+    return torch.get_rng_state(), devices, random.getstate(), legacy
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    host, devices, python, legacy = state
+    torch.set_rng_state(host)
+    if devices:
+        torch.cuda.set_rng_state_all(list(devices))
+    random.setstate(python)
+    if legacy is not None:
+        sys.modules["numpy"].random.set_state(legacy)
+
+
+def has_drawn(before: tuple[Any, ...]) -> bool:
+    """Whether anybody has drawn a random number of torch's since."""
+    host, devices, _, _ = before
+    if not torch.equal(host, torch.get_rng_state()):
+        return True
+    if not devices:
+        return False
+    return any(
+        not torch.equal(old, new)
+        for old, new in zip(devices, torch.cuda.get_rng_state_all(), strict=True)
+    )

@@ -1,0 +1,141 @@
+"""What came of a replay, site by site, and whether the two models are one at all."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from driftline.adapters.torch.candidate import Candidate
+from driftline.adapters.torch.names import ModuleNames
+
+_MOST_FAULTS = 8
+
+
+class _Site:
+    __slots__ = ("left_out", "reason", "replayed", "unknown", "way")
+
+    def __init__(self) -> None:
+        self.replayed = 0
+        self.unknown = 0
+        self.reason = ""
+        self.way = ""
+        self.left_out: set[str] = set()
+
+
+class Report:
+    """Gathers what becomes of each site of the captured run.
+
+    Attributes:
+        clash: Why the program's model is not the captured run's; nothing is replayed then.
+        faults: What went wrong in the experiment itself.
+    """
+
+    def __init__(self, candidate: Candidate, *, partial: bool = False) -> None:
+        self._candidate = candidate
+        self._partial = partial
+        self._sites: dict[str, _Site] = {}
+        self.clash = ""
+        self.clashes: list[str] = []
+        self.faults: list[str] = []
+        self.calls = 0
+
+    def replayed(self, site: str, way: str) -> None:
+        entry = self._sites.setdefault(site, _Site())
+        entry.replayed += 1
+        entry.way = way
+        self.calls += 1
+
+    def unknown(self, site: str, reason: str) -> None:
+        entry = self._sites.setdefault(site, _Site())
+        entry.unknown += 1
+        entry.reason = entry.reason or reason
+
+    def left_out(self, site: str, slot: str) -> None:
+        """A slot of a site that its own inputs do not reproduce, beside others that are."""
+        self._sites.setdefault(site, _Site()).left_out.add(slot)
+
+    def fault(self, site: str, problem: Exception) -> None:
+        if len(self.faults) < _MOST_FAULTS:
+            trace = traceback.format_exc(limit=-3).strip().splitlines()
+            self.faults.append(f"{site}: {type(problem).__name__}: {problem} ({trace[-2:-1]})")
+
+    def look_for_clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> None:
+        """Compare the two module trees as far as both are known: names, then shapes."""
+        if not self._candidate.parameters:
+            return
+        found = self._clashes(names, sites)
+        self.clashes = found
+        if found and not self._partial:
+            self.clash = found[0]
+
+    def _clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> list[str]:
+        parameters = self._candidate.parameters
+        known = {site: partner for site, partner in sites.items() if partner in parameters}
+        found: list[str] = []
+        met = set(sites.values())
+        for place in names.places():
+            module = place.ref()
+            if module is None or not any(p is not None for p in module._parameters.values()):
+                continue
+            partner = known.get(place.site)
+            if partner is None:
+                if place.root.helper:
+                    continue
+                found.append(
+                    f"the program's model has a module '{place.site}' ({place.class_name}) that "
+                    "the candidate run's model has not, or has not called"
+                )
+                continue
+            theirs = parameters[partner]
+            for name, tensor in module._parameters.items():
+                if tensor is None or name not in theirs:
+                    continue
+                dtype, shape = theirs[name]
+                if tuple(tensor.shape) != tuple(shape) and "int" not in dtype:
+                    found.append(
+                        f"'{place.site}.{name}' has shape {tuple(tensor.shape)} in the program's "
+                        f"model and {tuple(shape)} in the candidate run's"
+                    )
+        called = set(self._candidate.sites)
+        for site, held in parameters.items():
+            if held and site in called and site not in met and met:
+                found.append(
+                    f"the candidate run has a module '{site}' "
+                    f"({self._candidate.classes.get(site, 'of an unknown class')}) that the "
+                    "program's model has not"
+                )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Site → status, for every site of the captured run."""
+        sites: dict[str, Any] = {}
+        for site in self._candidate.sites:
+            entry = self._sites.get(site)
+            if entry is None:
+                sites[site] = {
+                    "status": "skipped",
+                    "reason": "the program did not call it, or it was not selected",
+                    "reproduced": False,
+                }
+                continue
+            data: dict[str, Any] = {
+                "status": "replayed" if entry.replayed else "unknown",
+                "reason": entry.reason,
+                "reproduced": bool(entry.replayed) and not entry.unknown,
+                "applied": entry.way,
+                "calls": entry.replayed,
+            }
+            if entry.replayed and entry.unknown:
+                data["unknown_calls"] = entry.unknown
+            if entry.left_out:
+                data["left_out"] = sorted(entry.left_out)
+            sites[site] = data
+        return {
+            "clash": self.clash,
+            "clashes": self.clashes[:20],
+            "faults": self.faults,
+            "calls": self.calls,
+            "sites": sites,
+        }

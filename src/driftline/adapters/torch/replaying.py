@@ -1,0 +1,397 @@
+"""Apply the modules of a running program to the inputs that another run captured.
+
+The program runs as it would. After each wanted call the module is applied again: to its own inputs,
+which must give its own output to the bit, then to the captured ones, once in wide arithmetic and
+once in the captured run's number format. A module with parts has its *own code* repeated: the calls
+it makes of its parts are answered with what the captured run's parts gave. So nothing is computed
+twice for the sake of its ancestors, and an error is seen where it is made, not in all modules
+around it. Where its own code cannot be repeated alone the module is applied whole.
+
+Knows neither names of other runs (`match` does) nor files.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from driftline.adapters.selection import Selection
+from driftline.adapters.torch import flatten
+from driftline.adapters.torch import snapshot as snapshots
+from driftline.adapters.torch.candidate import Candidate
+from driftline.adapters.torch.modules import cache_part
+from driftline.adapters.torch.names import is_compiled, unwrapped
+from driftline.adapters.torch.recasting import Recast
+from driftline.adapters.torch.repeating import (
+    Script,
+    clone,
+    copied,
+    has_drawn,
+    itself,
+    random_state,
+    repeat,
+    same_bits,
+)
+from driftline.adapters.torch.replay_calls import (
+    Noting,
+    NotReplayed,
+    Open,
+    Part,
+    Slots,
+    bytes_of,
+    is_pure,
+    likeness,
+)
+from driftline.adapters.torch.replay_report import Report
+from driftline.runs.record import Record
+from driftline.runs.sink import Sink
+
+if TYPE_CHECKING:
+    from driftline.adapters.torch.session import CaptureSession
+    from driftline.adapters.torch.taps import Frame
+
+MOST_HELD = 4 << 30
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Open | None] = []
+
+
+class Replayer:
+    """Replays while a session runs; stands in for the plain call of its modules.
+
+    Args:
+        session: Names the calls; it need not capture anything.
+        candidate: The captured calls.
+        match: Sites of the program's modules → those of the captured run.
+        exact: Takes what the modules give in wide arithmetic.
+        native: Takes what they give in the captured run's number format.
+        selection: Which calls.
+        most_held: Bytes of results held at a time to repeat the code of modules with parts.
+        partial: Go on where the two models are not the same.
+    """
+
+    def __init__(
+        self,
+        session: CaptureSession,
+        candidate: Candidate,
+        match: Callable[[Iterable[str], Iterable[str]], Mapping[str, str]],
+        exact: Sink,
+        native: Sink,
+        *,
+        selection: Selection | None = None,
+        most_held: int = MOST_HELD,
+        partial: bool = False,
+    ) -> None:
+        self._session = session
+        self._candidate = candidate
+        self._match = match
+        self._sinks = (exact, native)
+        self._selection = selection or Selection()
+        self._most_held = most_held
+        self._held = 0
+        self._names = -1
+        self._sites: Mapping[str, str] = {}
+        self._alike: set[Any] = set()
+        self._thread = _Thread()
+        self.report = Report(candidate, partial=partial)
+        self._recast = Recast(candidate, lambda module: self._sites.get(session.site_of(module)))
+
+    def __call__(
+        self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module of the program, and replay it."""
+        stack = self._thread.stack
+        depth = len(stack)
+        opened: Open | None = None
+        try:
+            opened = self._before(frame, args, kwargs)
+        except Exception as problem:  # an experiment never stops the program
+            self.report.fault(frame.site, problem)
+        stack.append(opened)
+        try:
+            result = call(frame.module, *args, **kwargs)
+        finally:
+            del stack[depth:]
+        if opened is not None or (stack and stack[-1] is not None):
+            try:
+                self._after(frame, opened, stack[-1] if stack else None, result)
+            except Exception as problem:
+                self.report.fault(frame.site, problem)
+        return result
+
+    # --- before the call
+
+    def _before(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Open | None:
+        if self.report.clash or frame.recompute:
+            return None
+        names = self._session.names
+        if names.count != self._names:
+            self._names = names.count
+            self._sites = self._match([p.site for p in names.places()], self._candidate.places)
+            self.report.look_for_clashes(names, self._sites)
+            if self.report.clash:
+                return None
+        site = self._sites.get(frame.site, "")
+        candidate = self._candidate.calls.get((site, frame.step, frame.visit))
+        if (
+            candidate is None
+            or not candidate.outputs
+            or not self._selection.takes_step(frame.step)
+            or not self._selection.takes_place(frame.site, frame.class_name, frame.place.ids)
+        ):
+            return None
+        opened = Open(frame, args, kwargs)
+        opened.site, opened.candidate = site, candidate
+        module = frame.module
+        if is_compiled(module):
+            opened.reason = "it is compiled; run the program with TORCHDYNAMO_DISABLE=1"
+            return opened
+        forward = unwrapped(module).forward if frame.place.wraps else module.forward
+        part = cache_part(module, self._session.frames())
+        opened.inputs = flatten.inputs(flatten.binding_of(forward), args, kwargs, part)
+        if not candidate.inputs and opened.inputs:
+            opened.reason = "the candidate run holds no input of it from before the call"
+            return opened
+        if module._modules:
+            opened.parts = []
+        if is_pure(module) and likeness(opened) in self._alike:
+            return opened
+        concerned = {id(tensor) for _, _, tensor in opened.inputs}
+        try:
+            self._require_room(tensor for _, _, tensor in opened.inputs)
+        except NotReplayed as reason:
+            opened.reason = str(reason)
+            return opened
+        # A cache belongs to all layers: only the part of this one is copied, the rest is shared.
+        keep: dict[int, torch.Tensor] = {}
+
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in concerned:
+                return tensor
+            return keep.setdefault(id(tensor), clone(tensor))
+
+        opened.held = copied((args, kwargs), give)
+        opened.inputs = [
+            (slot, alias, keep.get(id(tensor), tensor)) for slot, alias, tensor in opened.inputs
+        ]
+        return opened
+
+    def _require_room(self, tensors: Iterable[torch.Tensor]) -> None:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if self._held + size > self._most_held:
+            raise NotReplayed(f"holding its tensors takes more than {self._most_held >> 20} MiB")
+
+    # --- after it
+
+    def _after(self, frame: Frame, opened: Open | None, parent: Open | None, result: Any) -> None:
+        part = cache_part(frame.module, self._session.frames())
+        if parent is not None and parent.parts is not None:
+            self._hold(frame, parent, result, part)
+        if opened is None or opened.candidate is None:
+            return
+        try:
+            if opened.reason:
+                raise NotReplayed(opened.reason)
+            self._replay(opened, flatten.outputs(result, part), part)
+        except NotReplayed as reason:
+            self.report.unknown(opened.site, str(reason))
+        except Exception as problem:
+            first = str(problem).strip().splitlines()
+            self.report.unknown(
+                opened.site,
+                f"applying it again raised {type(problem).__name__}" + f": {first[0]}"[:200]
+                if first
+                else f"applying it again raised {type(problem).__name__}",
+            )
+        finally:
+            for held in opened.parts or ():
+                self._held -= bytes_of(held.slots)
+
+    def _hold(self, frame: Frame, parent: Open, result: Any, part: int) -> None:
+        """Keep what a part gave, for the code of the module that called it."""
+        assert parent.parts is not None
+        slots = flatten.outputs(result, part)
+        size = bytes_of(slots)
+        if self._held + size > self._most_held:
+            parent.reason = (
+                f"holding what its parts gave takes more than {self._most_held >> 20} MiB"
+            )
+            return
+        keep: dict[int, torch.Tensor] = {}
+        value = copied(result, lambda tensor: keep.setdefault(id(tensor), clone(tensor)))
+        self._held += size
+        site = self._sites.get(frame.site, "")
+        parent.parts.append(
+            Part(
+                frame.module,
+                value,
+                [(slot, alias, keep[id(t)]) for slot, alias, t in slots if id(t) in keep],
+                self._candidate.calls.get((site, frame.step, frame.visit)),
+            )
+        )
+
+    def _replay(self, opened: Open, live: Slots, part: int) -> None:
+        module = opened.frame.module
+        outputs = opened.candidate.outputs if opened.candidate is not None else {}
+        wanted = [(slot, alias, t) for slot, alias, t in live if slot in outputs]
+        if not wanted:
+            raise NotReplayed("what it gives has other names than in the candidate run")
+        way, good = self._way_that_reproduces(opened, wanted, part)
+        exact = self._apply(opened, way, exact=True, part=part)
+        if self._recast.changes_format(opened.site, module):
+            native = self._apply(opened, way, exact=False, part=part)
+        else:
+            native = exact
+        if not any(slot in exact and slot in native for slot in good):
+            raise NotReplayed("on the candidate's inputs it gives nothing that the candidate gave")
+        for slot, alias, _ in wanted:
+            if slot not in good or slot not in exact or slot not in native:
+                self.report.left_out(opened.site, slot)
+                continue
+            for sink, found in zip(self._sinks, (exact, native), strict=True):
+                self._put(sink, outputs[slot], alias, opened, found[slot])
+        self.report.replayed(opened.site, way)
+
+    def _way_that_reproduces(self, opened: Open, wanted: Slots, part: int) -> tuple[str, set[str]]:
+        """How the module's own output comes out of its own inputs, and which slots of it do."""
+        module = opened.frame.module
+        everything = {slot for slot, _, _ in wanted}
+        if opened.held is None:
+            return "leaf", everything
+        reasons: list[str] = []
+        for way in ("own code", "whole") if opened.parts else ("leaf",):
+            if way == "whole":
+                self._require_room(p for p in module.parameters())
+            args, kwargs = copied(opened.held, clone if way == "whole" else itself)
+            before = random_state()
+            drawn: list[bool] = []
+            script = self._own_script(opened, way)
+            result = repeat(
+                Noting(script, lambda b=before, d=drawn: d.append(has_drawn(b))),
+                module,
+                self._real(opened, way, own=True),
+                self._recast.as_they_are(module, self._real(opened, way, own=True)),
+                args,
+                kwargs,
+            )
+            if any(drawn):
+                reasons.append("it draws random numbers")
+                continue
+            again = {slot: tensor for slot, _, tensor in flatten.outputs(result, part)}
+            good = {
+                slot
+                for slot, _, tensor in wanted
+                if slot in again and same_bits(again[slot], tensor)
+            }
+            if good:
+                if way == "leaf" and is_pure(module) and good == everything:
+                    self._alike.add(likeness(opened))
+                return way, good
+            reasons.append("applied to its own inputs again it does not give its own output")
+        raise NotReplayed(reasons[-1])
+
+    def _apply(self, opened: Open, way: str, *, exact: bool, part: int) -> dict[str, torch.Tensor]:
+        """The module on the captured inputs; slot to tensor."""
+        module = opened.frame.module
+        source = opened.held if opened.held is not None else (opened.args, opened.kwargs)
+        strangers: list[torch.Tensor] = []
+        give = self._recast.inputs(
+            opened.candidate, opened.inputs, opened.site, strangers, exact=exact
+        )
+        args, kwargs = copied(source, give)
+        real = self._real(opened, way, own=False)
+        with self._recast.arithmetic(module, exact=exact):
+            result = repeat(
+                Script(module, self._captured_parts(opened, way, strangers, exact=exact)),
+                module,
+                real,
+                self._recast.weights(module, real, exact=exact),
+                args,
+                kwargs,
+            )
+        # What comes out as it went in is the program's own: a cache that the parts have filled.
+        foreign = {tensor.data_ptr() for tensor in strangers if tensor.numel()}
+        return {
+            slot: tensor
+            for slot, _, tensor in flatten.outputs(result, part)
+            if tensor.data_ptr() not in foreign
+        }
+
+    def _own_script(self, opened: Open, way: str) -> Script:
+        parts: dict[int, list[Callable[[], Any]]] = {}
+        for held in opened.parts or () if way == "own code" else ():
+            parts.setdefault(id(held.module), []).append(
+                lambda held=held: copied(held.value, itself)
+            )
+        return Script(opened.frame.module, parts)
+
+    def _captured_parts(
+        self, opened: Open, way: str, strangers: list[torch.Tensor], *, exact: bool
+    ) -> dict[int, list[Callable[[], Any]]]:
+        parts: dict[int, list[Callable[[], Any]]] = {}
+        for held in opened.parts or () if way == "own code" else ():
+            if self._recast.can_answer(held.candidate, held.slots):
+                answer = self._recast.answer(
+                    held.candidate, held.slots, held.value, strangers, exact=exact
+                )
+                parts.setdefault(id(held.module), []).append(answer)
+        return parts
+
+    def _real(self, opened: Open, way: str, *, own: bool) -> list[nn.Module]:
+        """The modules that really run when a call is repeated this way."""
+        module = opened.frame.module
+        if way != "own code":
+            return list(module.modules())
+        answered = {
+            id(held.module)
+            for held in opened.parts or ()
+            if own or self._recast.can_answer(held.candidate, held.slots)
+        }
+        found: list[nn.Module] = []
+        called = {id(held.module) for held in opened.parts or ()}
+        waiting = [module]
+        while waiting:
+            each = waiting.pop()
+            found.append(each)
+            waiting += [
+                child
+                for child in each._modules.values()
+                if child is not None
+                and id(child) not in answered
+                and (id(child) in called or not self._is_called_elsewhere(child))
+            ]
+        return found
+
+    def _is_called_elsewhere(self, module: nn.Module) -> bool:
+        """Whether a module that was not called here is one that is called, elsewhere or never now.
+
+        The weights of the others (an attention's output projection) may be used without a call.
+        """
+        return self._sites.get(self._session.site_of(module), "") in self._candidate.classes
+
+    def _put(
+        self, sink: Sink, like: Record, alias: str, opened: Open, tensor: torch.Tensor
+    ) -> None:
+        if tuple(tensor.shape) != like.shape:
+            raise NotReplayed(
+                f"on the candidate's inputs it gives shape {tuple(tensor.shape)}, "
+                f"the candidate gave {like.shape}"
+            )
+        with snapshots.undisturbed():
+            shot = snapshots.snapshot(tensor)
+            if isinstance(shot, snapshots.Refusal):
+                raise NotReplayed(shot.reason)
+            sink.put(
+                Record(
+                    like.key, 0, shot.dtype, shot.shape, alias, opened.frame.class_name, shot.device
+                ),
+                shot.data,
+            )
