@@ -291,3 +291,28 @@ def test_data_that_is_no_recipe_is_refused(shown: Any) -> None:
     run = run_of({"a": np.zeros(3)})
     with pytest.raises(BadInput):
         recipe_from_json(shown, lambda _: run.records[0])
+
+
+def test_codes_with_one_scale_and_zero_point_need_no_tensor_of_them() -> None:
+    codes = np.array([[-128, 0, 127], [3, 4, 5]], np.int8)
+    run = run_of({"codes": codes})
+    step = step_from_text("dequantise(axis 0, times 0.25, minus 3)")
+    assert step_from_text(step.text()) == step
+    made = result(run, Recipe(tuple(run.records), (step,), (2, 3)))
+    np.testing.assert_array_equal(made, (codes.astype(np.float32) - 3) * np.float32(0.25))
+    for text in ("dequantise(axis 0, times)", "dequantise(axis 0, times inf)"):
+        with pytest.raises(BadInput, match="numbers cannot be read"):
+            step_from_text(text)
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.int64])
+def test_the_float_in_the_low_half_of_a_word_is_read(kind: Any) -> None:
+    scales = np.array([0.5, 1e-3, 3.0], np.float32)
+    words = scales.view(np.uint32).astype(np.uint64)
+    words[1] |= np.uint64(1 << 46)  # operators keep flags in the other half
+    run = run_of({"codes": np.ones((3, 2), np.int8), "scale": words.astype(kind)})
+    inner = Recipe((run.records[1],), (step_from_text("lowfloat"),), (3,))
+    made = result(run, Recipe((run.records[0], inner), (Step("dequantise", 0),), (3, 2)))
+    np.testing.assert_array_equal(made[:, 0], scales)
+    with pytest.raises(BadInput, match="64 bits"):
+        cook(run, Recipe((run.records[0],), (Step("lowfloat"),), (3, 2)))

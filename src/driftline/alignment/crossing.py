@@ -18,6 +18,7 @@ Pairs = list[tuple[Record, Record]]
 WEIGHTS, READ = 0.8, 0.6
 """Confidence of the two rules, at most."""
 
+_CODES = frozenset({"int8", "int4", "uint4"})
 _Name = tuple[str, int]
 _Look = tuple[int, ...]
 
@@ -53,6 +54,41 @@ def _by_look(records: Sequence[Record], port: str) -> dict[_Look, list[Record]]:
         if key.port == port and key.phase == "forward" and "float" in record.dtype and not first:
             found[tuple(sorted(record.shape))].append(record)
     return {look: group for look, group in found.items() if look}
+
+
+def pair_codes(ours: Call, theirs: Call, free: set[int]) -> Pairs:
+    """The matrices of one product as floats and as the integers of a quantised one.
+
+    The input and the weight of either, where they have no partner and one of the two is a code.
+    """
+    if ours.kind != "linear" or theirs.kind != "linear":
+        return []
+    found: Pairs = []
+    fed = main_tensor(ours.records, "input"), main_tensor(theirs.records, "input")
+    sides = [
+        [
+            record
+            for record in call.records
+            if record.key.port in ("input", "param") and record.key.phase == "forward"
+            if record is not main and len(record.shape) == 2 and id(record) in free
+        ]
+        for call, main in ((ours, fed[0]), (theirs, fed[1]))
+    ]
+    weights = [(a, b) for a in sides[0] for b in sides[1] if sorted(a.shape) == sorted(b.shape)]
+    both = [(a, b) for a in fed[:1] for b in fed[1:] if a is not None and b is not None]
+    found += [
+        (a, b)
+        for a, b in both
+        if {id(a), id(b)} <= free and _same_size(a, b) and _one_is_code(a, b)
+    ]
+    if len(weights) == 1 and _one_is_code(*weights[0]):
+        found += weights
+    return found
+
+
+def _one_is_code(ours: Record, theirs: Record) -> bool:
+    types = {ours.dtype, theirs.dtype}
+    return bool(types & _CODES) and any("float" in dtype for dtype in types)
 
 
 def pair_read(

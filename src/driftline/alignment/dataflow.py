@@ -73,18 +73,15 @@ class Dataflows:
             return known
         if look not in self._by_look:
             leaves = [call for call in calls if call.leaf and call.called]
-            # Equal digests are known already; and without operators nothing follows.
-            wanted = _has_operators(leaves) and not any(call.fed_by for call in leaves)
-            self._by_look[look] = _from_bytes(self._run, leaves) if wanted else known
+            makers = _from_bytes(self._run, leaves) if _has_operators(leaves) else {}
+            self._by_look[look] = known._replace(makers=makers)
         return self._by_look[look]
 
 
 def edges_of(run: Run, rank: int, process: int) -> Dataflow:
     """What the topology of one process says."""
     topology = run.topology(rank, process)
-    if topology is None or not topology.get("edges"):
-        return _NOTHING
-    return _from_topology(topology)
+    return _NOTHING if topology is None else _from_topology(topology)
 
 
 def _has_operators(leaves: Iterable[Call]) -> bool:
@@ -133,7 +130,7 @@ def _list(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def _from_bytes(run: Run, leaves: Sequence[Call]) -> Dataflow:
+def _from_bytes(run: Run, leaves: Sequence[Call]) -> dict[Place, Place]:
     """Edges where an input holds the very bytes of an output made before it."""
     made: dict[str, Place] = {}
     makers: dict[Place, Place] = {}
@@ -143,7 +140,8 @@ def _from_bytes(run: Run, leaves: Sequence[Call]) -> Dataflow:
             for record in call.records:
                 if record.key.port != port or record.key.phase != "forward":
                     continue
-                if record.kept != "full" or len(record.shape) < 2 or read > _MOST_READ:
+                known = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
+                if not known or len(record.shape) < 2:
                     continue
                 digest, length = _sampled(run, record)
                 read += length
@@ -152,13 +150,15 @@ def _from_bytes(run: Run, leaves: Sequence[Call]) -> Dataflow:
                     made[digest] = place
                 elif digest in made:
                     makers[place] = made[digest]
-    return Dataflow(makers, {}, {})
+    return makers
 
 
 def _sampled(run: Run, record: Record) -> tuple[str, int]:
     """A digest of both ends of a tensor; none of what is the same everywhere, such as zeros."""
     if not math.prod(record.shape):
         return "", 0
+    if record.digest:
+        return f"{record.dtype} {math.prod(record.shape)} {record.digest}", 0
     try:
         values = np.ascontiguousarray(run.raw(record)).reshape(-1).view(np.uint8)
     except (DriftlineError, OSError, ValueError):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from driftline.alignment.plan import Pair
+from driftline.alignment.quantised_operators import OperatorScales
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.record import Record
@@ -80,14 +81,16 @@ def _plain(name: str) -> str:
     return name.replace("_", "").replace(".", "").lower()
 
 
-def dequantised(pair: Pair, ours: Scales, theirs: Scales) -> Pair:
+def dequantised(
+    pair: Pair, ours: Scales, theirs: Scales, operators: tuple[OperatorScales, OperatorScales]
+) -> Pair:
     """The pair with its quantised side made numbers; or with the reason why it cannot be."""
     here, there = DTYPES.get(pair.reference.dtype), DTYPES.get(pair.candidate.dtype)
     if here is None or there is None or here.name == there.name:
         return pair
-    for side, dtype, other, scales in (
-        ("reference", here, there, ours),
-        ("candidate", there, here, theirs),
+    for side, dtype, other, scales, more in (
+        ("reference", here, there, ours, operators[0]),
+        ("candidate", there, here, theirs, operators[1]),
     ):
         is_code = dtype.name in _CODES and other.kind == "float"
         may_be = dtype.name in _PERHAPS and other.kind == "float" and other.bits > 8
@@ -97,7 +100,7 @@ def dequantised(pair: Pair, ours: Scales, theirs: Scales) -> Pair:
         known = pair.reference_recipe if side == "reference" else pair.candidate_recipe
         if known is not None and any(step.kind == "dequantise" for step in known.steps):
             continue
-        recipe = _recipe(record, known, scales)
+        recipe = _recipe(record, known, scales) or more.recipe(record, known)
         if recipe is not None:
             return pair._replace(**{f"{side}_recipe": recipe})
         if is_code:

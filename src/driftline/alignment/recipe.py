@@ -6,6 +6,7 @@ out is `comparison.cooking`'s part; which one a pair needs is for the rules to s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
@@ -21,7 +22,8 @@ StepKind = Literal[
     "trim",  # like split, of what is surplus: pads, rows the other side's batch has not
     "select",  # positions `numbers` along `axis`: rows, or interleaved parts of a fused tensor
     "sum",  # sources added up: partial results of ranks
-    "dequantise",  # (values - zero point) * scale; sources are values, scale[, zero point]
+    "dequantise",  # (values - zero point) * scale; sources are values[, scale[, zero point]]
+    "lowfloat",  # words of 64 bits whose low half is a float32: that number (ATB's deq_scale)
 ]
 KINDS: tuple[str, ...] = get_args(StepKind)
 JOINING: tuple[StepKind, ...] = ("concat", "sum", "dequantise")
@@ -42,6 +44,8 @@ class Step(NamedTuple):
         start: First element of a split or trim.
         stop: Last element plus one.
         numbers: Axes of a transpose, shape of a reshape, positions of a select.
+        factor: Of dequantise: what every scale is multiplied by; the scale itself without a source.
+        zero: Of dequantise: what every value is lessened by.
     """
 
     kind: StepKind
@@ -49,6 +53,8 @@ class Step(NamedTuple):
     start: int = 0
     stop: int = 0
     numbers: tuple[int, ...] = ()
+    factor: float | None = None
+    zero: float = 0.0
 
     def __str__(self) -> str:
         """For people: long lists of positions are counted."""
@@ -70,7 +76,11 @@ class Step(NamedTuple):
             return f"{self.kind}({','.join(map(str, self.numbers))})"
         if self.kind == "select":
             return f"select(axis {self.axis}, {','.join(_ranges(self.numbers))})"
-        return self.kind if self.kind == "sum" else f"{self.kind}(axis {self.axis})"
+        if self.kind == "dequantise":
+            times = f", times {self.factor!r}" if self.factor is not None else ""
+            minus = f", minus {self.zero!r}" if self.zero else ""
+            return f"dequantise(axis {self.axis}{times}{minus})"
+        return self.kind if self.kind in ("sum", "lowfloat") else f"{self.kind}(axis {self.axis})"
 
 
 class Recipe(NamedTuple):
@@ -170,7 +180,7 @@ def step_from_text(text: str) -> Step:
     """The inverse of `Step.text`.
 
     >>> step_from_text("split(axis 0, 4:8)")
-    Step(kind='split', axis=0, start=4, stop=8, numbers=())
+    Step(kind='split', axis=0, start=4, stop=8, numbers=(), factor=None, zero=0.0)
 
     Raises:
         BadInput: It is no step.
@@ -191,9 +201,27 @@ def step_from_text(text: str) -> Step:
             return Step(cast(StepKind, kind), axis, int(begin), int(end))
         if kind == "select":
             return Step("select", axis, numbers=tuple(_positions(rest)))
+        if kind == "dequantise":
+            zero = _after("minus", rest) or 0.0
+            return Step("dequantise", axis, factor=_after("times", rest), zero=zero)
         return Step(cast(StepKind, kind), axis)
     except ValueError:
         raise BadInput(f"'{text}' is a {kind} whose numbers cannot be read") from None
+
+
+def _after(word: str, text: str) -> float | None:
+    """The number after a word; None where the word is not there.
+
+    Raises:
+        ValueError: It is none that can be computed with.
+    """
+    found = [part.split() for part in text.split(",") if part.split()[:1] == [word]]
+    if not found:
+        return None
+    number = float(found[0][1]) if len(found[0]) == 2 else math.nan
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _positions(text: str) -> list[int]:

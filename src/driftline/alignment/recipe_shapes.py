@@ -45,7 +45,7 @@ def check_recipe(recipe: Recipe) -> None:
 def _joined(step: Step, shapes: Sequence[Shape]) -> Shape:
     first = shapes[0]
     if step.kind == "dequantise":
-        if not 2 <= len(shapes) <= 3:
+        if not (1 if step.factor is not None else 2) <= len(shapes) <= 3:
             raise BadInput("dequantise takes values, a scale and perhaps a zero point")
         return first
     if step.kind == "sum":
@@ -76,6 +76,8 @@ def _after(step: Step, shape: Shape) -> Shape:
     elif step.kind == "reshape":
         fits = math.prod(step.numbers) == math.prod(shape) and min(step.numbers, default=0) >= 0
         result = step.numbers
+    elif step.kind == "lowfloat":
+        pass
     else:
         raise BadInput(f"{step} joins tensors, so it must be the first step")
     if not fits:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from driftline.alignment.axes import Layouts, are_weights, cropped, reshaped, transposed
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.quantised import Scales, dequantised
+from driftline.alignment.quantised_operators import OperatorScales
 from driftline.alignment.sides import shapes_of
 from driftline.runs.run import Run
 
@@ -32,6 +33,7 @@ class Reconciler:
         self._runs = (reference, candidate)
         self._layouts = Layouts((_framework(reference), _framework(candidate)), plan.pairs)
         self._scales: tuple[Scales, Scales] | None = None
+        self._operators = (OperatorScales(reference), OperatorScales(candidate))
         self._tokens = TokenBook(reference, candidate)
         self.notes = self._tokens.notes
         self._tiled = any(not _formats(run).isdisjoint(TILED) for run in self._runs)
@@ -41,7 +43,7 @@ class Reconciler:
         if pair.reference.dtype != pair.candidate.dtype:
             if self._scales is None:
                 self._scales = (Scales(self._runs[0]), Scales(self._runs[1]))
-            pair = dequantised(pair, *self._scales)
+            pair = dequantised(pair, *self._scales, self._operators)
             if pair.trouble:
                 return pair
         turned = transposed(pair, self._layouts)

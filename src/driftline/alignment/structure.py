@@ -28,7 +28,7 @@ from driftline.alignment.containers import (
     link_containers,
     link_uncalled,
 )
-from driftline.alignment.crossing import READ, WEIGHTS, pair_read, pair_weights
+from driftline.alignment.crossing import READ, WEIGHTS, pair_codes, pair_read, pair_weights
 from driftline.alignment.dataflow import Dataflow, Dataflows
 from driftline.alignment.dataroles import tell_by_dataflow
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain
@@ -339,6 +339,9 @@ def _pair_up(
         mine = [record for record in mine if id(record) not in used]
         others = [record for record in others if id(record) not in used]
         for record, match in pair_weights(mine, others) if one.leaf and other.leaf else ():
+            found.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
+        used = {id(record) for record in (*mine, *others)}
+        for record, match in pair_codes(one, other, used):
             found.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
     partners = _partners(solution, anchors, here, there)
     used = {id(record) for pair in found.pairs for record in pair.records}

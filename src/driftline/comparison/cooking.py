@@ -112,7 +112,10 @@ def _made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
     else:
         raise BadInput(f"the recipe '{recipe}' has {len(parts)} sources and does not join them")
     for step in steps:
-        words = _done(step, words)
+        if step.kind == "lowfloat":
+            words, dtype = _low_floats(words, dtype)
+        else:
+            words = _done(step, words)
     return words, dtype
 
 
@@ -196,7 +199,7 @@ def _sum(parts: Sequence[tuple[Storage, DType]]) -> tuple[Storage, DType]:
 
 def _dequantised(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[Storage, DType]:
     """`(values - zero point) * scale`, rounded once: what a float32 product gives, too."""
-    if not 2 <= len(parts) <= 3:
+    if not (1 if step.factor is not None else 2) <= len(parts) <= 3:
         raise BadInput("dequantise takes values, a scale and perhaps a zero point")
     words, dtype = parts[0]
     shape = words.shape
@@ -209,9 +212,21 @@ def _dequantised(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[St
         numbers = _decoded(words[block], dtype)
         if len(others) == 2:
             numbers = numbers - others[1].rows(block)
+        if step.zero:
+            numbers = numbers - step.zero
         with np.errstate(over="ignore", invalid="ignore"):
-            result[block] = numbers * others[0].rows(block)
+            if others:
+                numbers = numbers * others[0].rows(block)
+            result[block] = numbers if step.factor is None else numbers * step.factor
     return result, DTYPES["float32"]
+
+
+def _low_floats(words: Storage, dtype: DType) -> tuple[Storage, DType]:
+    """The float32 in the low half of 64-bit words, as the operators of ATB take scales."""
+    if dtype.name not in ("int64", "uint64"):
+        raise BadInput(f"lowfloat takes words of 64 bits, not {dtype.name}")
+    low = (np.ascontiguousarray(words).view(np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    return low.view(np.float32).reshape(words.shape), DTYPES["float32"]
 
 
 class _Spread(NamedTuple):

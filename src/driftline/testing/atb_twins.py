@@ -105,6 +105,7 @@ def atb_twin(
     generation: Generation = "G3",
     dtype: Any = np.float16,
     quantised: bool = False,
+    packed: bool = False,
     fused: bool = False,
     flat: bool = False,
     order: str = "qkv",
@@ -128,6 +129,7 @@ def atb_twin(
         generation: Which probe writes.
         dtype: What it computes in.
         quantised: int8 matrices, with the scales as further inputs.
+        packed: Those scales as words of 64 bits with a float32 in the low half.
         fused: One matrix for q, k and v, and one for gate and up, then a split.
         flat: All tokens on one axis, as ATB models have them.
         order: In which the projections of an attention are computed, and lie in a fused matrix.
@@ -144,6 +146,7 @@ def atb_twin(
     dump = AtbDump(folder, generation, device, pid, stamp, time, keep)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     program = _Program(weights, np.dtype(dtype), quantised, fused, flat, error, order)
+    program.packed = packed
     if swapped:
         program.swap("q_proj", "k_proj")
     first = 0
@@ -184,6 +187,7 @@ class _Program:
     flat: bool
     error: Error | None
     order: str = "qkv"
+    packed: bool = False
     cache: dict[int, tuple[AnyArray, AnyArray]] = field(
         default_factory=dict[int, tuple[AnyArray, AnyArray]]
     )
@@ -271,9 +275,11 @@ class _Program:
         coded = Value(f"{name}.int8", small)
         leaves.append(Operation("ElewiseOperation", [x], [coded], param))
         codes = Value(f"{name}.weight.int8", np.rint(matrix / steps[:, None]).astype(np.int8))
-        scales = Value(f"{name}.scale", (steps * scale).astype(np.float32))
+        product = (steps * scale).astype(np.float32)
+        stored = product.view(np.uint32).astype(np.uint64) if self.packed else product
+        scales = Value(f"{name}.scale", stored)
         self.weight_names += [codes.name, scales.name]
-        result = (small.astype(np.float32) @ codes.values.T.astype(np.float32)) * scales.values
+        result = (small.astype(np.float32) @ codes.values.T.astype(np.float32)) * product
         return self._emit(
             leaves,
             "LinearOperation",

@@ -1,0 +1,227 @@
+"""Scales of an operator library, which no name tells: by the operator that made or takes the codes.
+
+An operator that quantises says its scale among its parameters or takes it as an input; a product of
+two quantised matrices takes one scale for both (as a float, or as a float in the low half of 64
+bits), so that of the weight alone is what is left when the input's is divided out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+from driftline.alignment.calls import Call, Frame, calls_of, frames_of, main_tensor
+from driftline.alignment.dataflow import Dataflow, Dataflows
+from driftline.alignment.recipe import Recipe, Source, Step
+from driftline.errors import DriftlineError
+from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+_SCALES = ("inputScale", "quantInputScale")
+_ZEROS = ("inputOffset", "quantInputOffset")
+_SCALE_TYPES = ("float32", "float16", "bfloat16", "uint64", "int64")
+
+
+class _Made(NamedTuple):
+    """How codes become numbers: a number for all of them, or a tensor of scales."""
+
+    factor: float = 1.0
+    zero: float = 0.0
+    scale: Record | None = None
+    offset: Record | None = None
+
+
+class OperatorScales:
+    """The scales of a run's operators."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._flows = Dataflows(run)
+        self._frames: dict[Frame, list[Record]] | None = None
+        self._known: dict[Frame, tuple[dict[str, Call], Dataflow]] = {}
+
+    def recipe(self, record: Record, known: Recipe | None) -> Recipe | None:
+        """What makes numbers of these codes; None if no operator says it."""
+        calls, flow = self._at(record)
+        call = calls.get(record.key.site)
+        if call is None:
+            return self._handed_on(record, known, calls, flow)
+        values: Source = record if known is None else known
+        shape = record.shape if known is None else known.shape
+        is_input = record.key.port == "input" and record is main_tensor(call.records, "input")
+        if is_input or record.key.port == "output":
+            made = self._made(record, calls, flow)
+            return None if made is None else _recipe(values, shape, made)
+        return self._weight(record, call, calls, flow, values, known)
+
+    def _handed_on(
+        self, record: Record, known: Recipe | None, calls: Mapping[str, Call], flow: Dataflow
+    ) -> Recipe | None:
+        """What a container takes for an operator inside is made numbers as it is there."""
+        name = flow.names.get((record.key.site, record.key.slot))
+        if not name or record.key.port != "input":
+            return None
+        for call in calls.values():
+            for taken in call.records:
+                place = (taken.key.site, taken.key.slot)
+                if taken.key.port == "input" and flow.names.get(place) == name:
+                    found = self.recipe(taken, known)
+                    if found is None:
+                        return None
+                    sources = (record if known is None else known, *found.sources[1:])
+                    return found._replace(sources=sources)
+        return None
+
+    def _at(self, record: Record) -> tuple[dict[str, Call], Dataflow]:
+        key = record.key
+        frame = Frame(key.rank, key.process, key.step)
+        if frame not in self._known:
+            if self._frames is None:
+                self._frames = frames_of(self._run.records)
+            calls = calls_of(sorted(self._frames.get(frame, []), key=lambda each: each.order))
+            by_site = {call.site: call for call in calls if call.leaf and not call.visit}
+            self._known[frame] = by_site, self._flows.of(frame, calls, frame)
+        return self._known[frame]
+
+    def _made(self, codes: Record, calls: Mapping[str, Call], flow: Dataflow) -> _Made | None:
+        """By the operator that wrote the codes."""
+        key = codes.key
+        place = (key.site, key.slot)
+        maker = flow.makers.get(place) if key.port == "input" else place
+        call = None if maker is None else calls.get(maker[0])
+        if maker is None or call is None:
+            return None
+        param = flow.params.get(call.site, {})
+        scale = _number(param, _SCALES)
+        if scale:
+            return _Made(scale, _number(param, _ZEROS) or 0.0)
+        if call.kind == "linear":
+            return None
+        return self._beside(call, codes)
+
+    def _beside(self, call: Call, codes: Record) -> _Made | None:
+        """A scale, and perhaps a zero point, that a quantising operator takes, or gives per token.
+
+        A norm takes its own weights too: of one element, or after those, is the scale.
+        """
+        last = codes.shape[-1] if codes.shape else -1
+        rows = math.prod(codes.shape[:-1])
+        given = [
+            r
+            for r in call.records
+            if r.key.port == "output" and r is not codes and r.dtype in ("float32", "float16")
+        ]
+        if len(given) == 1 and math.prod(given[0].shape) == rows:
+            return _Made(scale=given[0])
+        vectors = [
+            r for r in call.records if r.key.port == "input" and math.prod(r.shape) in (1, last)
+        ]
+        vectors = [r for r in vectors if r is not main_tensor(call.records, "input")]
+        floats = [r for r in vectors if "float" in r.dtype]
+        single = [r for r in floats if math.prod(r.shape) == 1]
+        zeros = [r for r in vectors if r.dtype in ("int8", "int32")]
+        scale = single[0] if len(single) == 1 else None
+        if scale is None and not call.kind.startswith("norm") and len(floats) == 1:
+            scale = floats[0]
+        if scale is None:
+            return None
+        offset = zeros[0] if len(zeros) == 1 and zeros[0].shape == scale.shape else None
+        if math.prod(scale.shape) == 1 and (number := self._value(scale)):
+            zero = self._value(offset) if offset is not None else 0.0
+            return None if zero is None else _Made(number, zero)
+        return _Made(scale=scale, offset=offset)
+
+    def _weight(
+        self,
+        codes: Record,
+        call: Call,
+        calls: Mapping[str, Call],
+        flow: Dataflow,
+        values: Source,
+        known: Recipe | None,
+    ) -> Recipe | None:
+        """The scale that a product takes beside two matrices, less that of its input."""
+        if call.kind != "linear" or len(codes.shape) != 2:
+            return None
+        scales = [
+            record
+            for record in call.records
+            if record.key.port == "input"
+            and record.dtype in _SCALE_TYPES
+            and math.prod(record.shape) in (call.features, 1)
+            and record is not main_tensor(call.records, "input")
+        ]
+        if len(scales) > 1:  # beside a bias, whose type is that of the result
+            scales = [r for r in scales if r.dtype in ("uint64", "int64")] or [
+                r for r in scales if r.dtype == "float32"
+            ]
+        if len(scales) != 1:
+            return None
+        factor = None
+        fed = main_tensor(call.records, "input")
+        if fed is not None and fed.dtype in ("int8", "int4"):
+            made = self._made(fed, calls, flow)
+            if made is None:
+                return None  # a scale for both, and nothing says the input's
+            factor = 1.0 / made.factor if made.scale is None else None
+        scale: Source = scales[0]
+        axis = 0 if codes.shape[0] == call.features else 1
+        if scales[0].dtype in ("uint64", "int64"):
+            scale = Recipe((scales[0],), (Step("lowfloat"),), scales[0].shape)
+        if known is not None:
+            cut = next((step for step in known.steps if step.kind == "split"), None)
+            if cut is None or len(known.steps) != 1 or cut.axis != axis:
+                return None
+            if math.prod(scales[0].shape) > 1:  # the same columns of the scales
+                inner = scale.steps if isinstance(scale, Recipe) else ()
+                flat = (math.prod(scales[0].shape),)
+                steps = (
+                    *inner,
+                    Step("reshape", numbers=flat),
+                    Step("split", 0, cut.start, cut.stop),
+                )
+                scale = Recipe((scales[0],), steps, (cut.stop - cut.start,))
+        shape = codes.shape if known is None else known.shape
+        return Recipe((values, scale), (Step("dequantise", axis, factor=factor),), shape)
+
+    def _value(self, record: Record) -> float | None:
+        """A number that a tensor of one element holds."""
+        try:
+            return float(to_float64(self._run.raw(record).reshape(-1), DTYPES[record.dtype])[0])
+        except (DriftlineError, OSError, ValueError, IndexError, KeyError):
+            return None
+
+
+def _recipe(values: Source, shape: tuple[int, ...], made: _Made) -> Recipe:
+    sources: list[Source] = [values]
+    axis = 0
+    if made.scale is not None:
+        sources.append(made.scale)
+        size = math.prod(made.scale.shape)
+        if shape and size == shape[-1] and made.scale.key.port == "input":
+            axis = len(shape) - 1
+        elif size > 1 and len(shape) > 1:  # one per token, in a tensor of fewer axes
+            sources[1] = Recipe(
+                (made.scale,), (Step("reshape", numbers=(*shape[:-1], 1)),), (*shape[:-1], 1)
+            )
+        if made.offset is not None:
+            sources.append(made.offset)
+    factor = made.factor if made.scale is None else None
+    step = Step("dequantise", axis, factor=factor, zero=made.zero)
+    return Recipe(tuple(sources), (step,), shape)
+
+
+def _number(param: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
+    """A parameter, itself or one level down (`quantParam`, `normParam`)."""
+    levels = [param]
+    for each in param.values():
+        if isinstance(each, Mapping):
+            levels.append(cast("Mapping[str, Any]", each))
+    for level in levels:
+        for name in names:
+            value = level.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value) if math.isfinite(value) else None
+    return None

@@ -1,0 +1,126 @@
+"""W8A8 operators: codes become numbers by the operators that made them and that take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import driftline
+from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
+from driftline.testing.runs import run_of
+
+PROMPT = np.array([[3, 1, 4, 1, 5]])
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"packed": True}, {"fused": True, "packed": True}])
+def test_every_tensor_of_float_operators_is_compared_with_the_quantised_ones(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model = toy_decoder(layers=2)
+    atb_twin(tmp_path / "float", model, PROMPT)
+    atb_twin(tmp_path / "int8", model, PROMPT, quantised=True, **options)
+    table = driftline.compare(tmp_path / "float", tmp_path / "int8")
+    assert table.verdict == "pass", table.finding
+    assert all(row.compared for row in table.rows if row.status != "extra")
+    assert not any(row.status in ("missing", "incomparable") for row in table.rows)
+    rows = [row for row in table.rows if row.candidate_dtype == "int8" and row.compared]
+    assert len(rows) == 2 * 7 * 3  # input, weight, and the weight as the layer takes it
+    weights = [row.metrics["relative_l2"] for row in rows if row.key.slot != "0"]
+    assert 0.001 < max(weights) < 0.02
+
+
+def test_a_wrong_scale_of_a_weight_is_found_at_that_weight(tmp_path: Path) -> None:
+    model = toy_decoder(layers=2)
+    atb_twin(tmp_path / "float", model, PROMPT)
+    atb_twin(tmp_path / "int8", model, PROMPT, quantised=True)
+    path = next(tmp_path.glob("int8/*/tensors/*/0/1_Decoder_layer/2_*/before/intensor2.bin"))
+    whole = path.read_bytes()
+    head, mark, data = whole.partition(b"$End=1\n")
+    scales = np.frombuffer(data, np.float32) * np.float32(1.5)
+    path.write_bytes(head + mark + scales.tobytes())
+    table = driftline.compare(tmp_path / "float", tmp_path / "int8")
+    failing = [row for row in table.rows if row.status == "fail"]
+    assert failing
+    assert {row.candidate_site for row in failing} <= {
+        "1_Decoder_layer.2_LinearOperation",
+        "",
+    }
+    assert any(row.key.site == "1_Decoder_layer.1_LinearOperation" for row in failing)
+
+
+def test_an_error_in_a_quantised_layer_is_named_against_modules(tmp_path: Path) -> None:
+    model = toy_decoder(layers=3)
+    torch_twin(tmp_path / "torch", model, PROMPT)
+    wrong = Error(1, "LinearOperation", 3, 1.4)
+    atb_twin(tmp_path / "bad", model, PROMPT, quantised=True, packed=True, error=wrong)
+    table = driftline.compare(tmp_path / "torch", tmp_path / "bad")
+    assert table.first is not None
+    assert table.first.key.site == "layers.1.self_attn.o_proj"
+
+
+def operators(x: Any, weight: Any, **changes: Any) -> Any:
+    """A norm that quantises, then a product: as a run without any topology."""
+    steps = np.abs(weight).max(1) / 127
+    codes = np.rint(weight / steps[:, None]).astype(np.int8)
+    scale, zero = np.float32(np.abs(x).max() / 127), 3
+    small = np.clip(np.rint(x / scale) + zero, -128, 127).astype(np.int8)
+    made = (small.astype(np.float32) - zero) * scale @ (codes * steps[:, None]).T
+    return run_of(
+        {
+            "0_RmsNormOperation/input/0": x,
+            "0_RmsNormOperation/input/1": np.ones(x.shape[-1], np.float32),
+            "0_RmsNormOperation/input/2": np.zeros(x.shape[-1], np.float32),
+            "0_RmsNormOperation/input/3": np.array([scale]),
+            "0_RmsNormOperation/input/4": np.array([zero], np.int8),
+            "0_RmsNormOperation": small,
+            "1_LinearOperation/input/0": small,
+            "1_LinearOperation/input/1": codes,
+            "1_LinearOperation/input/2": np.zeros(len(weight), np.int32),
+            "1_LinearOperation/input/3": (steps * scale).astype(np.float32),
+            "1_LinearOperation": made.astype(np.float32),
+            "2_SelfAttentionOperation/input/0": made.astype(np.float32),
+            "2_SelfAttentionOperation": made.astype(np.float32),
+        }
+        | changes,
+        classes={
+            "0_RmsNormOperation": "RmsNormOperation",
+            "1_LinearOperation": "LinearOperation",
+            "2_SelfAttentionOperation": "SelfAttentionOperation",
+        },
+    )
+
+
+def test_a_norm_that_quantises_gives_the_scale_and_the_zero_point() -> None:
+    x = RNG.standard_normal((2, 5, 32)).astype(np.float32)
+    weight = RNG.standard_normal((48, 32)).astype(np.float32)
+    reference = run_of(
+        {
+            "norm": x, "fc/input/0": x, "fc/param/weight": weight, "fc": x @ weight.T,
+        },
+        classes={"norm": "RMSNorm", "fc": "Linear"},
+    )  # fmt: skip
+    table = driftline.compare(reference, operators(x, weight))
+    rows = {(row.key.site, row.key.port): row for row in table.rows if row.compared}
+    assert rows["fc", "input"].candidate_recipe.startswith("dequantise(axis 0, times ")
+    assert "minus 3.0" in rows["fc", "input"].candidate_recipe
+    assert {row.status for row in rows.values()} == {"pass"}
+    assert set(rows) >= {("fc", "param"), ("fc", "output")}
+
+
+def test_without_the_scale_of_the_input_a_product_of_scales_is_not_taken_for_one() -> None:
+    x = RNG.standard_normal((2, 5, 32)).astype(np.float32)
+    weight = RNG.standard_normal((48, 32)).astype(np.float32)
+    reference = run_of(
+        {"norm": x, "fc/input/0": x, "fc/param/weight": weight, "fc": x @ weight.T},
+        classes={"norm": "RMSNorm", "fc": "Linear"},
+    )
+    nothing = {"0_RmsNormOperation/input/3": np.zeros(32, np.float32)}
+    table = driftline.compare(reference, operators(x, weight, **nothing))
+    rows = {(row.key.site, row.key.port): row for row in table.rows}
+    assert rows["fc", "param"].status == "incomparable"
+    assert "no scale" in rows["fc", "param"].reason
+    assert rows["fc", "output"].status == "pass"
