@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from driftline.gating.models import compare_models as compare_models
     from driftline.tolerance.calibration import calibrate as calibrate
     from driftline.tolerance.thresholds import load_thresholds as load_thresholds
+    from driftline.topology.door import atb_json_to_onnx as atb_json_to_onnx
+    from driftline.topology.door import topology_to_onnx as topology_to_onnx
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,8 @@ _DOORS = {
     "calibrate": "driftline.tolerance.calibration:calibrate",
     "check": "driftline.gating.checking:check",
     "load_thresholds": "driftline.tolerance.thresholds:load_thresholds",
+    "topology_to_onnx": "driftline.topology.door:topology_to_onnx",
+    "atb_json_to_onnx": "driftline.topology.door:atb_json_to_onnx",
     "DumpConfig": "driftline.dialects.ait:DumpConfig",
     "register_hook": "driftline.dialects.ait:register_hook",
     "register_saving_hook": "driftline.dialects.ait:register_saving_hook",
@@ -57,6 +61,7 @@ __all__ = [
     "DumpConfig",
     "__version__",
     "align",
+    "atb_json_to_onnx",
     "calibrate",
     "capture",
     "check",
@@ -73,6 +78,7 @@ __all__ = [
     "set_label",
     "set_task_id",
     "step",
+    "topology_to_onnx",
 ]
 
 

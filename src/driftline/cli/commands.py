@@ -94,6 +94,9 @@ COMMANDS: dict[str, Command] = {
     "convert": Command(
         "driftline.cli.convert:convert", "Look", "a dump of any kind into a run, or back out"
     ),
+    "topology": Command(
+        "driftline.cli.topology:topology", "Look", "the structure of a model, for a graph viewer"
+    ),
     "doctor": Command(
         "driftline.cli.doctor:doctor", "Look", "versions, kernel path and devices of this machine"
     ),

@@ -1,0 +1,337 @@
+"""A graph of operators, nested as its program nests them, and how deep one wants to look.
+
+Nodes come in the order in which they ran and name the tensors they read and write; a name may be
+written again (an operator that works in place). `seen_at` gives the nodes of one depth: every name
+is written once there, and before it is read. Knows no files, and no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from driftline.errors import BadFile, BadInput
+
+MOST_NODES = 500_000
+DEEPEST = 64
+"""Nobody nests modules deeper; a file that does is not to be believed."""
+
+
+class TensorInfo(NamedTuple):
+    """What is known of a tensor: torch's name of its type, and its extents."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+
+
+class GraphNode(NamedTuple):
+    """An operator, or a part of the model that holds some.
+
+    Attributes:
+        name: Unique in the graph, as far as its source is right.
+        kind: Type of the operator, class of the module.
+        inputs: Names of the tensors it reads.
+        outputs: Names of the tensors it writes.
+        param: Its parameters.
+        children: What runs inside it, in order.
+        site: Its site in a run; empty where there is none.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    param: Mapping[str, Any] = {}
+    children: tuple[GraphNode, ...] = ()
+    site: str = ""
+
+
+class Graph(NamedTuple):
+    """A model as nodes.
+
+    Attributes:
+        name: The model's name.
+        kind: Its class.
+        nodes: The outermost ones, in order.
+        inputs: Names of what the model is given, parameters too.
+        outputs: Names of what it gives.
+        tensors: What is known of tensors, by name.
+        domain: Whose operators these are: `aten`, `atb`, `ge`.
+        notes: Sentences about what is not in it.
+    """
+
+    name: str
+    kind: str = ""
+    nodes: tuple[GraphNode, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    tensors: Mapping[str, TensorInfo] = {}
+    domain: str = "driftline"
+    notes: tuple[str, ...] = ()
+
+    def depth(self) -> int:
+        """How many levels of nodes there are."""
+        return max((_depth(node) for node in self.nodes), default=0)
+
+
+class SeenNode(NamedTuple):
+    """A node at the chosen depth; `path` names what it lies in, outermost first."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    param: Mapping[str, Any]
+    path: tuple[str, ...]
+    site: str
+    holds: int
+
+
+class SeenGraph(NamedTuple):
+    """The nodes of one depth: each tensor has one maker, which comes before its readers."""
+
+    name: str
+    nodes: tuple[SeenNode, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    tensors: Mapping[str, TensorInfo]
+    domain: str
+
+
+def seen_at(graph: Graph, level: int | None = None) -> SeenGraph:
+    """The graph at a depth.
+
+    Args:
+        graph: What to look at.
+        level: 0 is the whole model as one node, 1 its outermost nodes, and so on; None, or more
+            than there is, the innermost ones.
+
+    Raises:
+        BadInput: The level is no such number.
+        BadFile: The nodes feed each other in a circle, or there are too many.
+    """
+    require_level(level)
+    settled = _Settling(graph)
+    nodes = settled.nodes(graph.nodes)
+    outputs = [settled.current[name] for name in graph.outputs if name in settled.current]
+    if level == 0:
+        whole = _Settled(graph.name, graph.kind or graph.name, [], outputs, {}, nodes, "")
+        nodes = [whole]
+    return _cut(graph, settled, nodes, outputs, level)
+
+
+def require_level(level: int | None) -> None:
+    if level is not None and (isinstance(level, bool) or level < 0):
+        raise BadInput(
+            f"a level is a depth from 0 upwards, not {level}",
+            hint="0 is the whole model as one node; without a level the innermost nodes are shown",
+        )
+
+
+class _Settled:
+    """A node whose tensors have names of their own."""
+
+    __slots__ = ("children", "inputs", "kind", "name", "outputs", "param", "site")
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        inputs: list[str],
+        outputs: list[str],
+        param: Mapping[str, Any],
+        children: list[_Settled],
+        site: str,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.inputs = inputs
+        self.outputs = outputs
+        self.param = param
+        self.children = children
+        self.site = site
+
+    def leaves(self) -> Iterator[_Settled]:
+        if not self.children:
+            yield self
+        for child in self.children:
+            yield from child.leaves()
+
+
+class _Settling:
+    """Gives each writing of a tensor a name of its own, in the order in which nodes ran."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.current: dict[str, str] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._known = graph.tensors
+        self._taken: set[str] = set()
+        self._names: set[str] = set()
+        self._count = 0
+        for name in graph.inputs:
+            self._new(name)
+
+    def nodes(self, nodes: Sequence[GraphNode], depth: int = 1) -> list[_Settled]:
+        if depth > DEEPEST:
+            raise BadFile(f"the graph is nested more than {DEEPEST} levels deep")
+        return [self._node(node, depth) for node in _in_order(nodes, self.current)]
+
+    def _node(self, node: GraphNode, depth: int) -> _Settled:
+        self._count += 1
+        if self._count > MOST_NODES:
+            raise BadFile(f"the graph has more than {MOST_NODES} nodes")
+        inputs = [self.current.get(name) or self._new(name) for name in node.inputs]
+        children = self.nodes(node.children, depth + 1)
+        made = {name for child in children for leaf in child.leaves() for name in leaf.outputs}
+        outputs = [
+            self.current[name] if self.current.get(name) in made else self._new(name)
+            for name in node.outputs
+        ]
+        name = _unique(node.name or node.kind or "node", self._names)
+        return _Settled(
+            name, node.kind or "Operation", inputs, outputs, node.param, children, node.site
+        )
+
+    def _new(self, name: str) -> str:
+        own = _unique(name or "tensor", self._taken)
+        self.current[name] = own
+        if name in self._known:
+            self.tensors[own] = self._known[name]
+        return own
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    own, number = name, 1
+    while own in taken:
+        number += 1
+        own = f"{name}__{number}"
+    taken.add(own)
+    return own
+
+
+def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[GraphNode]:
+    """Makers before readers. As a rule they are already; a file may list them otherwise.
+
+    Raises:
+        BadFile: There is no such order.
+    """
+    makers: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        for name in node.outputs:
+            makers.setdefault(name, index)
+
+    def waits_for(index: int) -> set[int]:
+        node = nodes[index]
+        return {
+            makers[name]
+            for name in node.inputs
+            if makers.get(name, index) > index and name not in known and name not in node.outputs
+        }
+
+    if not any(waits_for(index) for index in range(len(nodes))):
+        return nodes
+    # Each name's first writer before all its readers, otherwise as listed.
+    before = [
+        {makers[name] for name in node.inputs if name in makers and makers[name] != index}
+        for index, node in enumerate(nodes)
+    ]
+    readers: dict[int, list[int]] = {}
+    for index, those in enumerate(before):
+        for maker in those:
+            readers.setdefault(maker, []).append(index)
+    import heapq
+
+    ready = [index for index, those in enumerate(before) if not those]
+    ordered: list[GraphNode] = []
+    while ready:
+        index = heapq.heappop(ready)
+        ordered.append(nodes[index])
+        for reader in readers.get(index, ()):
+            before[reader].discard(index)
+            if not before[reader]:
+                heapq.heappush(ready, reader)
+    if len(ordered) < len(nodes):
+        stuck = [nodes[index].name for index, those in enumerate(before) if those][:2]
+        raise BadFile(f"the nodes feed each other in a circle: {' and '.join(map(repr, stuck))}")
+    return ordered
+
+
+def _cut(
+    graph: Graph,
+    settled: _Settling,
+    nodes: Sequence[_Settled],
+    outputs: Sequence[str],
+    level: int | None,
+) -> SeenGraph:
+    chosen: list[tuple[_Settled, tuple[str, ...]]] = []
+
+    def choose(those: Sequence[_Settled], path: tuple[str, ...]) -> None:
+        for node in those:
+            if not node.children or (level is not None and len(path) + 1 >= max(level, 1)):
+                chosen.append((node, path))
+            else:
+                choose(node.children, (*path, node.name))
+
+    choose(nodes, ())
+    reads: list[dict[str, None]] = []
+    makes: list[dict[str, None]] = []
+    owner: dict[str, int] = {}
+    for index, (node, _) in enumerate(chosen):
+        leaves = list(node.leaves())
+        inside = dict.fromkeys(name for leaf in leaves for name in leaf.outputs)
+        wanted = dict.fromkeys(
+            name
+            for name in (*node.inputs, *(n for leaf in leaves for n in leaf.inputs))
+            if name not in inside
+        )
+        reads.append(wanted)
+        makes.append(dict.fromkeys(n for n in node.outputs if n in inside or not node.children))
+        for name in inside:
+            owner.setdefault(name, index)
+    for index, wanted in enumerate(reads):
+        for name in wanted:
+            maker = owner.get(name)
+            if maker is not None and maker != index:
+                makes[maker].setdefault(name)
+    for name in outputs:
+        if name in owner:
+            makes[owner[name]].setdefault(name)
+    seen = tuple(
+        SeenNode(
+            node.name,
+            node.kind,
+            tuple(wanted),
+            tuple(made),
+            node.param,
+            path,
+            node.site,
+            sum(1 for _ in node.leaves()) if node.children else 0,
+        )
+        for (node, path), wanted, made in zip(chosen, reads, makes, strict=True)
+    )
+    made_by_all = {name for node in seen for name in node.outputs}
+    given = dict.fromkeys(n for node in seen for n in node.inputs if n not in made_by_all)
+    # What nobody reads is given to the outside, where the source does not say what is.
+    read = {name for node in seen for name in node.inputs}
+    last = [n for n in outputs if n in made_by_all] or [
+        name for node in seen for name in node.outputs if name not in read
+    ]
+    return SeenGraph(
+        graph.name,
+        seen,
+        tuple(given),
+        tuple(dict.fromkeys(last)),
+        settled.tensors,
+        graph.domain,
+    )
+
+
+def _depth(node: GraphNode) -> int:
+    deepest, waiting = 1, [(node, 1)]
+    while waiting:
+        one, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        if depth > DEEPEST:
+            raise BadFile(f"the graph is nested more than {DEEPEST} levels deep")
+        waiting += [(child, depth + 1) for child in one.children]
+    return deepest

@@ -1,0 +1,151 @@
+"""A graph for Google's Model Explorer: one JSON file, and one of numbers to colour the nodes by.
+
+The graph file is a collection of one graph; the other maps nodes to how far they are off. Both are
+opened there as they are. Knows no comparison: whoever has one gives a number for each site.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from driftline.topology.graph import SeenGraph, SeenNode, TensorInfo
+from driftline.topology.onnx_file import flat_parameters
+
+_INPUTS = "inputs"
+_LONGEST = 400
+_COLOURS = {"fail": "#d93025", "incomparable": "#f9ab00", "pass": "#34a853"}
+
+
+class Finding(NamedTuple):
+    """What a comparison says of one site.
+
+    Attributes:
+        status: pass, fail, incomparable, missing or extra.
+        value: How far it is off, in the metric of the overlay; NaN if there is no number.
+        text: In words.
+    """
+
+    status: str
+    value: float
+    text: str = ""
+
+
+def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = None) -> str:
+    """The graph as JSON text.
+
+    Args:
+        graph: What to show.
+        findings: By site; a node that holds others takes the worst of them where its own is not
+            there.
+    """
+    makers = {name: (node.name, str(i)) for node in graph.nodes for i, name in _numbered(node)}
+    nodes = [
+        {
+            "id": name,
+            "label": "input",
+            "namespace": _INPUTS,
+            "attrs": [],
+            "incomingEdges": [],
+            "outputsMetadata": [_metadata("0", name, graph.tensors.get(name))],
+        }
+        for name in graph.inputs
+    ]
+    taken = {str(node["id"]) for node in nodes}
+    ids = {node.name: _free(node.name, taken) for node in graph.nodes}
+    for node in graph.nodes:
+        found = finding_of(node, findings or {})
+        shown: dict[str, Any] = {
+            "id": ids[node.name],
+            "label": node.kind,
+            "namespace": "/".join(part.replace("/", "_") for part in node.path),
+            "attrs": [_pair(key, value) for key, value in flat_parameters(node.param)],
+            "incomingEdges": [
+                {
+                    "sourceNodeId": ids[makers[name][0]] if name in makers else name,
+                    "sourceNodeOutputId": makers[name][1] if name in makers else "0",
+                    "targetNodeInputId": str(at),
+                }
+                for at, name in enumerate(node.inputs)
+            ],
+            "inputsMetadata": [
+                {"id": str(at), "attrs": [_pair("__tensor_tag", name)]}
+                for at, name in enumerate(node.inputs)
+            ],
+            "outputsMetadata": [
+                _metadata(str(at), name, graph.tensors.get(name)) for at, name in _numbered(node)
+            ],
+        }
+        if node.site:
+            shown["attrs"].append(_pair("site", node.site))
+        if node.holds:
+            shown["attrs"].append(_pair("operators inside", node.holds))
+        if found is not None:
+            shown["attrs"].append(_pair("comparison", f"{found.status}: {found.text}"))
+            if found.status in _COLOURS:
+                shown["style"] = {"backgroundColor": _COLOURS[found.status]}
+        nodes.append(shown)
+    content = {"label": graph.name, "graphs": [{"id": graph.name, "nodes": nodes}]}
+    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def node_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
+    """Numbers for the nodes, as Model Explorer's own file of node data."""
+    taken = set(graph.inputs)
+    results: dict[str, Any] = {}
+    for node in graph.nodes:
+        own = _free(node.name, taken)
+        found = finding_of(node, findings)
+        if found is not None and math.isfinite(found.value):
+            results[own] = {"value": found.value}
+            if found.status in _COLOURS:
+                results[own]["bgColor"] = _COLOURS[found.status]
+    return json.dumps({graph.name: {"results": results}}, ensure_ascii=False) + "\n"
+
+
+def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | None:
+    """A node's own finding, or that of the nearest site around an operator."""
+    if not findings or not node.site:
+        return None
+    found = findings.get(node.site)
+    if found is not None:
+        return found
+    inside = [
+        one
+        for site, one in findings.items()
+        if node.holds and site.startswith((f"{node.site}.", f"{node.site}/"))
+    ]
+    order = ("fail", "incomparable", "missing", "extra", "pass")
+    return min(
+        inside,
+        key=lambda one: order.index(one.status) if one.status in order else len(order),
+        default=None,
+    )
+
+
+def _numbered(node: SeenNode) -> list[tuple[int, str]]:
+    return list(enumerate(node.outputs))
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """A node and an input may be called the same."""
+    own = name
+    while own in taken:
+        own += "_"
+    taken.add(own)
+    return own
+
+
+def _metadata(number: str, name: str, info: TensorInfo | None) -> dict[str, Any]:
+    attrs = [_pair("tensor_name", name)]
+    if info is not None and info.dtype:
+        sizes = "" if info.shape is None else "x".join(map(str, info.shape))
+        attrs.append(_pair("tensor_shape", f"{info.dtype}[{sizes}]"))
+    return {"id": number, "attrs": attrs}
+
+
+def _pair(key: str, value: object) -> dict[str, str]:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return {"key": key, "value": text[:_LONGEST]}
