@@ -1,0 +1,65 @@
+"""What the error watch has to know of an operator and of one call, from schema and arguments."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from driftline.adapters.torch.judging import Numbers
+from driftline.adapters.torch.schemas import Operator
+
+_ALLOCATES = frozenset(
+    (
+        *("aten.empty", "aten.empty_like", "aten.empty_permuted", "aten.empty_strided"),
+        *("aten.new_empty", "aten.new_empty_strided", "aten.resize_", "aten.empty_quantized"),
+    )
+)
+_LARGEST_INT = 2**1023
+
+
+class WatchedOperator(Operator):
+    """What the watch has to know of an operator besides.
+
+    Attributes:
+        short: Its name without the namespace.
+        allocates: Its result is memory that nobody has written.
+        overwrites: Position and name of arguments that it reads and writes.
+        mutates: It writes into something that was there before.
+    """
+
+    __slots__ = ("allocates", "mutates", "overwrites", "short")
+
+    def __init__(self, func: Any) -> None:
+        super().__init__(func)
+        self.short = self.name.partition(".")[2]
+        self.allocates = self.name in _ALLOCATES
+        schema = getattr(func, "_schema", None)
+        written = [
+            (index, argument)
+            for index, argument in enumerate(schema.arguments if schema is not None else ())
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self.mutates = bool(written or self.written)
+        self.overwrites = [
+            (index, argument.name)
+            for index, argument in written
+            if not argument.is_out and argument.name not in self.unread
+        ]
+
+
+def numbers_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Numbers:
+    """Numbers that were written into a call."""
+    found: list[float] = []
+    for value in (*args, *kwargs.values()):
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        for one in items:
+            if type(one) is float or (type(one) is int and abs(one) < _LARGEST_INT):
+                found.append(float(one))
+    infinite = float("inf")
+    return Numbers(
+        any(one != one for one in found),
+        any(abs(one) == infinite for one in found),
+        tuple(abs(one) for one in found if abs(one) < infinite),
+    )
