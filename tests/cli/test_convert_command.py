@@ -66,12 +66,51 @@ def test_a_faulty_candidate_stays_faulty_in_every_format(
         assert driftline("compare", reference, tmp_path / to).code == 1
 
 
-def test_what_is_left_out_is_counted_with_the_reason(driftline: Say, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["run", "npy", "pt", "safetensors"])
+def test_what_is_left_out_is_named_with_the_reason_and_is_exit_code_1(
+    driftline: Say, tmp_path: Path, to: str
+) -> None:
     np.save(tmp_path / "fine.npy", np.ones(3))
     (tmp_path / "broken.npy").write_bytes(b"nothing")
-    said = driftline("convert", tmp_path, "-o", tmp_path / "out", "--to", "pt")
-    assert said.code == 0
-    assert "1 tensor left out: " in said.err
+    said = driftline("convert", tmp_path, "-o", tmp_path / "out", "--to", to)
+    assert said.code == 1
+    assert "1 tensor" in said.err
+    assert "rank0/step0/broken/output/0  " in said.err
+    assert driftline("show", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("to", ["run", "npy", "pt", "safetensors", "ait"])
+def test_an_interrupted_convert_leaves_nothing_and_what_was_there_stays(
+    reference: Path, tmp_path: Path, to: Any
+) -> None:
+    from driftline.formats.conversion import convert
+
+    def stop(done: int, whole: int) -> None:
+        if done > whole // 2:
+            raise KeyboardInterrupt
+
+    work = tmp_path / "work"
+    work.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        convert(reference, work / "out", to=to, progress=stop)
+    assert not list(work.iterdir())
+    convert(reference, work / "out", to=to)
+    before = sorted(path.relative_to(work) for path in work.rglob("*"))
+    with pytest.raises(KeyboardInterrupt):
+        convert(reference, work / "out", to=to, force=True, progress=stop)
+    assert sorted(path.relative_to(work) for path in work.rglob("*")) == before
+    convert(reference, work / "out", to=to, force=True)
+
+
+def test_what_a_killed_convert_left_is_taken_away_by_the_next(
+    driftline: Say, reference: Path, tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    left = work / ".out.unfinished-4194305"  # beyond the largest process id
+    left.mkdir(parents=True)
+    (left / "half.npy").write_bytes(b"x")
+    assert driftline("convert", reference, "-o", work / "out", "--to", "npy").code == 0
+    assert [path.name for path in work.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 from driftline.cli.parsing import Option
 
+_SHOWN = 20
+"""So many tensors that were left out are named; then reasons are counted."""
+
 
 def convert(
     path: Path,
@@ -23,7 +26,9 @@ def convert(
         driftline convert run -o files --to npy
 
     Takes whatever `driftline show` shows. Tensors go through one by one, so a dump may be larger
-    than memory; summaries, module trees and events go along into a run.
+    than memory; summaries, module trees and events go along into a run. The result has its name
+    only when it is whole. Exit code 1 if a tensor could not be read or the target has no place for
+    it; each is named.
 
     Args:
         path: A run, a dump of another program, or a tensor file.
@@ -46,6 +51,13 @@ def convert(
         if progress is not None:
             progress.close()
     print(f"{done.path}: {counted(done.tensors, 'tensor')}, {size(done.size)}, as {to}")
-    for reason, count in done.skipped.items():
-        print(f"driftline: {counted(count, 'tensor')} left out: {reason}", file=sys.stderr)
-    return 0
+    if not done.left_out:
+        return 0
+    what = "have no values in it" if to == "run" else "left out"
+    print(f"driftline: {counted(len(done.left_out), 'tensor')} {what}:", file=sys.stderr)
+    for key, reason in done.left_out[:_SHOWN]:
+        print(f"  {key}  {reason}", file=sys.stderr)
+    if len(done.left_out) > _SHOWN:
+        for reason, count in done.skipped.items():
+            print(f"  in all {counted(count, 'tensor')}: {reason}", file=sys.stderr)
+    return 1

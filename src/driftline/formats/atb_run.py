@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from driftline.errors import BadFile
 from driftline.formats.atb_alias import Aliases
 from driftline.formats.atb_bin import leaf_of
 from driftline.formats.atb_header import Header
@@ -195,6 +196,33 @@ class AtbRun(TreeRun):
                 if operation.ids == ids and ids:
                     return operation.site
         return None
+
+    def executed(self) -> Iterator[tuple[int, int, int, OperationFolder]]:
+        """Rank, process, execution and folder of every operation and kernel, in order."""
+        for (rank, process), tops in self._tops.items():
+            for execution, top in tops:
+                for operation in top.walk():
+                    if operation.site:
+                        yield rank, process, execution.number, operation
+
+    def own_param(self, operation: OperationFolder) -> Mapping[str, Any] | None:
+        """The parameters in an operation's own op_param.json; None when it has none.
+
+        Raises:
+            BadFile: It is damaged.
+        """
+        if not operation.param:
+            return None
+        try:
+            value = json.loads(self._text(operation.param, LARGEST_PARAM))
+        except (OSError, ValueError, RecursionError) as trouble:
+            why = reason_of(trouble) if isinstance(trouble, OSError) else "is no JSON"
+            raise BadFile(f"{self._walk.below(operation.param)} {why}") from None
+        if value is None or value == "":
+            return {}
+        if not isinstance(value, dict):
+            raise BadFile(f"{self._walk.below(operation.param)} holds no parameters")
+        return cast("Mapping[str, Any]", value)
 
     def tables(self) -> Sequence[DumpTable]:
         """cpu profiling: times of operations on the host, in µs."""

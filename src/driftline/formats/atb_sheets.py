@@ -51,6 +51,7 @@ class OperationLine(NamedTuple):
             the wrong moment.
         rank: Of the process whose folder the file lies in.
         process: Likewise.
+        damaged: The parameters are no JSON object.
     """
 
     execution: int
@@ -63,6 +64,7 @@ class OperationLine(NamedTuple):
     files: tuple[str, ...]
     rank: int = 0
     process: int = 0
+    damaged: bool = False
 
 
 def read_operations(text: str, execution: int) -> list[OperationLine]:
@@ -88,6 +90,7 @@ def read_operations(text: str, execution: int) -> list[OperationLine]:
                 _described(cells[5:8]),
                 _described(cells[9:12]),
                 files,
+                damaged=_is_damaged(cells[_PARAM]),
             )
         )
     return found
@@ -118,6 +121,11 @@ def _object(text: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _is_damaged(text: str) -> bool:
+    """Whether text that should be parameters is none; a kernel's printed struct is none either."""
+    return bool(text.strip()) and not _object(text) and text.strip() != "{}"
 
 
 class StatisticLine(NamedTuple):

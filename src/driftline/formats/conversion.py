@@ -22,10 +22,12 @@ from driftline.formats.atb_export import NAME as ATB
 from driftline.formats.atb_export import AtbTree
 from driftline.formats.exporting import FilePerTensor, TensorList, write_safetensors
 from driftline.formats.opening import open_run
+from driftline.formats.unfinished import finished_at
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import Address, require
 from driftline.runs.inside import reason_of
-from driftline.runs.manifest import create_run
+from driftline.runs.key import TensorKey
+from driftline.runs.manifest import check_room, create_run
 from driftline.runs.record import Record
 from driftline.runs.run import Run, Storage
 from driftline.runs.writer import RunWriter
@@ -48,13 +50,15 @@ class Converted(NamedTuple):
         path: Where the result is.
         tensors: How many were written.
         size: Bytes of values.
-        skipped: Reason → how many tensors could not be written for it.
+        skipped: Reason → how many tensors have no values in the result for it.
+        left_out: Those tensors: key and reason. Into a run they go along as lost ones.
     """
 
     path: Path
     tensors: int
     size: int
     skipped: Mapping[str, int]
+    left_out: tuple[tuple[TensorKey, str], ...] = ()
 
 
 def convert(
@@ -90,27 +94,29 @@ def convert(
             f"nothing of {run.name} can be written as {to}: only {run.records[0].kept} was kept",
             hint="--to run keeps what there is",
         )
-    work = _Work(run, place, to, progress)
+    final = place / "ait_dump" if to == "ait" else place
+    if to == "run":
+        check_room(place, force=force)
+    else:
+        _check_room(final, force, of_ours=to == "ait" or exported.is_there(place))
     try:
-        if to == "run":
-            create_run(place, command=_command(run), force=force, world_size=_world(run))
-            work.into_run()
-        elif to == "ait":
-            _make_room(place / "ait_dump", force, of_ours=True)
-            (place / "ait_dump").mkdir(parents=True, exist_ok=True)
-            work.into_ait()
-        else:
-            _make_room(place, force, of_ours=exported.is_there(place))
-            work.into_files(to)
+        with finished_at(final, "ait_dump" if to == "ait" else "") as beside:
+            work = _Work(run, beside, to, progress)
+            if to == "run":
+                create_run(beside, command=_command(run), world_size=_world(run))
+                work.into_run()
+            elif to == "ait":
+                work.into_ait()
+            else:
+                work.into_files(to)
+            if not work.written:
+                why = next(iter(work.skipped), "it has no values")
+                raise BadInput(f"nothing of {run.name} can be written as {to}: {why}")
     except OSError as trouble:
         raise BadInput(
-            f"{place} cannot be written: {reason_of(trouble)}",
-            hint="what was written so far is incomplete" if work.written else "",
+            f"{place} cannot be written: {reason_of(trouble)}", hint="nothing was left there"
         ) from trouble
-    if not work.written:
-        why = next(iter(work.skipped), "it has no values")
-        raise BadInput(f"nothing of {run.name} can be written as {to}: {why}")
-    return Converted(place, work.written, work.size, dict(work.skipped))
+    return Converted(place, work.written, work.size, dict(work.skipped), tuple(work.left_out))
 
 
 class _Work:
@@ -122,6 +128,7 @@ class _Work:
         self.to = to
         self.progress = progress
         self.skipped: Counter[str] = Counter()
+        self.left_out: list[tuple[TensorKey, str]] = []
         self.written = 0
         self.size = 0
         self._done = 0
@@ -166,16 +173,17 @@ class _Work:
         if record.dtype not in DTYPES:
             reason = record.lost or f"the element type {record.dtype} is not known"
             writer.event("lost", f"{record.key}: {reason}")
-            self._skip(reason)
+            self._skip(record, reason)
             return
         plain = record._replace(blob=None)
         if record.kept in ("full", "sample"):
             raw = self._values(record)
             if isinstance(raw, str):
                 writer.put(plain._replace(lost=raw), None)
-            else:
-                writer.put(plain, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
-                self.size += raw.nbytes
+                self._skip(record, raw)
+                return
+            writer.put(plain, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
+            self.size += raw.nbytes
         else:
             writer.put(plain, None)
         self.written += 1
@@ -204,7 +212,7 @@ class _Work:
         if self._has_values(record):
             raw = self._values(record)
             if isinstance(raw, str):
-                self._skip(raw)
+                self._skip(record, raw)
                 return
             self.size += files.put(record, raw)
             self.written += 1
@@ -220,7 +228,7 @@ class _Work:
                 raw = self._values(record)
                 reason = raw if isinstance(raw, str) else tree.put(record, raw)
                 if reason or isinstance(raw, str):
-                    self._skip(reason)
+                    self._skip(record, reason)
                     continue
                 self.size += raw.nbytes
                 self.written += 1
@@ -243,12 +251,14 @@ class _Work:
                     continue
                 raw = self._values(record)
                 if isinstance(raw, str):
-                    self._skip(raw)
+                    self._skip(record, raw)
                     continue
                 before = tree.tensors_written
                 tree.put(record, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
                 if tree.tensors_written == before:
-                    self._skip(f"torch cannot hold {record.dtype} in a file, or the disk is full")
+                    self._skip(
+                        record, f"torch cannot hold {record.dtype} in a file, or the disk is full"
+                    )
                     continue
                 self.size += raw.nbytes
                 self.written += 1
@@ -276,7 +286,7 @@ class _Work:
         if not reason and record.kept not in ("full", "sample"):
             reason = f"only its {record.kept} was kept"
         if reason:
-            self._skip(reason)
+            self._skip(record, reason)
         return not reason
 
     def _values(self, record: Record) -> Storage | str:
@@ -300,8 +310,9 @@ class _Work:
         self._step()
         return raw
 
-    def _skip(self, reason: str) -> None:
+    def _skip(self, record: Record, reason: str) -> None:
         self.skipped[reason] += 1
+        self.left_out.append((record.key, reason))
         self._step()
 
     def _step(self) -> None:
@@ -347,14 +358,12 @@ def _same(source: Path, output: Path) -> bool:
     return output.exists() and source.exists() and output.resolve() == source.resolve()
 
 
-def _make_room(place: Path, force: bool, *, of_ours: bool) -> None:
-    """An empty place to write to; what is there goes only if asked, and only if it is of this kind.
+def _check_room(place: Path, force: bool, *, of_ours: bool) -> None:
+    """See that what is there may be replaced: only if asked, and only if it is of this kind.
 
     Raises:
         AlreadyThere: Something is there and may not be replaced.
     """
-    import shutil
-
     if place.exists() and not place.is_dir():
         raise AlreadyThere(f"'{place}' exists and is a file", hint="choose another output folder")
     if not place.is_dir() or not any(place.iterdir()):
@@ -369,4 +378,3 @@ def _make_room(place: Path, force: bool, *, of_ours: bool) -> None:
             f"'{place}' holds other things than converted tensors, so it is not replaced",
             hint="choose another output folder",
         )
-    shutil.rmtree(place)

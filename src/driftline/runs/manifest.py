@@ -256,21 +256,7 @@ def create_run(
     """
     place = Path(path)
     try:
-        if place.exists() and not place.is_dir():
-            raise AlreadyThere(
-                f"'{place}' exists and is a file", hint="choose another output folder"
-            )
-        if place.is_dir() and any(place.iterdir()):
-            if not force:
-                raise AlreadyThere(
-                    f"output folder '{place}' exists and is not empty",
-                    hint="choose another one, or --force to replace the run in it",
-                )
-            if not _is_only_a_run(place):
-                raise AlreadyThere(
-                    f"'{place}' holds other things than a run, so it is not replaced",
-                    hint="choose another output folder",
-                )
+        if check_room(place, force=force):
             for child in list(place.iterdir()):
                 shutil.rmtree(
                     child
@@ -282,6 +268,29 @@ def create_run(
             hint="choose an output folder that can be written",
         ) from None
     return place
+
+
+def check_room(place: Path, *, force: bool) -> bool:
+    """Whether a run is there that may be replaced; False where there is nothing.
+
+    Raises:
+        AlreadyThere: Something is there and may not be replaced.
+    """
+    if place.exists() and not place.is_dir():
+        raise AlreadyThere(f"'{place}' exists and is a file", hint="choose another output folder")
+    if not place.is_dir() or not any(place.iterdir()):
+        return False
+    if not force:
+        raise AlreadyThere(
+            f"output folder '{place}' exists and is not empty",
+            hint="choose another one, or --force to replace the run in it",
+        )
+    if not _is_only_a_run(place):
+        raise AlreadyThere(
+            f"'{place}' holds other things than a run, so it is not replaced",
+            hint="choose another output folder",
+        )
+    return True
 
 
 def _is_only_a_run(place: Path) -> bool:

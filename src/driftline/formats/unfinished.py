@@ -1,0 +1,69 @@
+"""A folder that has its name only when it is whole: written beside, renamed at the end.
+
+Whoever is stopped half way leaves nothing under the name that was asked for, and what was there
+before stays. A killed process leaves `.NAME.unfinished-PID`, which the next one takes away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+_MARK = ".unfinished-"
+
+
+@contextlib.contextmanager
+def finished_at(place: Path, inner: str = "") -> Generator[Path]:
+    """An empty folder to write to, which becomes `place` if all goes well and else is deleted.
+
+    Args:
+        place: The name that is asked for.
+        inner: The folder in it that becomes `place`, where writers make one of their own.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    place = place.absolute()
+    new = not place.parent.exists()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(place)
+    working = place.with_name(f".{place.name}{_MARK}{os.getpid()}")
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir()
+    try:
+        yield working
+        if place.is_symlink():
+            place = place.resolve()
+        if place.exists():
+            shutil.rmtree(place)
+        (working / inner).rename(place)
+        if inner:
+            shutil.rmtree(working)
+    except BaseException:
+        shutil.rmtree(working, ignore_errors=True)
+        if new:
+            with contextlib.suppress(OSError):
+                place.parent.rmdir()
+        raise
+
+
+def _sweep(place: Path) -> None:
+    """Take away what killed processes left of the same output."""
+    begin = f".{place.name}{_MARK}"
+    for path in place.parent.iterdir():
+        number = path.name.removeprefix(begin)
+        if path.name.startswith(begin) and number.isdecimal() and not _lives(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
