@@ -70,7 +70,7 @@ class Call(NamedTuple):
 
     def out_dtype(self, usual: str, number: int = 0) -> str:
         """Format of an output: the one of the dump, else what the operator usually gives."""
-        return self.outputs[number] if number < len(self.outputs) else usual
+        return (self.outputs[number] if number < len(self.outputs) else "") or usual
 
     def number(self, name: str, default: float) -> float:
         """A parameter that is a number.
@@ -82,6 +82,17 @@ class Call(NamedTuple):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise Unfit(f"parameter {name} is no number: {_short(value)}")
         return float(value)
+
+    def first(self, name: str, default: float) -> float:
+        """A parameter that is a list of one number, or a number.
+
+        Raises:
+            Unfit: It is something else.
+        """
+        value = self.param.get(name, default)
+        if isinstance(value, (list, tuple)) and value:
+            value = cast("Sequence[Any]", value)[0]
+        return self._replace(param={name: value}).number(name, default)
 
     def whole(self, name: str, default: int) -> int:
         """A parameter that is a whole number, or an enumeration's.
@@ -230,10 +241,6 @@ def one_of(axis: int, rank: int, name: str = "axis") -> int:
     """
     fits(-rank <= axis < rank, f"{name} {axis} does not exist in a tensor of {rank} dimensions")
     return axis % rank
-
-
-def sizes(tensor: Tensor) -> list[int]:
-    return list(tensor.values.shape)
 
 
 def real(tensor: Tensor) -> AnyArray:

@@ -1,0 +1,305 @@
+"""Attention over packed sequences, over a cache by sequence, and over a cache in blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.operators.families.caches import cache_with
+from driftline.operators.families.calling import (
+    AnyArray,
+    Call,
+    Definition,
+    Result,
+    Tensor,
+    fits,
+    real,
+)
+
+_NO_MASK, _NORM, _ALIBI, _NORM_COMPRESS = 0, 1, 2, 3
+_SLIDING, _CAUSAL = 7, 9
+_WITH_MASK = (_NORM, _ALIBI, _SLIDING)
+_IMPLIED = (_NORM_COMPRESS, _CAUSAL)
+_ROWS_AT_ONCE = 256
+_PACKED = 3
+_BYPASS = 1
+
+
+class Setting(NamedTuple):
+    """What the parameters of an attention operator come to."""
+
+    heads: int
+    kv_heads: int
+    scale: float
+    low: float | None
+    high: float | None
+    causal: bool
+
+
+class _Piled(NamedTuple):
+    """Outputs of all sequences, one below the other, and the sizes of their terms."""
+
+    values: list[AnyArray]
+    scales: list[AnyArray]
+
+
+def _setting(call: Call) -> Setting:
+    heads = call.whole("headNum", 0)
+    fits(heads > 0, f"headNum {heads} must be positive")
+    kv_heads = call.whole("kvHeadNum", 0) or heads
+    fits(heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} heads of keys")
+    fits(call.whole("scaleType", 0) == 0, "scaling with log n is not defined here")
+    fits(call.whole("inputLayout", 0) == 0, "the layout BNSD is not defined here")
+    q_scale = call.number("qScale", 1.0) or 1.0
+    clamped = call.whole("clampType", 0) == 1
+    return Setting(
+        heads,
+        kv_heads,
+        call.number("qkScale", 1.0) * q_scale,
+        call.number("clampMin", 0.0) if clamped else None,
+        call.number("clampMax", 0.0) if clamped else None,
+        call.whole("maskType", 0) in _IMPLIED,
+    )
+
+
+def attend(
+    q: AnyArray, k: AnyArray, v: AnyArray, mask: AnyArray | None, setting: Setting
+) -> tuple[AnyArray, AnyArray]:
+    """Attention of one sequence: (tokens, heads, size) each; the result and its terms' size."""
+    shared = setting.heads // setting.kv_heads
+    found = np.empty((q.shape[0], setting.heads, v.shape[-1]))
+    scale = np.empty_like(found)
+    for head in range(setting.heads):
+        keys, values = k[:, head // shared], v[:, head // shared]
+        for start in range(0, q.shape[0], _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            scores = q[rows, head] @ keys.T * setting.scale
+            if setting.low is not None:
+                scores = np.clip(scores, setting.low, setting.high)
+            size = 1.0 + np.abs(scores)
+            if mask is not None:
+                scores = scores + mask[min(head, mask.shape[0] - 1), rows]
+            elif setting.causal:
+                scores = np.where(_later(q.shape[0], k.shape[0])[rows], -np.inf, scores)
+            raised = np.exp(scores - scores.max(-1, keepdims=True))
+            shares = raised / raised.sum(-1, keepdims=True)
+            found[rows, head] = shares @ values
+            # A score is off by its own size times the roundoff, and so is its share.
+            scale[rows, head] = np.sqrt((shares * size) ** 2 @ values**2)
+    return found, scale
+
+
+def _later(rows: int, columns: int) -> AnyArray:
+    """Which keys come after each query, when both end with the same token."""
+    return np.triu(np.ones((rows, columns), np.bool_), columns - rows + 1)
+
+
+def _mask_of(
+    mask: Tensor | None, batch: int, batches: int, rows: int, columns: int
+) -> AnyArray | None:
+    """The part of a mask for one sequence, as (heads or 1, rows, columns)."""
+    if mask is None:
+        return None
+    values = real(mask)
+    if values.ndim == 4:
+        values = values[min(batch, values.shape[0] - 1)]
+    elif values.ndim == 3 and values.shape[0] == batches and batches > 1:
+        values = values[batch : batch + 1]
+    elif values.ndim == 2:
+        values = values[None]
+    fits(
+        values.ndim == 3 and values.shape[1] >= rows and values.shape[2] >= columns,
+        f"the mask {list(mask.values.shape)} is too small for {rows} by {columns}",
+    )
+    return values[:, :rows, :columns]
+
+
+def _lengths(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """Lengths of queries and of keys; one row serves for both."""
+    values = tensor.values.astype(np.int64)
+    if values.ndim == 2 and values.shape[0] == 2:
+        return values[0].tolist(), values[1].tolist()
+    return values.reshape(-1).tolist(), values.reshape(-1).tolist()
+
+
+def _takes_mask(call: Call) -> bool:
+    kind = call.whole("maskType", 0)
+    fits(
+        kind == _NO_MASK or kind in _WITH_MASK or kind in _IMPLIED,
+        f"maskType {kind} packs its mask in a way that is not defined here",
+    )
+    return kind in _WITH_MASK or kind == _NORM_COMPRESS
+
+
+def self_attention(call: Call) -> list[Result]:
+    """softmax(q · k · scale + mask) · v for each sequence."""
+    fits(call.whole("quantType", 0) == 0, "quantised queries and keys are not defined here")
+    kind = call.whole("calcType", 0)
+    fits(kind <= _PACKED, f"calcType {kind} is not defined here")
+    fits(not call.whole("cacheType", 0), "a cache of a sliding window is not defined here")
+    if kind == _PACKED:
+        return _packed(call)
+    return _cached(call)
+
+
+def _packed(call: Call) -> list[Result]:
+    setting = _setting(call)
+    merged = call.whole("mlaVHeadSize", 0)
+    query, key = call.at(0, "query"), call.at(1, "key")
+    place = 2 if merged else 3
+    mask = call.at(place, "mask") if _takes_mask(call) else None
+    place += mask is not None
+    if setting.causal:
+        mask = None  # packed or implied: nothing later is seen
+    q = _by_heads(query, setting.heads)
+    k = _by_heads(key, setting.kv_heads)
+    v = k[..., :merged] if merged else _by_heads(call.at(2, "value"), setting.kv_heads)
+    q_lengths, k_lengths = _lengths(call.at(place, "sequence lengths"))
+    fits(
+        sum(q_lengths) == q.shape[0] and sum(k_lengths) == k.shape[0],
+        f"sequence lengths {q_lengths} do not add up to {q.shape[0]} tokens",
+    )
+    piled = _Piled([], [])
+    at_q = at_k = 0
+    for batch, (rows, columns) in enumerate(zip(q_lengths, k_lengths, strict=True)):
+        if rows and columns:
+            part = _mask_of(mask, batch, len(q_lengths), rows, columns)
+            _add(piled, q[at_q : at_q + rows], (k, v), slice(at_k, at_k + columns), part, setting)
+        at_q, at_k = at_q + rows, at_k + columns
+    return [_result(call, query, piled, max(k_lengths, default=1))]
+
+
+def _cached(call: Call) -> list[Result]:
+    """Over a cache of (layers, batch, longest, hidden), with new keys put in unless bypassed."""
+    setting = _setting(call)
+    query = call.at(0, "query")
+    bypass = call.whole("kvcacheCfg", 0) == _BYPASS
+    place = 1 if bypass else 3
+    k_cache, v_cache = call.at(place, "key cache"), call.at(place + 1, "value cache")
+    place += 2
+    mask = call.at(place, "mask") if _takes_mask(call) else None
+    place += mask is not None
+    offsets, lengths = call.at(place, "token offsets"), call.at(place + 1, "sequence lengths")
+    layer_at = call.at(place + 2, "layer")
+    fits(k_cache.values.ndim == 4, f"a cache of {k_cache.values.ndim} dimensions is not defined")
+    keys, values = real(k_cache), real(v_cache)
+    layer = int(layer_at.values.reshape(-1)[0])
+    fits(0 <= layer < keys.shape[0], f"layer {layer} of {keys.shape[0]} does not exist")
+    if not bypass:
+        keys = cache_with(keys, real(call.at(1)), layer, offsets, lengths)
+        values = cache_with(values, real(call.at(2)), layer, offsets, lengths)
+    ends, sizes = offsets.values.reshape(-1).tolist(), lengths.values.reshape(-1).tolist()
+    q = _by_heads(query, setting.heads)
+    fits(sum(sizes) == q.shape[0], f"sequence lengths {sizes} are not {q.shape[0]} tokens")
+    piled, at = _Piled([], []), 0
+    for batch, (end, rows) in enumerate(zip(ends, sizes, strict=True)):
+        fits(0 <= end <= keys.shape[2], f"token offset {end} lies outside of the cache")
+        if rows:
+            k = keys[layer, batch].reshape(keys.shape[2], setting.kv_heads, -1)
+            v = values[layer, batch].reshape(values.shape[2], setting.kv_heads, -1)
+            part = None
+            if not setting.causal:
+                part = _mask_of(mask, batch, len(sizes), rows, end)
+            _add(piled, q[at : at + rows], (k, v), slice(0, end), part, setting)
+        at += rows
+    return [_result(call, query, piled, max(ends, default=1))]
+
+
+def paged_attention(call: Call) -> list[Result]:
+    """One token of each sequence, over a cache whose blocks a table names."""
+    setting = _setting(call)
+    quant = call.whole("quantType", 0)
+    fits(quant in (0, 1), f"quantType {quant} is not defined here")
+    fits(call.whole("compressType", 0) == 0, "a compressed cache is not defined here")
+    fits(call.whole("calcType", 0) == 0, "speculative decoding is not defined here")
+    query, keys = call.at(0, "query"), call.at(1, "key cache")
+    merged = call.whole("mlaVHeadSize", 0)
+    place = 2 if merged else 3
+    tables, lengths = call.at(place, "block table"), call.at(place + 1, "context lengths")
+    kind = call.whole("maskType", 0)
+    fits(kind in (0, 1, 2), f"maskType {kind} is not defined here")
+    mask = call.at(place + 2, "mask") if kind else None
+    place += 2 + (mask is not None)
+    fits(keys.values.ndim == 4, f"a cache of {keys.values.ndim} dimensions is not defined here")
+    k = real(keys)
+    v = k[..., :merged] if merged else real(call.at(2, "value cache"))
+    if quant:
+        k, v = _descaled(call, k, v, place)
+    q = _by_heads(query, setting.heads)
+    sizes = lengths.values.reshape(-1).astype(np.int64).tolist()
+    table = tables.values.astype(np.int64).reshape(len(sizes), -1)
+    fits(len(sizes) == q.shape[0], f"{len(sizes)} context lengths for {q.shape[0]} tokens")
+    piled, block = _Piled([], []), k.shape[1]
+    for token, size in enumerate(sizes):
+        used = table[token, : -(-size // block)]
+        fits(
+            size > 0 and used.size * block >= size and used.min() >= 0 and used.max() < k.shape[0],
+            f"the block table of token {token} leaves the cache",
+        )
+        own = tuple(each[used].reshape(-1, *each.shape[2:])[:size] for each in (k, v))
+        part = _mask_of(mask, token, len(sizes), 1, size)
+        _add(piled, q[token : token + 1], (own[0], own[1]), slice(0, size), part, setting)
+    return [_result(call, query, piled, max(sizes, default=1))]
+
+
+def _descaled(call: Call, k: AnyArray, v: AnyArray, place: int) -> tuple[AnyArray, AnyArray]:
+    """An int8 cache with scales (and offsets) for every channel."""
+    offset = call.flag("hasQuantOffset", False)
+    parts: list[AnyArray] = []
+    for values in (k, v):
+        scale = real(call.at(place, "scale of the cache")).reshape(values.shape[2:])
+        place += 1
+        if offset:
+            values = values + real(call.at(place, "offset of the cache")).reshape(values.shape[2:])
+            place += 1
+        parts.append(values * scale)
+    return parts[0], parts[1]
+
+
+def _by_heads(tensor: Tensor, heads: int) -> AnyArray:
+    values = real(tensor)
+    if values.ndim == 4:
+        values = values.reshape(-1, *values.shape[2:])
+    if values.ndim == 3 and values.shape[1] == heads:
+        return values
+    if values.ndim == 3:
+        values = values.reshape(-1, values.shape[-1])
+    fits(
+        values.ndim == 2 and values.shape[1] % heads == 0,
+        f"{list(tensor.values.shape)} cannot be split into {heads} heads",
+    )
+    return values.reshape(values.shape[0], heads, -1)
+
+
+def _add(
+    piled: _Piled,
+    q: AnyArray,
+    cache: tuple[AnyArray, AnyArray],
+    place: slice,
+    mask: AnyArray | None,
+    setting: Setting,
+) -> None:
+    values, scale = attend(q, cache[0][place], cache[1][place], mask, setting)
+    piled.values.append(values)
+    piled.scales.append(scale)
+
+
+def _result(call: Call, query: Tensor, piled: _Piled, terms: int) -> Result:
+    values, scale = np.concatenate(piled.values), np.concatenate(piled.scales)
+    shape = query.values.shape
+    wide = values.shape[-1]
+    if len(shape) == 2:
+        shape = (shape[0], values.shape[1] * wide)
+    elif shape[-1] * values.shape[1] * values.shape[0] != query.values.size:
+        shape = (*shape[:-1], values.shape[1] * wide)
+    else:
+        shape = (*shape[:-1], wide)
+    dtype = call.out_dtype(query.dtype)
+    return Result(values.reshape(shape), dtype, terms, scale.reshape(shape))
+
+
+DEFINITIONS: dict[str, Definition] = {
+    "PagedAttention": paged_attention,
+    "SelfAttention": self_attention,
+}
