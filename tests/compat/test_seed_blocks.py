@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from driftline import open_run
-from driftline.testing.atb import write_bin
+from driftline.testing.atb import AtbDump, Operation, Value, write_bin
 from driftline.testing.ge_twins import Twins, traced, write_twins
 
 BIN = Path(sys.executable).parent
@@ -74,6 +74,27 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def opcheck_dump(output: Path) -> AtbDump:
+    """A linear layer that is right and a softmax that is not, with their operation csv."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(size).astype(np.float16) for size in ((4, 16), (8, 16)))
+    y = (x.astype(float) @ w.astype(float).T).astype(np.float16)
+    wrong = np.full((4, 8), 0.125, np.float16)
+    operations = [
+        Operation(
+            "LinearOperation",
+            [Value("x", x), Value("w", w)],
+            [Value("y", y)],
+            param={"transposeB": True, "hasBias": False},
+        ),
+        Operation("SoftmaxOperation", [Value("y", y)], [Value("p", wrong)], param={"axes": [-1]}),
+    ]
+    dump = AtbDump(output, "G2")
+    dump.execute(operations)
+    dump.operation_csv(operations)
+    return dump
+
+
 class TestLabels:
     """Labels in a PyTorch program: `ait debug compare aclcmp`."""
 
@@ -125,7 +146,7 @@ def answer(query):
     assert os.environ["ACLTRANSFORMER_SAVE_TENSOR"] == "1"
     assert os.environ["ACLTRANSFORMER_SAVE_TENSOR_RUNNER"] == "SelfAttentionOpsChatglm6bRunner"
     from pathlib import Path
-    from driftline.testing.atb import write_bin
+    from driftline.testing.atb import AtbDump, Operation, Value, write_bin
     write_bin(Path(folder) / "outTensor0.bin", attention_output.numpy())
 """
     COLUMNS = (
@@ -324,6 +345,45 @@ def test_help_is_given_and_what_is_not_there_yet_is_not_mistaken_for_something_e
 ) -> None:
     for words in ("ait", "ait -h", "ait llm", "ait llm --help"):
         assert "usage: ait llm dump|compare" in shell(words)
-    said = shell("ait llm opcheck -i x -c y", code=2)
-    assert "does not answer 'ait llm opcheck" in said
+    said = shell("ait llm transform -i x -c y", code=2)
+    assert "does not answer 'ait llm transform" in said
     assert "did you mean" not in said
+
+
+class TestOpcheck:
+    """Single operators of a dump: `ait llm opcheck`."""
+
+    def test_the_documented_line_checks_a_dump(self, desk: Path) -> None:
+        dump = opcheck_dump(desk / "OUTPUT_DIR")
+        tensors = dump.execution(0)
+        table = next(dump.root.rglob("operation_tensors_0.csv"))
+        said = shell(f"ait llm opcheck -i {tensors} -c {table} -o result", code=1)
+        assert "1 operator of 2 checked not right, first 1_SoftmaxOperation" in said
+        (written,) = (desk / "result").glob("opcheck_result_*.csv")
+        rows = rows_of(written)
+        assert list(rows[0])[:9] == [
+            "op_id",
+            "op_name",
+            "op_param",
+            "tensor_path",
+            "out_tensor_id",
+            "precision_standard",
+            "excuted_information",
+            "precision_result(%)",
+            "max_rel_error",
+        ]
+        assert [row["op_id"] for row in rows] == ["0", "1"]
+        assert float(rows[0]["precision_result(%)"]) == 100.0
+        assert float(rows[1]["precision_result(%)"]) < 99.9
+
+    def test_every_documented_option_is_taken_as_it_is_printed(self, desk: Path) -> None:
+        dump = opcheck_dump(desk)
+        table = next(dump.root.rglob("operation_tensors_0.csv"))
+        start = f"ait llm opcheck -i {dump.execution(0)} -c {table} -o result"
+        assert "1 operator checked, all right" in shell(f"{start} -ids 0,2_3_5")
+        assert "1 operator checked, all right" in shell(f"{start} -opname lin，self")
+        shell(f"{start} --metric kl cos_sim", code=1)
+        (written,) = [p for p in (desk / "result").iterdir() if "kl_divergence" in p.read_text()]
+        assert {"cosine_similarity", "kl_divergence"} < set(rows_of(written)[0])
+        assert "-device has no effect" in shell(f"{start} -device 0", code=1)
+        assert "takes an Ascend NPU" in shell(f"{start} -rerun", code=2)

@@ -63,6 +63,11 @@ COMMANDS: dict[str, Command] = {
         "Compare",
         "two trees of the saving hook: one csv of figures per rank",
     ),
+    "opcheck": Command(
+        "driftline.cli.opcheck:opcheck",
+        "Operators",
+        "single operators of a dump against what they should compute",
+    ),
     "metrics": Command(
         "driftline.cli.metrics:metrics",
         "Decoders",

@@ -65,7 +65,7 @@ class Call(NamedTuple):
         """
         if number >= len(self.inputs):
             named = f" ({what})" if what else ""
-            raise Unfit(f"needs input {number}{named}, but only {len(self.inputs)} are there")
+            raise Unfit(f"input {number}{named} is missing; {_counted(len(self.inputs))} there")
         return self.inputs[number]
 
     def out_dtype(self, usual: str, number: int = 0) -> str:
@@ -144,6 +144,10 @@ class Call(NamedTuple):
 
 
 Definition: TypeAlias = Callable[[Call], list[Result]]
+
+
+def _counted(inputs: int) -> str:
+    return "no input is" if not inputs else "1 input is" if inputs == 1 else f"{inputs} inputs are"
 
 
 def _short(value: object) -> str:

@@ -1,0 +1,212 @@
+"""`driftline opcheck`: is each operator right, given what went into it?"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+from driftline.cli.parsing import Option
+from driftline.errors import (
+    EXIT_COULD_NOT,
+    EXIT_DIFFERENT,
+    EXIT_FINE,
+    BadInput,
+    DriftlineError,
+    did_you_mean,
+)
+
+if TYPE_CHECKING:
+    from driftline.operators.rows import Metric, OutputRow
+    from driftline.operators.sources import Ask, Checked, Source
+    from driftline.reports.operators import Report
+
+Format = Literal["table", "json", "csv", "markdown"]
+_IDS = re.compile(r"\d+(_\d+)*")
+_METRICS = ("abs", "cos_sim", "kl")
+
+
+def opcheck(
+    *,
+    input: Annotated[Path | None, Option(names=("--input", "-i"), metavar="DIR")] = None,
+    csv_path: Annotated[Path | None, Option(names=("--csv-path", "-c"), metavar="CSV")] = None,
+    output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="DIR")] = None,
+    operation_ids: Annotated[
+        list[str] | None,
+        Option(names=("--operation-ids", "-ids"), metavar="ID", several=True, group="Selection"),
+    ] = None,
+    operation_name: Annotated[
+        list[str] | None,
+        Option(
+            names=("--operation-name", "-opname"), metavar="NAME", several=True, group="Selection"
+        ),
+    ] = None,
+    precision_metric: Annotated[
+        list[str] | None,
+        Option(names=("--precision-metric", "-metric", "--metric"), metavar="METRIC", several=True),
+    ] = None,
+    device_id: Annotated[
+        str, Option(names=("--device-id", "-device"), metavar="DEVICE", group="Execution")
+    ] = "",
+    atb_rerun: Annotated[
+        bool, Option(names=("--atb-rerun", "-rerun", "--rerun"), group="Execution")
+    ] = False,
+    repro: Annotated[Path | None, Option(metavar="DIR")] = None,
+    format: Format = "table",
+    all: bool = False,
+) -> int:
+    """Check single operators: their outputs against what they should be for their inputs.
+
+        driftline opcheck -i ait_dump/tensors/0_4242/0 -c operation_tensors_0.csv -o result
+        driftline opcheck -i ait_dump -opname self, linear --metric cos_sim kl
+        driftline opcheck -i RUN --repro failing
+
+    Each operator is computed again from its dumped inputs in float64 and rounded to the type of its
+    output. An output passes when enough of its elements are within the bound of its type; what the
+    bounds are is in docs/operators.md. Needs no device. Exit code 1: an operator is not right. 2:
+    nothing could be checked.
+
+    Args:
+        input: An ATB dump or a folder inside it, or a run of `driftline dump --level operators`.
+        csv_path: The operation csv of an ATB dump: checks what it lists. Without it, every operator
+            that the folders hold.
+        output: Where opcheck_result_{time}.csv goes; the current folder unless given.
+        operation_ids: Only these operations, and what is inside them: 24_1,2_3_5.
+        operation_name: Only types with this in their name, in any case: self,linear. With -ids too,
+            both must match.
+        precision_metric: More figures: abs (share within the bound, absolute), cos_sim, kl.
+        device_id: Where -rerun executes: a number, cpu, or cuda:0.
+        atb_rerun: Execute each operator again instead of trusting the dumped output. Tells results
+            that change from run to run from inaccurate ones. Not for ATB dumps without an NPU.
+        repro: Write a stand-alone script with its inputs for each operator that is not right.
+        format: table for people; json, csv and markdown print the whole result.
+        all: Show every output, not only those that are not right.
+    """
+    if input is None:
+        raise BadInput(
+            "`driftline opcheck` needs -i",
+            hint="driftline opcheck -i ait_dump/tensors/0_4242/0 -c operation_tensors_0.csv",
+        )
+    if not input.exists():
+        raise BadInput(f"there is no {input}", hint="-i takes the folder of a dump or a run")
+    from driftline.cli.progress import on_terminal
+    from driftline.operators.sources import Ask, open_source
+
+    ask = Ask(
+        _ids(operation_ids),
+        _words(operation_name),
+        _metrics(precision_metric),
+        atb_rerun,
+        device_id,
+        csv_path,
+    )
+    source = open_source(input, ask)
+    progress = on_terminal("operators")
+    calls: list[Checked] = []
+    scripts: list[Path] = []
+    troubles: list[str] = []
+    try:
+        for checked in source:
+            calls.append(checked)
+            if repro is not None and any(row.status == "fail" for row in checked.rows):
+                _reproduce(source, checked, repro, scripts, troubles)
+            if progress is not None:
+                progress(len(calls), len(source))
+    finally:
+        if progress is not None:
+            progress.close()
+    report = _report(input, source, ask, calls)
+    _print(report, format, all)
+    _files(report, format, output, scripts, troubles, repro)
+    cover = report.coverage
+    if cover.failed:
+        return EXIT_DIFFERENT
+    return EXIT_FINE if cover.passed else EXIT_COULD_NOT
+
+
+def _report(path: Path, source: Source, ask: Ask, calls: list[Checked]) -> Report:
+    from driftline.operators.rows import coverage
+    from driftline.reports.operators import Report
+
+    rows: list[OutputRow] = [row for call in calls for row in call.rows]
+    counts = coverage([call.rows for call in calls], source.filtered)
+    return Report(str(path), source.kind, rows, counts, ask.metrics, source.remarks)
+
+
+def _print(report: Report, format: Format, everything: bool) -> None:
+    from driftline.reports import json, markdown, operators, terminal
+
+    if format == "json":
+        json.write(operators.document(report), sys.stdout, indent=1)
+    elif format == "csv":
+        operators.print_csv(report, sys.stdout)
+    elif format == "markdown":
+        sys.stdout.write(markdown.paint(operators.view(report, everything=everything)))
+    else:
+        terminal.show(operators.view(report, everything=everything))
+
+
+def _files(
+    report: Report,
+    format: Format,
+    output: Path | None,
+    scripts: list[Path],
+    troubles: list[str],
+    repro: Path | None,
+) -> None:
+    """What was written where; to stderr where stdout is for a program."""
+    from driftline.reports.operators import write_csv
+
+    says = sys.stdout if format in ("table", "markdown") else sys.stderr
+    if output is not None or format == "table":
+        print(f"written to {write_csv(report, output or Path())}", file=says)
+    for script in scripts:
+        print(f"reproducer: python {script}", file=says)
+    for trouble in troubles:
+        print(f"no reproducer: {trouble}", file=says)
+    if repro is not None and not scripts and not troubles:
+        print("no reproducer: there is nothing that is not right", file=says)
+
+
+def _reproduce(
+    source: Source, checked: Checked, folder: Path, scripts: list[Path], troubles: list[str]
+) -> None:
+    from driftline.operators.reproducing import write
+
+    where = f"{checked.call.site} ({checked.call.op_type})"
+    try:
+        found = source.reproduction(checked)
+        if found is None:
+            troubles.append(f"{where} has no definition that could be written down")
+        else:
+            scripts.append(write(found, folder))
+    except DriftlineError as trouble:
+        troubles.append(f"{where}: {trouble}")
+
+
+def _words(given: list[str] | None) -> tuple[str, ...]:
+    from driftline.cli.dump_words import names_of
+
+    return names_of(given)
+
+
+def _ids(given: list[str] | None) -> tuple[str, ...]:
+    ids = _words(given)
+    for each in ids:
+        if not _IDS.fullmatch(each):
+            raise BadInput(
+                f"-ids takes operation ids, and '{each}' is none", hint="such as -ids 24_1,2_3_5"
+            )
+    return ids
+
+
+def _metrics(given: list[str] | None) -> tuple[Metric, ...]:
+    words = _words(given)
+    for word in words:
+        if word not in _METRICS:
+            raise BadInput(
+                f"-metric takes abs, cos_sim and kl, not '{word}'",
+                hint=did_you_mean(word, _METRICS),
+            )
+    return cast("tuple[Metric, ...]", tuple(dict.fromkeys(words)))

@@ -1,0 +1,262 @@
+"""Checked operators become a view for people, the seed's csv, or a document for programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from driftline.errors import BadFile
+from driftline.operators.rows import METRICS, Coverage, Metric, OutputRow
+from driftline.reports.view import Block, Grid, Heading, Line, Sentence, Tone, Value, View
+from driftline.reports.wording import counted, shape
+from driftline.tolerance.operators import allowed
+
+SHOWN = 20
+COLUMNS = (
+    "op_id",
+    "op_name",
+    "op_param",
+    "tensor_path",
+    "out_tensor_id",
+    "precision_standard",
+    "excuted_information",
+    "precision_result(%)",
+    "max_rel_error",
+)
+"""Of the original's first version; the spelling of the seventh is its own."""
+_OPTIONAL: dict[Metric, tuple[str, ...]] = {
+    "abs": ("abs_precision_result(%)", "max_abs_error"),
+    "cos_sim": ("cosine_similarity",),
+    "kl": ("kl_divergence",),
+}
+OWN_COLUMNS = ("status", "reason", "bound", "dtype", "shape", "step", "rank", "site")
+"""What the original does not say, behind its columns."""
+_TONES: dict[str, Tone] = {"pass": "good", "fail": "bad", "not checked": "doubtful"}
+
+
+class Report(NamedTuple):
+    """What a check of operators found.
+
+    Attributes:
+        name: What was checked, as the user gave it.
+        kind: Kind of source.
+        rows: One per output, or per call that could not be checked.
+        coverage: How much was looked at.
+        metrics: Figures that were asked for besides.
+        remarks: Sentences of the source.
+    """
+
+    name: str
+    kind: str
+    rows: Sequence[OutputRow]
+    coverage: Coverage
+    metrics: tuple[Metric, ...] = ()
+    remarks: Sequence[str] = ()
+
+
+def verdict(report: Report) -> str:
+    """The first line: what was found, in words."""
+    cover = report.coverage
+    failing = [row for row in report.rows if row.status == "fail"]
+    checked = cover.passed + cover.failed
+    if failing:
+        first = failing[0]
+        return (
+            f"{counted(cover.failed, 'operator')} of {checked} checked not right, "
+            f"first {first.call.site} ({first.call.op_type}, output {first.slot})"
+        )
+    if not checked:
+        return f"none of {counted(cover.operators, 'operator')} could be checked"
+    return f"{counted(checked, 'operator')} checked, all right"
+
+
+def view(report: Report, *, everything: bool = False) -> View:
+    """What a person wants to know: what fails and why, what was not checked and why."""
+    cover = report.coverage
+    tone: Tone = "bad" if cover.failed else "good" if cover.passed else "doubtful"
+    blocks: list[Block] = [Sentence(f"{report.name}: {verdict(report)}", tone)]
+    chosen = [row for row in report.rows if everything or row.status == "fail"]
+    if chosen:
+        blocks.append(_grid(report, chosen, everything=everything))
+    if cover.unchecked:
+        lines = [Line((count, reason), "doubtful") for reason, count in cover.reasons]
+        shown = lines if everything else lines[:SHOWN]
+        title = f"Not checked: {counted(cover.unchecked, 'operator')} of {cover.operators}"
+        headings = (Heading("operators"), Heading("reason", stretch=True))
+        left = len(lines) - len(shown)
+        blocks.append(Grid(title, headings, tuple(shown), left, "--all shows every reason"))
+    used = sorted({row.figures.bound_name for row in report.rows if row.figures.bound_name})
+    if used:
+        grown = [name for name in used if ", K=" in name]
+        plain = ", ".join(name for name in used if name not in grown)
+        more = f"; grown with the length of a sum for {', '.join(grown)}" if grown else ""
+        blocks.append(Sentence(f"bounds: {plain}{more}", "quiet"))
+    if cover.filtered:
+        left_out = counted(cover.filtered, "operator")
+        blocks.append(Sentence(f"{left_out} left out by -ids and -opname", "quiet"))
+    blocks += [Sentence(text, "quiet") for text in report.remarks]
+    return View(tuple(blocks))
+
+
+def _grid(report: Report, rows: Sequence[OutputRow], *, everything: bool) -> Grid:
+    shown = rows if everything else rows[:SHOWN]
+    titles = ["operator", "type", "id", "output", "dtype", "shape", "within %", "needed %"]
+    titles += ["max rel", "max abs", "bound"]
+    titles += [name for metric in report.metrics for name in _SHORT[metric]]
+    titles += ["status"] if everything else []
+    titles.append("reason")
+    essential = ("operator", "output", "within %", "max rel", "status", "reason")
+    headings = tuple(
+        Heading(title, title in essential, title in ("operator", "reason")) for title in titles
+    )
+    several = len({(row.call.step, row.call.rank) for row in report.rows}) > 1
+    lines = tuple(
+        Line(tuple(_cells(report, row, several, everything)), _TONES[row.status]) for row in shown
+    )
+    title = "Outputs" if everything else "Not right"
+    return Grid(title, headings, lines, len(rows) - len(shown), "--all shows every output")
+
+
+_SHORT: dict[Metric, tuple[str, ...]] = {
+    "abs": ("abs within %",),
+    "cos_sim": ("cosine",),
+    "kl": ("kl",),
+}
+
+
+def _cells(report: Report, row: OutputRow, several: bool, everything: bool) -> list[Value]:
+    call, found = row.call, row.figures
+    where = f"rank{call.rank}/step{call.step}/{call.site}" if several else call.site
+    cells: list[Value] = [where, call.op_type, call.ids, row.slot, row.dtype]
+    cells += [shape(row.shape) if row.slot else "", found.share, found.required]
+    cells += [found.max_rel_error, found.max_abs_error, found.bound_name]
+    figures: dict[Metric, Value] = {
+        "abs": found.abs_share,
+        "cos_sim": found.cos_sim,
+        "kl": found.kl,
+    }
+    cells += [figures[metric] for metric in report.metrics]
+    cells += [row.status] if everything else []
+    cells.append(found.reason)
+    return cells
+
+
+def write_csv(report: Report, folder: Path) -> Path:
+    """`opcheck_result_{time}.csv` with the original's columns, and ours behind them.
+
+    Raises:
+        BadFile: It cannot be written.
+    """
+    stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"opcheck_result_{stamp}.csv"
+        for number in range(1, 100):
+            if not path.exists():
+                break
+            path = folder / f"opcheck_result_{stamp}_{number}.csv"
+        with path.open("x", newline="", encoding="utf-8") as stream:
+            print_csv(report, stream)
+    except OSError as trouble:
+        why = trouble.strerror or str(trouble)
+        raise BadFile(f"{folder} cannot hold the result: {why}") from None
+    return path
+
+
+def print_csv(report: Report, stream: TextIO) -> None:
+    """The csv to a stream."""
+    writer = csv.writer(stream)
+    optional = [
+        name for metric in METRICS if metric in report.metrics for name in _OPTIONAL[metric]
+    ]
+    writer.writerow((*COLUMNS, *optional, *OWN_COLUMNS))
+    writer.writerows(_line(row, report.metrics) for row in report.rows)
+
+
+def _line(row: OutputRow, metrics: Collection[Metric]) -> list[str]:
+    call, found = row.call, row.figures
+    param = json.dumps(dict(call.param), separators=(",", ":"), ensure_ascii=False, default=str)
+    standard = ""
+    if found.bound_name:
+        exact = found.bound_name == "exact"
+        standard = allowed(row.dtype, exact=exact).standard
+    cells = [call.ids, call.op_type, param, row.path or call.path, row.slot, standard]
+    cells += [_executed(row), _number(found.share), _number(found.max_rel_error)]
+    if "abs" in metrics:
+        cells += [_number(found.abs_share), _number(found.max_abs_error)]
+    if "cos_sim" in metrics:
+        cells.append(_number(found.cos_sim))
+    if "kl" in metrics:
+        cells.append(_number(found.kl))
+    cells += [row.status, found.reason, found.bound_name, row.dtype]
+    cells += [shape(row.shape) if row.slot else "", str(call.step), str(call.rank), call.site]
+    return cells
+
+
+def _executed(row: OutputRow) -> str:
+    """In the original's words: an operator that nobody knows is not even added."""
+    if row.figures.share is not None or row.status == "fail":
+        return "execution successful"
+    return "addition failed" if "no golden" in row.figures.reason else "execution failed"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.16f}"
+
+
+def document(report: Report) -> dict[str, Any]:
+    """Everything, for programs."""
+    cover = report.coverage
+    return {
+        "format": "driftline-operators/1",
+        "source": report.name,
+        "kind": report.kind,
+        "verdict": verdict(report),
+        "coverage": {
+            **{name: getattr(cover, name) for name in ("operators", "passed", "failed")},
+            "not_checked": cover.unchecked,
+            "filtered": cover.filtered,
+            "reasons": [{"reason": text, "operators": count} for text, count in cover.reasons],
+        },
+        "remarks": list(report.remarks),
+        "rows": [_entry(row, report.metrics) for row in report.rows],
+    }
+
+
+def _entry(row: OutputRow, metrics: Collection[Metric]) -> dict[str, Any]:
+    call, found = row.call, row.figures
+    entry: dict[str, Any] = {
+        "site": call.site,
+        "op_type": call.op_type,
+        "ids": call.ids,
+        "step": call.step,
+        "rank": call.rank,
+        "process": call.process,
+        "visit": call.visit,
+        "phase": call.phase,
+        "param": dict(call.param),
+        "path": row.path or call.path,
+        "output": row.slot or None,
+        "dtype": row.dtype or None,
+        "shape": list(row.shape) if row.slot else None,
+        "status": row.status,
+        "reason": found.reason,
+        "bound": found.bound,
+        "bound_name": found.bound_name or None,
+        "share": found.share,
+        "required": found.required,
+        "max_rel_error": found.max_rel_error,
+        "max_abs_error": found.max_abs_error,
+        "elements": found.elements,
+    }
+    if "abs" in metrics:
+        entry["abs_share"] = found.abs_share
+    if "cos_sim" in metrics:
+        entry["cos_sim"] = found.cos_sim
+    if "kl" in metrics:
+        entry["kl"] = found.kl
+    return entry
