@@ -66,3 +66,8 @@ def test_a_conversion_that_changes_its_values_has_its_figures(tmp_path: Path) ->
     (line,) = (line for (golden, _), line in ours.items() if ",inputs,0" in golden)
     assert float(line["max_absolute_error"]) == 3
     assert float(line["relative_euclidean_distance"]) == 1
+    table = driftline.compare(tmp_path / "fx", tmp_path / "ge")
+    assert table.verdict == "fail"
+    assert table.first is not None
+    assert (table.first.site, table.first.by) == ("Cast_1", "conversion")
+    assert not [row for row in table.rows if row.site == "Cast_1" and row.status == "extra"]

@@ -24,8 +24,8 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe
 from driftline.comparison.row import Number, Row
 from driftline.comparison.table import Table
-from driftline.dialects.ait_conversions import conversions_of
 from driftline.errors import BadInput, DriftlineError
+from driftline.gating.conversions import CONVERSION, conversions_of
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
@@ -155,20 +155,14 @@ def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Ite
         pairs.setdefault(pair.reference.key, deque()).append(pair)
     alone = {record.key: record for record in plan.missing}
     extra = {record.key: record for record in plan.extra}
-    own = {
-        "missing": (reference, conversions_of(reference, METRICS)),
-        "extra": (candidate, conversions_of(candidate, METRICS)),
-    }
-    at = -1
-    for row in table.rows:
-        side = own.get(row.status)
-        if side is not None and row.key in side[1]:
-            run, conversion = side[0], side[1][row.key]
-            if conversion is None:  # the line of its input has said it
-                continue
-            pair, row = conversion
-            here = _Side(run, "reference").cells(row, (pair.reference,))
-            there = _Side(run, "candidate").cells(row, (pair.candidate,))
+    own: list[tuple[Run, dict[TensorKey, Pair]]] = []
+    if any(row.by == CONVERSION for row in table.rows):
+        own = [(run, conversions_of(run)) for run in (reference, candidate)]
+    for at, row in enumerate(table.rows):
+        if row.by == CONVERSION:
+            run, known = next(side for side in own if row.key in side[1])
+            here = _Side(run, "reference").cells(row, (known[row.key].reference,))
+            there = _Side(run, "candidate").cells(row, (known[row.key].candidate,))
         elif row.status == "missing":
             here, there = ours.cells(row, (alone[row.key],)), [""] * 6
         elif row.status == "extra":
@@ -177,7 +171,6 @@ def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Ite
             pair = pairs[row.key].popleft()
             here = ours.cells(row, _sources(pair.reference, pair.reference_recipe))
             there = theirs.cells(row, _sources(pair.candidate, pair.candidate_recipe))
-        at += 1
         measured = [_cell(row.metrics.get(name)) for name in _MEASURED]
         yield [row.step, at, *here, *there, *measured, _reason(row)]
 

@@ -96,15 +96,20 @@ def compare(
                 step_map=step_map,
                 plan=plan,
             )
+        each = _constant(rtol, atol) if tolerance.elementwise else elementwise
         table = measure(
             plan,
             ours,
             theirs,
             metrics=wanted,
-            elementwise=_constant(rtol, atol) if tolerance.elementwise else elementwise,
+            elementwise=each,
             threads=threads,
             progress=progress,
         )
+        if any(pair.by == "graph" for pair in plan.pairs):
+            from driftline.gating.conversions import with_conversions
+
+            table = with_conversions(table, ours, theirs, wanted, each)
         if tolerance.thresholds is None:
             return judge(table, tolerance)
         from driftline.gating.checking import judge_by
