@@ -19,14 +19,16 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from driftline import settings
 from driftline.adapters.reduction import Reduction
 from driftline.launch.marks import MOST_PLACES, Place, ProcessReport
-from driftline.launch.plan import CapturePlan, read_plan
+from driftline.launch.plan import CapturePlan
 from driftline.launch.sinks import Late, Limited, Nowhere
 from driftline.launch.wake import leave_mark
+from driftline.launch.watch_plan import WatchPlan, is_watch_plan
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.session import CaptureSession
@@ -52,8 +54,13 @@ _SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; th
 def begin(plan_path: str) -> None:
     """Read the plan, start its capture, and see to its end."""
     _stand_on_real_ground()
-    plan = read_plan(plan_path)
-    launched = Launched(plan, plan_path)
+    text = Path(plan_path).read_text(encoding="utf-8")
+    if is_watch_plan(text):
+        from driftline.launch.watching import Watched
+
+        launched: Launched = Watched(WatchPlan.from_json(text), plan_path)
+    else:
+        launched = Launched(CapturePlan.from_json(text), plan_path)
     launched.start()
     leave_mark(plan_path, "began", "")
 

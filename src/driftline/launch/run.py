@@ -192,7 +192,7 @@ def why_nothing(
 ) -> tuple[str, str]:
     """The reason of an empty dump, and what to try: the first thing on the way that stopped it."""
     if marks.began == 0:
-        return _why_not_begun(marks)
+        return why_not_begun(marks)
     if sum(report.calls for report in marks.reports) == 0:
         if len(marks.reports) < marks.began:
             return (
@@ -247,7 +247,8 @@ def why_nothing(
     )
 
 
-def _why_not_begun(marks: Marks) -> tuple[str, str]:
+def why_not_begun(marks: Marks) -> tuple[str, str]:
+    """Why no process of a program came so far as to begin, and what to try."""
     if marks.failed:
         return (
             f"nothing was captured: capture could not start ({marks.failed[0]})",
