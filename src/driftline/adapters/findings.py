@@ -7,6 +7,7 @@ nothing. Nothing is made on disk before there is a finding. Knows no framework.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -240,12 +241,24 @@ def read_findings(folder: Path) -> list[Finding]:
     return sorted(found, key=lambda one: (one.time, one.pid, one.number))
 
 
-def headroom_rows(peaks: Mapping[tuple[str, str], int]) -> list[tuple[str, str, float, float]]:
-    """Site, element type, largest magnitude and bits left, those with the least first."""
+def headroom_rows(
+    patterns: Mapping[tuple[str, str], int], values: Mapping[tuple[str, str], float]
+) -> list[tuple[str, str, float, float | None]]:
+    """Site, element type, largest magnitude and bits left below the format's own largest.
+
+    Those with the least come first; of a site that only saw zeros there is nothing to say (None).
+
+    Args:
+        patterns: Largest magnitudes as bit patterns, by site and element type.
+        values: More of them, as numbers.
+    """
     from driftline.numerics.peaks import PATTERNS
 
+    most = {key: PATTERNS[key[1]].value(pattern) for key, pattern in patterns.items()}
+    for key, value in values.items():
+        most[key] = max(value, most.get(key, 0.0))
     rows = [
-        (site, dtype, PATTERNS[dtype].value(most), PATTERNS[dtype].headroom(most))
-        for (site, dtype), most in peaks.items()
+        (site, dtype, value, math.log2(PATTERNS[dtype].largest / value) if value else None)
+        for (site, dtype), value in most.items()
     ]
-    return sorted(rows, key=lambda row: (row[3], row[0]))
+    return sorted(rows, key=lambda row: (math.inf if row[3] is None else row[3], row[0]))

@@ -37,6 +37,12 @@ COMMANDS: dict[str, Command] = {
         "run an unchanged program and keep what its model computed",
         takes_program=True,
     ),
+    "errcheck": Command(
+        "driftline.cli.errcheck:errcheck",
+        "Capture",
+        "run an unchanged program: who made the first NaN or infinity",
+        takes_program=True,
+    ),
     "compare": Command(
         "driftline.cli.compare:compare",
         "Compare",

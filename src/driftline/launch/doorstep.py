@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from driftline import settings
-from driftline.launch.plan import CapturePlan
 
 PLAN = "plan.json"
 MARKS = "marks"
@@ -51,6 +51,12 @@ if _spec is not None:
 '''
 
 
+class Plan(Protocol):
+    """What the launched processes are to do, as they read it."""
+
+    def to_json(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Doorstep:
     """One launch's private folder: the plan, the marks its processes leave, and the path entry."""
@@ -80,7 +86,7 @@ class Doorstep:
         return env
 
 
-def build_doorstep(folder: Path, plan: CapturePlan) -> Doorstep:
+def build_doorstep(folder: Path, plan: Plan) -> Doorstep:
     """Fill an empty private folder for one launch."""
     doorstep = Doorstep(folder)
     doorstep.marks.mkdir()
