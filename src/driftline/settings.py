@@ -28,6 +28,8 @@ ASCEND_TOOLKIT = "ASCEND_TOOLKIT_HOME"
 """Folder of the Ascend toolkit, which holds the library's probes."""
 ASCEND_TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
 """Where the toolkit installs itself."""
+PROFILER_LOG_LEVEL = "KINETO_LOG_LEVEL"
+"""How much the library behind torch's profiler says; set for programs that `dump` profiles."""
 NO_COLOR = "NO_COLOR"
 """Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
 

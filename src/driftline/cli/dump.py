@@ -7,7 +7,9 @@ seed's spellings are names like any other; what they mean is in `adapters.select
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -104,11 +106,12 @@ def dump(
         port: Only these sides: input, output, grad_input, grad_output, param, param_grad.
         step: Steps as numbers, ranges (3-5, 3-) or globs; '*' is all of them. Instead of -er.
         rank: Only these ranks.
-        type_: tensor stores tensors, model and layer the module tree. Default: tensor. Programs of
-            the ATB library also have op, kernel and cpu_profiling.
+        type_: tensor stores tensors; model and layer the module tree, and onnx with them a graph
+            of it; op lists operators with parameters and shapes, kernel the kernels that ran,
+            cpu_profiling times by operator. Several may be given. Default: tensor.
         only_save_desc: Descriptions only: name, type and shape of each tensor, no values.
         keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
-        level: What is looked at; several may be given. Default: modules.
+        level: What is looked at; several may be given, also as ops,params. Default: modules.
         max_bytes: Stop storing values at this size, such as 2GB.
         save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
         engine: atb also switches on the probe of the ATB library in the program; that is the
@@ -121,6 +124,7 @@ def dump(
     """
     argv = words.command_of(exec_, program)
     engine_, asked_for = words.engine_of(engine)
+    types: tuple[DumpType, ...] = tuple(dict.fromkeys(type_ or ["tensor"]))
     plan = CapturePlan(
         output=str(Path(output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}").absolute()),
         selection=Selection(
@@ -137,8 +141,8 @@ def dump(
             device=words.device_of(device),
         ),
         reduction=_reduction(keep, only_save_desc),
-        levels=_levels(level),
-        types=_types(type_, engine_),
+        levels=_levels(level, types),
+        types=types,
         layout=layout,
         max_bytes=size_of(max_bytes) if max_bytes else 0,
         tiling=save_tiling,
@@ -160,7 +164,7 @@ def summary(outcome: Outcome) -> list[str]:
     plan, harvest = outcome.plan, outcome.harvest
     lines: list[str] = []
     if outcome.program_status and plan.says("error"):
-        lines.append(f"driftline: the program ended with status {outcome.program_status}")
+        lines.append(f"driftline: the program {_ending(outcome.program_status)}")
     if outcome.reason:
         if plan.says("critical"):
             lines.append(f"driftline: {outcome.reason}")
@@ -174,7 +178,7 @@ def summary(outcome: Outcome) -> list[str]:
     if plan.says("warning"):
         if not outcome.reason:
             lines += [f"  {sentence}" for sentence in outcome.unmatched]
-        if outcome.skipped_steps and not outcome.reason:
+        if outcome.skipped_steps and not outcome.reason and plan.wants_tensors:
             lines.append(f"  {_skipped(outcome)}")
         lines += [f"  note: {note}" for note in outcome.notes[:MOST_NOTES]]
         if len(outcome.notes) > MOST_NOTES:
@@ -196,21 +200,24 @@ MOST_NOTES = 8
 def _what_was_captured(outcome: Outcome) -> str:
     harvest, plan = outcome.harvest, outcome.plan
     where = _shown(plan.output)
-    if not plan.wants_tensors:
-        trees = harvest.topologies
-        return f"module tree of {trees} process{'es' if trees != 1 else ''} in {where}"
     processes = len(harvest.processes)
     kinds = "1 process" if processes == 1 else f"{processes} processes"
-    return (
-        f"{harvest.tensors} tensors, {say_size(harvest.bytes)}, {kinds}, "
-        f"{say_steps(harvest.steps)} in {where}"
-    )
+    parts: list[str] = []
+    if plan.wants_tensors and harvest.tensors:
+        parts.append(
+            f"{harvest.tensors} tensors, {say_size(harvest.bytes)}, {kinds}, "
+            f"{say_steps(harvest.steps)}"
+        )
+    elif "model" in plan.types or "layer" in plan.types:
+        trees = harvest.topologies
+        parts.append(f"module tree of {trees} process{'es' if trees != 1 else ''}")
+    return f"{', '.join([*parts, *outcome.sheets.words])} in {where}"
 
 
 def _what_both_captured(outcome: Outcome, atb: AtbHarvest) -> list[str]:
     """One line for each engine: the reader must see at once which of them saw the model."""
     harvest, plan = outcome.harvest, outcome.plan
-    if harvest.tensors or (harvest.topologies and not plan.wants_tensors):
+    if harvest.tensors or outcome.sheets.words or (harvest.topologies and not plan.wants_tensors):
         torch = f"driftline: torch: {_what_was_captured(outcome)}"
     else:
         torch = "driftline: torch: nothing captured"
@@ -234,11 +241,20 @@ def _what_both_captured(outcome: Outcome, atb: AtbHarvest) -> list[str]:
 def _skipped(outcome: Outcome) -> str:
     steps = outcome.skipped_steps
     verb = "ran and was" if len(steps) == 1 else "ran and were"
-    first, last = min(*steps, *outcome.harvest.steps), max(*steps, *outcome.harvest.steps)
+    ran = {*steps, *outcome.harvest.steps}
+    first, last = min(ran), max(ran)
     return (
         f"{say_steps(steps)} {verb} not selected ({len(steps)} in all); "
         f"select all of them with -er {first},{last}, or --step '*'"
     )
+
+
+def _ending(status: int) -> str:
+    """How a program ended, from its status as a shell reports it."""
+    if status > 128:
+        with suppress(ValueError):
+            return f"was ended by signal {status - 128} ({signal.Signals(status - 128).name})"
+    return f"ended with status {status}"
 
 
 def _shown(path: str) -> str:
@@ -259,28 +275,10 @@ def _reduction(keep: str | None, only_save_desc: bool) -> Reduction:
     return Reduction.parse(keep or "full")
 
 
-def _types(
-    given: list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]]
-    | None,
-    engine: Engine,
-) -> tuple[DumpType, ...]:
-    chosen: list[DumpType] = []
-    for one in given or ["tensor"]:
-        if one == "onnx":
-            raise BadInput(
-                "--type onnx belongs to a later part of driftline",
-                hint="--type model keeps the module tree",
-            )
-        if engine == "torch" and one in ("op", "kernel", "cpu_profiling"):
-            raise BadInput(
-                f"--type {one} is for programs of the ATB library so far",
-                hint="torch has --type tensor, model and layer; for ATB programs give --engine atb",
-            )
-        chosen.append(one)
-    return tuple(dict.fromkeys(chosen))
-
-
 def _levels(
     given: list[Literal["modules", "ops", "gradients", "params"]] | None,
+    types: tuple[DumpType, ...],
 ) -> tuple[Level, ...]:
-    return tuple(dict.fromkeys(given or ["modules"]))
+    # The tensors of the operators that are listed, where both are asked for.
+    usual: list[Level] = ["modules", "ops"] if "op" in types else ["modules"]
+    return tuple(dict.fromkeys(given or usual))

@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from driftline.runs.key import TensorKey, usual_moment, usual_phase
+from driftline.runs.calls import Call, CallTensor
+from driftline.runs.key import Phase, Port, TensorKey, usual_moment, usual_phase
 from driftline.runs.record import Record
 from driftline.runs.sink import JSON, Bytes
 
@@ -81,6 +82,29 @@ def _safe(name: str) -> str:
     if len(plain) > _LONGEST_NAME:
         plain = plain[:_LONGEST_NAME]
     return "_" if plain in ("", ".", "..") else plain
+
+
+def find_file(folder: Path, call: Call, port: str, tensor: CallTensor) -> str:
+    """Where the tree of a process keeps a tensor of a call, from the dump's folder on; empty if it
+    was not kept.
+    """
+    key = TensorKey(
+        call.site,
+        cast("Port", port),
+        tensor.slot,
+        call.step,
+        call.visit,
+        phase=cast("Phase", call.phase),
+        moment=usual_moment(port),
+    )
+    place = folder / str(call.step) / module_folder(call.site)
+    stems = [file_stem(key, tensor.alias)]
+    if port == "output" and tensor.slot == "0":
+        stems.insert(0, file_stem(key, alone=True))
+    for stem in stems:
+        if (place / f"{stem}.pth").is_file():
+            return str((place / f"{stem}.pth").relative_to(folder.parent.parent.parent))
+    return ""
 
 
 class AitTree:

@@ -105,7 +105,7 @@ def atb_environment(
         "ATB_SAVE_TENSOR_PART": str(chosen.part),
         "ATB_SAVE_TILING": str(int(plan.tiling)),
         "ATB_SAVE_CPU_PROFILING": str(int("cpu_profiling" in plan.types)),
-        "ATB_DUMP_TYPE": "|".join(plan.types),
+        "ATB_DUMP_TYPE": "|".join(kind for kind in plan.types if kind != "onnx"),
         "ATB_OUTPUT_DIR": plan.output.rstrip("/") + "/",
         "ATB_AIT_LOG_LEVEL": str(LOG_LEVELS.index(plan.log_level)),
         "ATB_CUR_PID": str(os.getpid()),

@@ -29,12 +29,15 @@ from driftline.launch.plan import CapturePlan
 from driftline.launch.sinks import Late, Limited, Nowhere
 from driftline.launch.wake import leave_mark
 from driftline.launch.watch_plan import WatchPlan, is_watch_plan
+from driftline.runs.calls import CALLS
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.session import CaptureSession
     from driftline.runs.sink import Sink
 
 SESSION = "driftline.adapters.torch.session:CaptureSession"
+CALLS_TAP = "driftline.adapters.torch.calls:CallTap"
+PROFILE_TAP = "driftline.adapters.torch.profile:ProfileTap"
 AIT_TREE = "driftline.dialects.ait_tree:AitTree"
 """A dialect stands above this room, so it is found by its address and only when asked for."""
 
@@ -108,6 +111,18 @@ class Launched:
         if plan.experiment:
             kind = EXPERIMENTS[plan.experiment["kind"]]
             self.experiment = _load(kind)(plan.experiment, self.session, self._rank)
+        if plan.wants_calls:
+            write = functools.partial(self.sink.sheet, CALLS)
+            self.session.taps.append(_load(CALLS_TAP)(self.session, write))
+        if plan.wants_profile:
+            self.session.taps.append(
+                _load(PROFILE_TAP)(
+                    self.session,
+                    self.sink.sheet,
+                    kernels="kernel" in plan.types,
+                    times="cpu_profiling" in plan.types,
+                )
+            )
         if plan.tiling:
             self.sink.event("tiling", "tiling data were asked for; torch on this device has none")
 

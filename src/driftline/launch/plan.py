@@ -20,7 +20,7 @@ SCHEMA = 1
 
 Layout = Literal["run", "ait"]
 Level = Literal["modules", "ops", "gradients", "params"]
-DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling"]
+DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", "onnx"]
 Engine = Literal["torch", "atb"]
 LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
 
@@ -38,7 +38,8 @@ class CapturePlan:
         reduction: How much of each.
         levels: modules, ops, gradients, params.
         types: tensor writes tensors, model and layer the module tree; without tensor no tensor is.
-            op, kernel and cpu_profiling are the ATB probe's.
+            op lists what ran, kernel and cpu_profiling what torch's profiler sees of it, onnx
+            draws what model or layer hold.
         layout: `run`, or `ait` for the seed's tree.
         max_bytes: Stop storing values at that size; 0 is no limit.
         tiling: Tiling data were asked for; torch has none, which becomes an event.
@@ -74,6 +75,11 @@ class CapturePlan:
                     raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, known))
         if self.wants_tensors:
             require_visible(self.selection.ports, self.levels)
+        if "onnx" in self.types and not {"model", "layer"} & set(self.types):
+            raise BadInput(
+                "--type onnx draws what model or layer hold, and neither is given",
+                hint="--type model onnx, or --type layer onnx",
+            )
         if self.max_bytes < 0:
             raise BadInput("the limit of bytes cannot be negative")
         if self.layout == "ait" and self.wants_tensors and self.reduction.kept != "full":
@@ -85,6 +91,16 @@ class CapturePlan:
     @property
     def wants_tensors(self) -> bool:
         return "tensor" in self.types
+
+    @property
+    def wants_calls(self) -> bool:
+        """Whether a list of what ran is needed; the seed's topology files have tensors' names."""
+        topology = "model" in self.types or "layer" in self.types
+        return "op" in self.types or "onnx" in self.types or (self.layout == "ait" and topology)
+
+    @property
+    def wants_profile(self) -> bool:
+        return "kernel" in self.types or "cpu_profiling" in self.types
 
     def says(self, level: LogLevel) -> bool:
         """Whether a message of that level is to be shown."""

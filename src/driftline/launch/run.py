@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from driftline.launch.doorstep import build_doorstep
 from driftline.launch.harvest import Harvest, gather
 from driftline.launch.marks import Marks, Place, read_marks
 from driftline.launch.plan import CapturePlan
+from driftline.launch.sheets import Sheets, draw_atb, finish_sheets
 
 SHOWN_STEPS = 12
 
@@ -43,6 +44,7 @@ class Outcome:
         hint: What to try then.
         atb: What the probe of the ATB library left; None when it was not switched on.
         without_probe: Why it was not, although the library is there.
+        sheets: What lies beside the tensors: operators, kernels, times, graphs.
     """
 
     plan: CapturePlan
@@ -55,6 +57,7 @@ class Outcome:
     hint: str = ""
     atb: AtbHarvest | None = None
     without_probe: str = ""
+    sheets: Sheets = field(default_factory=Sheets)
 
     @property
     def exit_code(self) -> int:
@@ -68,7 +71,7 @@ class Outcome:
         """Sentences of processes and of the run, each once."""
         told = [note for report in self.marks.reports for note in report.notes]
         probes = [] if self.atb is None else [*not_for_the_probe(self.plan), *self.atb.trouble]
-        return tuple(dict.fromkeys([*told, *self.harvest.events, *probes]))
+        return tuple(dict.fromkeys([*told, *self.harvest.events, *self.sheets.trouble, *probes]))
 
 
 def run_command(
@@ -99,6 +102,9 @@ def run_command(
                 raise
             without_probe = str(problem)
             plan = replace(plan, engine="torch")
+    if plan.wants_profile:
+        # The profiler's library talks on the program's terminal otherwise.
+        base = {settings.PROFILER_LOG_LEVEL: "99", **base}
     prepare_output(plan, force=force)
     already = frozenset(dumps_in(Path(plan.output))) if plan.engine == "atb" else frozenset[Path]()
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
@@ -109,10 +115,14 @@ def run_command(
             clear_empty_output(plan)
             raise
         marks = read_marks(doorstep.marks)
-    outcome = judge(plan, status, marks, gather(plan))
+    outcome = judge(plan, status, marks, gather(plan), finish_sheets(plan))
     if plan.engine == "atb":
         outcome = beside_torch(outcome, gather_atb(plan, already))
-    if not outcome.harvest.tensors and not outcome.harvest.topologies:
+        if "onnx" in plan.types and outcome.atb is not None:
+            drawn = draw_atb(outcome.atb.roots)
+            both = (outcome.sheets.trouble + drawn.trouble, outcome.sheets.words + drawn.words)
+            outcome = replace(outcome, sheets=Sheets(both[1], both[0]))
+    if outcome.reason and not outcome.harvest.tensors and not outcome.harvest.topologies:
         clear_empty_output(plan)
     return replace(outcome, without_probe=without_probe)
 
@@ -177,14 +187,22 @@ def clear_empty_output(plan: CapturePlan) -> None:
         output.rmdir()
 
 
-def judge(plan: CapturePlan, status: int, marks: Marks, harvest: Harvest) -> Outcome:
+def judge(
+    plan: CapturePlan, status: int, marks: Marks, harvest: Harvest, sheets: Sheets | None = None
+) -> Outcome:
     """What the marks and the disk say together; pure, so that every reason has a test."""
     ran = sorted({step for report in marks.reports for step in report.steps_seen})
     skipped = tuple(step for step in ran if not plan.selection.takes_step(step))
     unmatched = tuple(_unmatched(plan, marks.places)) if marks.places else ()
-    got_something = harvest.tensors > 0 or (harvest.topologies > 0 and not plan.wants_tensors)
+    sheets = sheets or Sheets()
+    topology = "model" in plan.types or "layer" in plan.types
+    got_something = (
+        harvest.tensors > 0
+        or bool(sheets.words)
+        or (harvest.topologies > 0 and topology and not plan.wants_tensors)
+    )
     reason, hint = ("", "") if got_something else why_nothing(plan, marks, skipped, unmatched)
-    return Outcome(plan, status, harvest, marks, skipped, unmatched, reason, hint)
+    return Outcome(plan, status, harvest, marks, skipped, unmatched, reason, hint, sheets=sheets)
 
 
 def why_nothing(
@@ -241,7 +259,8 @@ def why_nothing(
         )
     filters = _filters_in_words(plan)
     return (
-        f"nothing was captured: modules were called, and the filters left no tensor of them"
+        "nothing was captured: modules were called, and the filters left no "
+        f"{'tensor' if plan.wants_tensors else 'call'} of them"
         f" ({filters})",
         "leave one filter out at a time to see which one it is",
     )

@@ -118,3 +118,76 @@ class _Reading:
 
 def _text(value: object) -> str:
     return value[:_LONGEST_NAME] if isinstance(value, str) else ""
+
+
+def layers_of(graph: Graph) -> list[GraphNode]:
+    """The layers of a model: members of a list, the outermost; without a list, its modules.
+
+    A member of a list has a number for a name: `model.layers.3`.
+    """
+    found: list[GraphNode] = []
+
+    def look(nodes: tuple[GraphNode, ...], depth: int) -> None:
+        for node in nodes:
+            if not node.children:
+                continue
+            if node.site.rpartition(".")[2].isdecimal():
+                found.append(node)
+            elif depth < DEEPEST:
+                look(node.children, depth + 1)
+
+    look(graph.nodes, 0)
+    return found or [node for node in graph.nodes if node.children]
+
+
+def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
+    """One layer as a graph of its own."""
+    return graph._replace(
+        name=layer.name,
+        kind=layer.kind,
+        nodes=layer.children or (layer,),
+        inputs=layer.inputs,
+        outputs=layer.outputs,
+        notes=(),
+    )
+
+
+def model_json(graph: Graph) -> str:
+    """A graph in the form of ATB's `model/{pid}/{name}.json`."""
+    weights = [name for name in _read_by(graph) if name not in graph.inputs]
+    content = {
+        "modelName": graph.name,
+        "inTensors": list(graph.inputs),
+        "outTensors": list(graph.outputs),
+        "weightTensors": weights,
+        "nodes": [_as_json(node) for node in graph.nodes],
+    }
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def layer_json(layer: GraphNode) -> str:
+    """A layer in the form of ATB's `layer/{pid}/{name}.json`."""
+    return json.dumps(_as_json(layer), ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _as_json(node: GraphNode) -> dict[str, Any]:
+    data: dict[str, Any] = {"opName": node.name, "opType": node.kind, "param": dict(node.param)}
+    for key, names in (("inTensors", node.inputs), ("outTensors", node.outputs)):
+        if names:
+            data[key] = list(names)
+    if node.children:
+        data["nodes"] = [_as_json(child) for child in node.children]
+    return data
+
+
+def _read_by(graph: Graph) -> list[str]:
+    """Tensors that no node makes."""
+    read: dict[str, None] = {}
+    made: set[str] = set()
+    waiting = list(graph.nodes)
+    while waiting:
+        node = waiting.pop(0)
+        read.update(dict.fromkeys(node.inputs))
+        made.update(node.outputs)
+        waiting += node.children
+    return [name for name in read if name not in made]

@@ -40,8 +40,8 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
             nodes = (*nodes[:at], *nodes[at].children, *nodes[at + 1 :])
         name = kind = root.class_name
         inputs = tuple(dict.fromkeys(building.name_of(one) for one in root.inputs))
-        if tops[-1] is root:
-            outputs = tuple(dict.fromkeys(building.made(root)))
+        after = [name for call in tops[at:] for name in building.made(call)]
+        outputs = tuple(dict.fromkeys(after))
     later = sum(call.phase != "forward" for call in calls if call.step == chosen)
     notes = [f"{later} calls of backward passes are not in the graph"] if later else []
     if len(steps) > 1:

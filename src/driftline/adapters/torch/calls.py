@@ -85,6 +85,7 @@ class CallTap:
         self._held: list[str] | None = [] if self.session.global_scope else None
         self._memory = Makers()
         self._counts: dict[tuple[str, int], int] = {}
+        self._children: dict[str, int] = {}
         self._full = False
 
     # --- life
@@ -118,6 +119,7 @@ class CallTap:
         self._same_process()
         if frame is not None and not frame.place.root.helper:
             self._begin(frame)
+            self._children.setdefault(frame.place.ids or "", len(frame.module._modules))
             self._learn_weights(module, frame.site)
         depth, open_ = self._where.depth(), len(self._thread.stack)
         try:
@@ -332,11 +334,10 @@ class CallTap:
         """The place of an operator: that of its module, and a number beyond its children."""
         place = self.session.names.site(spot.site.rsplit("/", 1)[0])
         above = (place.ids or "") if place is not None else ""
-        if place is None and self.session.names.roots:
-            module = self.session.names.roots[0].module()
-        else:
+        children = self._children.get(above)
+        if children is None:  # asked for once, while the module is alive
             module = place.ref() if place is not None else None
-        children = len(module._modules) if module is not None else 0
+            children = self._children[above] = len(module._modules) if module is not None else 0
         with self._lock:
             count = self._counts.get((above, spot.step), 0)
             self._counts[above, spot.step] = count + 1

@@ -1,0 +1,125 @@
+"""What lies beside the tensors in the seed's tree, written from a run's list of calls and sheets.
+
+    ait_dump/operation_io_tensors/{pid}/operation_tensors_{n}.csv
+    ait_dump/kernel_io_tensors/{pid}/kernel_tensors_{n}.csv
+    ait_dump/cpu_profiling/{pid}/operation_statistic_{n}.txt
+    ait_dump/model/{pid}/{model}.json, ait_dump/layer/{pid}/{layer}.json, and .onnx beside them
+
+Both `dump --layout ait` and `convert --to ait` write through it. Where a tensor's file is, the
+caller says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from driftline.errors import DriftlineError
+from driftline.runs.calls import Call, CallTensor
+from driftline.runs.sheets import FOLDERS, OPERATIONS, kind_of_sheet, operation_sheet
+
+_UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=#-]")
+_LONGEST = 200
+FileOf = Callable[[Call, str, CallTensor], str]
+
+
+class Wanted(NamedTuple):
+    """Which of the sheets are to be written.
+
+    Attributes:
+        operations: The operation csv.
+        model: The model's topology.
+        layers: That of its layers.
+        onnx: An ONNX file beside each topology.
+    """
+
+    operations: bool = True
+    model: bool = False
+    layers: bool = False
+    onnx: bool = False
+
+
+def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]:
+    """The operation csv of every step, by the name of its file."""
+    steps: dict[int, list[Call]] = {}
+    for call in calls:
+        steps.setdefault(call.step, []).append(call)
+    found: dict[str, str] = {}
+    for step, those in sorted(steps.items()):
+        files = {
+            (call.number, port, tensor.slot): file_of(call, port, tensor)
+            for call in those
+            for port, tensors in (("input", call.inputs), ("output", call.outputs))
+            for tensor in tensors
+        }
+        found[OPERATIONS.format(step)] = operation_sheet(those, files)
+    return found
+
+
+def write_sheets(
+    root: Path,
+    pid: str,
+    calls: Sequence[Call],
+    sheets: Mapping[str, str],
+    wanted: Wanted,
+    file_of: FileOf,
+) -> list[str]:
+    """Write the sheets of one process; returns sentences about what could not be written.
+
+    Args:
+        root: The `ait_dump` folder.
+        pid: Name of the process's folder in each.
+        calls: What ran.
+        sheets: Sheets that are there already, by name.
+        wanted: What to make of the calls.
+        file_of: Where the values of a call's tensor are; empty if they were not kept.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    texts = dict(sheets)
+    if wanted.operations:
+        texts |= operations_by_step(calls, file_of)
+    for name, text in texts.items():
+        kind = kind_of_sheet(name)
+        if kind is not None:
+            _write(root / FOLDERS[kind] / pid / name, text.encode("utf-8", "replace"))
+    if wanted.model or wanted.layers:
+        return _write_topology(root, pid, calls, wanted)
+    return []
+
+
+def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted) -> list[str]:
+    from driftline.topology.atb_json import layer_graph, layer_json, layers_of, model_json
+    from driftline.topology.calls_graph import calls_graph
+    from driftline.topology.graph import seen_at
+    from driftline.topology.onnx_file import onnx_bytes
+
+    graph = calls_graph(calls)
+    if graph is None:
+        return ["no call was listed, so there is no topology"]
+    made = [(layer_graph(graph, layer), layer_json(layer), "layer") for layer in layers_of(graph)]
+    if wanted.model:
+        made.append((graph, model_json(graph), "model"))
+    trouble: list[str] = []
+    for part, text, folder in made:
+        place = root / folder / pid / f"{_safe(part.name)}.json"
+        _write(place, text.encode("utf-8", "replace"))
+        if wanted.onnx:
+            try:
+                _write(place.with_suffix(".onnx"), onnx_bytes(seen_at(part)))
+            except DriftlineError as problem:
+                trouble.append(f"{part.name} is not drawn: {problem}")
+    return trouble
+
+
+def _safe(name: str) -> str:
+    plain = _UNSAFE.sub("_", name)[:_LONGEST]
+    return "_" if plain in ("", ".", "..") else plain
+
+
+def _write(place: Path, content: bytes) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(content)
