@@ -30,6 +30,7 @@ BESIDE = {
     ("registry", "errors"): "an absent part is said in a sentence",
     ("adapters", "topology"): "what capture writes down of a model is a module tree",
     ("launch", "adapters"): "the woken process starts the capture session",
+    ("formats", "topology"): "the seed's tree keeps a model's topology beside its tensors",
     ("topology", "formats"): "a graph is made of whatever opens as a run",
     ("launch", "topology"): "`dump --type onnx` writes the graph of what ran",
     ("launch", "formats"): "what an engine's own probe wrote is counted through its reader",
