@@ -280,5 +280,6 @@ def _levels(
     types: tuple[DumpType, ...],
 ) -> tuple[Level, ...]:
     # The tensors of the operators that are listed, where both are asked for.
-    usual: list[Level] = ["modules", "ops"] if "op" in types else ["modules"]
+    both = "op" in types and "tensor" in types
+    usual: list[Level] = ["modules", "ops"] if both else ["modules"]
     return tuple(dict.fromkeys(given or usual))

@@ -104,7 +104,7 @@ class Launched:
             self.sink,
             selection,
             plan.reduction if plan.wants_tensors else Reduction("describe"),
-            plan.levels,
+            plan.levels if plan.wants_tensors else ("modules",),
             rank=self.place.rank,
         )
         self.experiment: Experiment | None = None

@@ -141,6 +141,7 @@ class CallTap:
                 self._held, self._building = None, False
                 self._memory.forget_makers()
                 self._counts.clear()
+                self._children.clear()
             self._where.count_anew()
         if not self.session.wants_step(frame.step):
             self._memory.forget_makers()  # what fills memory now is not seen

@@ -212,7 +212,13 @@ def _is_silent(name: str) -> bool:
 @functools.lru_cache(4096)
 def _has_own_kernel(name: str) -> bool:
     has: Any = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
-    return has is not None and any(has(one.name(), "CPU") for one in _overloads(name))
+    for one in _overloads(name) if has is not None else ():
+        try:
+            if has(one.name(), "CPU"):
+                return True
+        except RuntimeError:  # known to TorchScript only
+            continue
+    return False
 
 
 def _host_kernel(event: _Event) -> Kernel:
