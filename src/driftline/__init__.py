@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from driftline.adapters.torch.door import capture as capture
     from driftline.adapters.torch.door import step as step
     from driftline.comparison.storage import open_table as open_table
+    from driftline.diagnosis.door import diagnose as diagnose
     from driftline.dialects.ait import DumpConfig as DumpConfig
     from driftline.dialects.ait import register_hook as register_hook
     from driftline.dialects.ait import register_saving_hook as register_saving_hook
@@ -43,6 +44,7 @@ _DOORS = {
     "open_run": "driftline.formats.opening:open_run",
     "compare": "driftline.gating.door:compare",
     "compare_models": "driftline.gating.models:compare_models",
+    "diagnose": "driftline.diagnosis.door:diagnose",
     "open_table": "driftline.comparison.storage:open_table",
     "calibrate": "driftline.tolerance.calibration:calibrate",
     "check": "driftline.gating.checking:check",
@@ -68,6 +70,7 @@ __all__ = [
     "compare",
     "compare_models",
     "convert",
+    "diagnose",
     "gen_id",
     "load_thresholds",
     "open_run",

@@ -48,6 +48,11 @@ COMMANDS: dict[str, Command] = {
         "Compare",
         "two runs or tensor files: which layers differ, which one first",
     ),
+    "diagnose": Command(
+        "driftline.cli.diagnose:diagnose",
+        "Compare",
+        "two runs: where the drift starts, whether it is more than noise, what kind of bug it is",
+    ),
     "calibrate": Command(
         "driftline.cli.calibrate:calibrate",
         "Compare",

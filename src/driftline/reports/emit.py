@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
 from driftline.comparison.table import Table
+
+if TYPE_CHECKING:
+    from driftline.diagnosis.finding import Diagnosis
 
 Format: TypeAlias = Literal["table", "json", "csv", "markdown"]
 
@@ -42,3 +45,29 @@ def table(found: Table, format: Format, stream: TextIO, *, everything: bool = Fa
         from driftline.reports import comparison, terminal
 
         terminal.show(comparison.view(found, everything=everything), stream)
+
+
+def diagnosis(
+    found: Diagnosis,
+    format: Literal["table", "json", "markdown"],
+    stream: TextIO,
+    *,
+    everything: bool = False,
+) -> None:
+    """Write a diagnosis to a stream; see `table`."""
+    if format == "json":
+        import json
+
+        json.dump(found.as_json(), stream, ensure_ascii=False, allow_nan=False, indent=1)
+        stream.write("\n")
+        return
+    from driftline.reports import diagnosis as report
+
+    if format == "markdown":
+        from driftline.reports import markdown
+
+        stream.write(markdown.paint(report.view(found, everything=everything)))
+    else:
+        from driftline.reports import terminal
+
+        terminal.show(report.view(found, everything=everything), stream)

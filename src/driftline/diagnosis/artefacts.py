@@ -1,0 +1,166 @@
+"""Evidence that experiments left: the folder of a replay, folders of noise runs.
+
+Reads and checks; what the evidence means is said elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+from driftline.errors import BadFile, BadInput, BadRun
+from driftline.formats.opening import open_run
+from driftline.runs.inside import is_inside, read_object, reason_of
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+REPLAY_FILE = "replay.json"
+NOISE_FILE = "noise.json"
+_LARGEST = 256 << 20
+"""Bytes of such a file; a site takes about a hundred."""
+
+
+class ReplayedSite(NamedTuple):
+    """What became of one site.
+
+    Attributes:
+        status: replayed, unknown or skipped.
+        reason: Why it is not `replayed`, in words.
+        reproduced: Whether its replay on the reference's own inputs gave its own output.
+    """
+
+    status: str = "replayed"
+    reason: str = ""
+    reproduced: bool = True
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be concluded from it; empty if something can."""
+        if self.status != "replayed":
+            return self.reason or f"the replay says '{self.status}'"
+        if not self.reproduced:
+            why = f": {self.reason}" if self.reason else ""
+            return f"its replay on its own inputs does not give its own output{why}"
+        return ""
+
+
+_NO_SITES: Mapping[str, ReplayedSite] = {}
+
+
+class Replay(NamedTuple):
+    """The reference's modules, applied to the candidate's inputs.
+
+    Attributes:
+        exact: Their outputs in float32, under the candidate's keys.
+        native: The same in the candidate's number format; None when that was not done.
+        sites: What became of each site; a site that is not named counts as replayed.
+        of: Identity of the candidate it was made for; empty when not known.
+    """
+
+    exact: Run
+    native: Run | None = None
+    sites: Mapping[str, ReplayedSite] = _NO_SITES
+    of: str = ""
+
+
+class NoiseRun(NamedTuple):
+    """One trusted execution in the candidate's number format."""
+
+    name: str
+    run: Run
+
+
+Evidence: TypeAlias = "Run | StrPath"
+
+
+def open_replay(source: Replay | StrPath) -> Replay:
+    """A replay as it is, or opened from its folder.
+
+    Raises:
+        DriftlineError: The folder holds none, or one that cannot be read.
+    """
+    if isinstance(source, Replay):
+        return source
+    folder = Path(source)
+    if not (folder / REPLAY_FILE).is_file():
+        raise BadRun(
+            f"{folder} is no replay: it has no {REPLAY_FILE}",
+            hint='make one: driftline replay CAND --exec "python reference.py" -o REPLAY',
+        )
+    told = _read(folder / REPLAY_FILE)
+    sites: dict[str, ReplayedSite] = {}
+    found = told.get("sites", {})
+    if not isinstance(found, dict):
+        raise BadFile(f"{folder / REPLAY_FILE}: 'sites' is no object")
+    for site, about in cast("dict[str, Any]", found).items():
+        if not isinstance(about, dict):
+            raise BadFile(f"{folder / REPLAY_FILE}: nothing can be read of site '{site}'")
+        fields = cast("dict[str, Any]", about)
+        sites[site] = ReplayedSite(
+            str(fields.get("status", "replayed")),
+            str(fields.get("reason") or ""),
+            fields.get("reproduced") is not False,
+        )
+    exact = _inner(folder, "exact")
+    if exact is None:
+        raise BadRun(f"{folder} holds no run 'exact': nothing was replayed", hint="make it again")
+    return Replay(exact, _inner(folder, "native"), sites, _identity(told.get("candidate")))
+
+
+def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
+    """Noise runs: folders that `driftline noise` made, or plain runs.
+
+    Raises:
+        DriftlineError: One of them is neither.
+    """
+    runs: list[NoiseRun] = []
+    for source in sources:
+        if isinstance(source, Run):
+            runs.append(NoiseRun(source.name, source))
+            continue
+        folder = Path(source)
+        if not (folder / NOISE_FILE).is_file():
+            runs.append(NoiseRun(str(folder), open_run(folder)))
+            continue
+        variants = _read(folder / NOISE_FILE).get("variants", [])
+        if not isinstance(variants, list):
+            raise BadFile(f"{folder / NOISE_FILE}: 'variants' is no list")
+        for variant in cast("list[Any]", variants):
+            if not isinstance(variant, dict):
+                raise BadFile(f"{folder / NOISE_FILE}: a variant is no object")
+            fields = cast("dict[str, Any]", variant)
+            name = str(fields.get("name") or fields.get("folder") or "?")
+            run = _inner(folder, str(fields.get("folder") or name))
+            if run is not None:
+                runs.append(NoiseRun(name, run))
+    if sources and not runs:
+        raise BadInput("the noise folders hold no run", hint="make them again: driftline noise")
+    return runs
+
+
+def _inner(folder: Path, name: str) -> Run | None:
+    path = folder / name
+    return open_run(path) if is_inside(folder.resolve(), path) else None
+
+
+def _identity(candidate: Any) -> str:
+    if isinstance(candidate, dict):
+        fields = cast("dict[str, Any]", candidate)
+        return str(fields.get("id") or fields.get("digest") or "")
+    return ""
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        told = read_object(path.parent.resolve(), path, _LARGEST)
+    except (OSError, ValueError, RecursionError) as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
+    if told.get("schema") not in (1, None):
+        raise BadFile(
+            f"{path} is of schema {told['schema']!r}, this program reads 1",
+            hint="update driftline",
+        )
+    return told

@@ -1,0 +1,255 @@
+"""Rows of a table become calls (what went into a site, what came out), calls become sites.
+
+Knows which site lies inside which, and what every call took and gave; judges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from driftline.comparison.row import Row
+from driftline.comparison.table import Table
+from driftline.numerics.dtypes import DTYPES
+
+Direction = Literal["forward", "backward", "optimizer", "param"]
+
+ROOTS = ("(root)", "", "(program)")
+
+_ROLES: dict[str, tuple[Direction, bool]] = {
+    "input": ("forward", True),
+    "output": ("forward", False),
+    "grad_output": ("backward", True),
+    "grad_input": ("backward", False),
+    "param_grad": ("backward", False),
+    "optimizer_grad": ("optimizer", False),
+    "param": ("param", False),
+}
+DIRECTIONS: tuple[Direction, ...] = ("param", "forward", "backward", "optimizer")
+"""In order of execution."""
+
+
+class Place(NamedTuple):
+    """A site in one direction: forward, or the backward pass through it."""
+
+    direction: Direction
+    site: str
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a site.
+
+    Attributes:
+        order: Place of its last output in the execution order.
+        begin: Place of its first tensor.
+        ins: Rows of floating tensors that went in.
+        outs: Rows of floating tensors that came out.
+        changed_codes: An integer or boolean that went in differs (token ids, masks, routes).
+        error_in: Largest relative error that went in; NaN when nothing is known.
+        error: Largest relative error that came out.
+    """
+
+    step: int
+    rank: int
+    order: int = -1
+    begin: int = 1 << 62
+    ins: list[Row] = field(default_factory=list[Row])
+    outs: list[Row] = field(default_factory=list[Row])
+    changed_codes: bool = False
+    error_in: float = math.nan
+    error: float = math.nan
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of the coarsest format that took part, on either side."""
+        return max((unit_of(row) for row in (*self.outs, *self.ins)), default=0.0)
+
+    @property
+    def one_sided_in(self) -> int:
+        return sum(int(row.metrics.get("one_sided", 0)) for row in self.ins)
+
+    @property
+    def one_sided(self) -> int:
+        return sum(int(row.metrics.get("one_sided", 0)) for row in self.outs)
+
+    @property
+    def worst(self) -> Row:
+        """The output that is furthest off."""
+        return max(self.outs, key=error_of)
+
+
+@dataclass(slots=True)
+class Site:
+    """A site in one direction, with all its calls."""
+
+    place: Place
+    class_name: str = ""
+    candidate_class: str = ""
+    calls: list[Call] = field(default_factory=list[Call])
+
+    @property
+    def name(self) -> str:
+        return self.place.site
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """When its first call was over; all of forward lies before backward."""
+        return DIRECTIONS.index(self.place.direction), min(call.order for call in self.calls)
+
+    @property
+    def error(self) -> float:
+        return max((call.error for call in self.calls), default=math.nan)
+
+    @property
+    def worst(self) -> Call:
+        return max(self.calls, key=lambda call: call.error)
+
+    @property
+    def role(self) -> tuple[str, str, str]:
+        """What it has in common with its siblings in other layers."""
+        return self.place.direction, _NUMBER.sub("*", self.name), self.class_name
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def error_of(row: Row) -> float:
+    """Relative L2 of a row, inf where it is not a number."""
+    value = float(row.metrics.get("relative_l2", math.nan))
+    return math.inf if math.isnan(value) else value
+
+
+def unit_of(row: Row) -> float:
+    """Unit roundoff of the coarser format of a row; 0 for exact ones."""
+    ours, theirs = DTYPES.get(row.reference_dtype), DTYPES.get(row.candidate_dtype)
+    return max(ours.unit_roundoff if ours else 0.0, theirs.unit_roundoff if theirs else 0.0)
+
+
+def is_floating(row: Row) -> bool:
+    dtype = DTYPES.get(row.reference_dtype)
+    return dtype is not None and dtype.is_floating
+
+
+def sites_of(table: Table) -> dict[Place, Site]:
+    """All sites with something that was measured, in order of execution."""
+    calls: dict[tuple[Place, int, int, int, int], Call] = {}
+    sites: dict[Place, Site] = {}
+    for row in table.rows:
+        known = _ROLES.get(row.key.port)
+        if known is None or not row.compared or row.key.phase == "recompute":
+            continue
+        direction, is_input = known
+        key = row.key
+        place = Place(direction, key.site)
+        of = (place, key.rank, key.process, key.step, key.visit)
+        call = calls.get(of)
+        if call is None:
+            call = calls[of] = Call(key.step, key.rank)
+            site = sites.get(place)
+            if site is None:
+                site = sites[place] = Site(place, row.class_name, row.candidate_class)
+            site.calls.append(call)
+        call.begin = min(call.begin, row.order)
+        if not is_floating(row):
+            call.changed_codes |= is_input and bool(row.metrics.get("different", 0))
+        elif "relative_l2" not in row.metrics:
+            continue
+        elif is_input:
+            call.ins.append(row)
+        else:
+            call.outs.append(row)
+            call.order = max(call.order, row.order)
+    found = [site for site in sites.values() if _kept(site)]
+    found.sort(key=lambda site: site.order)
+    _fill(found)
+    return {site.place: site for site in found}
+
+
+def _kept(site: Site) -> bool:
+    site.calls = [call for call in site.calls if call.outs]
+    return bool(site.calls)
+
+
+def _fill(sites: Sequence[Site]) -> None:
+    """Errors in and out; where no inputs were kept, what was made just before stands for them."""
+    blind: list[tuple[Site, Call]] = []
+    for site in sites:
+        for call in site.calls:
+            call.error = max(error_of(row) for row in call.outs)
+            if call.ins:
+                call.error_in = max(error_of(row) for row in call.ins)
+            elif call.changed_codes or site.place.direction == "param":
+                call.error_in = 0.0
+            else:
+                blind.append((site, call))
+    if blind:
+        _from_before(sites, blind)
+
+
+def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> None:
+    """The error of the output that was made last before a call began.
+
+    A container without inputs begins where the first of its parts is over, so what came before
+    that is meant; the very first call has nothing before it and takes in no error.
+    """
+    made: dict[tuple[str, int, int], list[tuple[int, str, float]]] = {}
+    for site in sites:
+        for call in site.calls:
+            where = (site.place.direction, call.rank, call.step)
+            made.setdefault(where, []).append((call.order, site.name, call.error))
+    for outputs in made.values():
+        outputs.sort()
+    for site, call in blind:
+        outputs = made[(site.place.direction, call.rank, call.step)]
+        call.error_in = 0.0
+        for order, name, error in reversed(outputs):
+            if order < call.order and name != site.name and not contains(site.name, name):
+                call.error_in = error
+                break
+
+
+def contains(outer: str, inner: str) -> bool:
+    """Whether one site lies inside another.
+
+    >>> contains("model.layers.1", "model.layers.1.mlp"), contains("a.1", "a.10")
+    (True, False)
+    """
+    if outer == inner:
+        return False
+    if outer in ROOTS:
+        return True
+    return inner.startswith((outer + ".", outer + "/"))
+
+
+def innermost(names: Iterable[str]) -> list[str]:
+    """Those that contain none of the others, in their order."""
+    listed = list(dict.fromkeys(names))
+    around = {outer for name in listed for outer in ancestors(name)}
+    return [name for name in listed if name not in around]
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """Every site that a site may lie in, nearest first; the roots last."""
+    inner = name
+    if "/" in inner:
+        inner = inner.rpartition("/")[0]
+        yield inner
+    while "." in inner:
+        inner = inner.rpartition(".")[0]
+        yield inner
+    for root in ROOTS:
+        if name != root:
+            yield root
+
+
+def parts_of(names: Iterable[str]) -> Mapping[str, int]:
+    """How many sites lie in each site."""
+    counts: dict[str, int] = {}
+    for name in names:
+        for outer in ancestors(name):
+            counts[outer] = counts.get(outer, 0) + 1
+    return counts

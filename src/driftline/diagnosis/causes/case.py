@@ -1,0 +1,160 @@
+"""What a rule is shown, and what it says: the tensors of one guilty site, and a clue.
+
+A rule predicts what the candidate would have made if its bug were there, and is scored by how much
+of the error that prediction takes away beyond noise. Knows no particular bug.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+F64: TypeAlias = npt.NDArray[np.float64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+_TINY = 1e-300
+
+
+@dataclass(frozen=True)
+class Clue:
+    """How well one kind of bug fits.
+
+    Attributes:
+        cause: Its name in the catalogue.
+        score: Share of the error beyond noise that it explains, from 0 to 1.
+        sentence: What speaks for it.
+        detail: Which kind of it exactly, where that shows.
+    """
+
+    cause: str
+    score: float
+    sentence: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One guilty site.
+
+    Attributes:
+        r: What is right, in the tensor's own shape: the exact replay, or the reference.
+        c: What the candidate has, in the same shape.
+        noise: Relative error that it would have without a fault.
+        unit: Unit roundoff of the candidate's format.
+        dtype: The candidate's format.
+        site: Its name.
+        class_name: Its class.
+        inputs: Floating tensors that the candidate's site was given, and tensors that were made
+            shortly before, by name.
+        params: Its weights, by name, where they were captured.
+        others: Reference tensors of the same shape made elsewhere in the same layer, by site.
+        before: What the candidate had here at earlier calls.
+        ranks: What other ranks of the candidate have here.
+        repeats: What other executions of the same candidate have here.
+        pads: Which tokens are padding, [sequences, tokens]; None when not known.
+        leaning: Whether it was found by a projection that is smaller than noise.
+    """
+
+    r: F64
+    c: F64
+    noise: float
+    unit: float
+    dtype: str = "float32"
+    site: str = ""
+    class_name: str = ""
+    inputs: Mapping[str, F64] = field(default_factory=dict[str, F64])
+    params: Mapping[str, F64] = field(default_factory=dict[str, F64])
+    others: Mapping[str, F64] = field(default_factory=dict[str, F64])
+    before: tuple[F64, ...] = ()
+    ranks: tuple[F64, ...] = ()
+    repeats: tuple[F64, ...] = ()
+    pads: Flags | None = None
+    leaning: bool = False
+
+    @cached_property
+    def finite(self) -> Flags:
+        """Elements that are finite on both sides."""
+        return np.isfinite(self.r) & np.isfinite(self.c)
+
+    @cached_property
+    def e(self) -> F64:
+        """The error, 0 where a side is not finite."""
+        with np.errstate(invalid="ignore"):
+            return np.where(self.finite, self.c - self.r, 0.0)
+
+    @cached_property
+    def energy(self) -> float:
+        """Of the error."""
+        return float(np.sum(self.e * self.e))
+
+    @cached_property
+    def size(self) -> float:
+        """Of the reference."""
+        return float(np.sum(np.where(self.finite, self.r, 0.0) ** 2))
+
+    @cached_property
+    def noise_energy(self) -> float:
+        """Of the error that would be there anyway."""
+        return self.noise * self.noise * self.size
+
+    @cached_property
+    def ratio(self) -> float:
+        """Relative error over noise."""
+        error = math.sqrt(self.energy / max(self.size, _TINY))
+        return error / self.noise if self.noise > 0.0 else math.inf
+
+    def rows(self, values: F64) -> F64:
+        """A tensor of this shape as [rows, channels]."""
+        return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(-1, 1)
+
+    def explained(self, predicted: F64, where: Flags | None = None) -> float:
+        """Share of the error beyond noise that goes away if this is what the candidate made.
+
+        Args:
+            predicted: In the tensor's shape.
+            where: Only these elements count.
+        """
+        use = self.finite if where is None else self.finite & where
+        left = np.where(use, self.c - predicted, 0.0)
+        e = np.where(use, self.e, 0.0)
+        energy = float(np.sum(e * e))
+        rest = float(np.sum(left * left))
+        noise = self.noise**2 * float(np.sum(np.where(use, self.r, 0.0) ** 2))
+        if not math.isfinite(rest):
+            return 0.0
+        beyond = energy - noise
+        if beyond <= 0.1 * energy:
+            return 0.0
+        return min(max((energy - rest) / beyond, 0.0), 1.0)
+
+    @cached_property
+    def tokens(self) -> int | None:
+        """Which axis the tokens lie on; None for a tensor that has none."""
+        if self.r.ndim < 2:
+            return None
+        return 1 if self.r.ndim == 3 else self.r.ndim - 2
+
+    @cached_property
+    def words(self) -> str:
+        """Class and last part of the site's name, in small letters."""
+        return f"{self.class_name} {self.site.rpartition('.')[2]}".lower()
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a normalisation, by its names."""
+        last = self.site.rpartition(".")[2].lower()
+        return "norm" in self.words or last.startswith("ln_") or last in ("ln", "ln1", "ln2")
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is an attention, by its names."""
+        return "attn" in self.words or "attention" in self.words or "softmax" in self.words
+
+
+Rule: TypeAlias = Callable[[Case], "Clue | None"]

@@ -1,0 +1,45 @@
+"""The same amount is added everywhere, or in each channel: a bias that is missing, doubled, wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from driftline.diagnosis.causes.case import F64, Case, Clue
+
+
+def offset(case: Case) -> Clue | None:
+    """`c = r + b` with one b per channel."""
+    if case.r.ndim < 2:
+        return None
+    rows = case.rows(case.e)
+    if len(rows) < 4:
+        return None  # with so few tokens any error is one constant per channel
+    b: F64 = rows.mean(axis=0)
+    share = case.explained(case.r + b)
+    # Means of few rows take some of any error with them.
+    share = max(0.0, share - 1.0 / len(rows))
+    if not np.any(b):
+        return None
+    bias = case.params.get("bias")
+    detail, what = "", "one constant per channel is added to every token"
+    if bias is not None and bias.shape == b.shape:
+        detail, what = _against(bias, b, what)
+    elif float(np.std(b)) < 0.05 * abs(float(np.mean(b))):
+        detail, what = "constant", f"the constant {float(np.mean(b)):.4g} is added everywhere"
+    return Clue("offset", share, what, detail)
+
+
+def _against(bias: F64, b: F64, otherwise: str) -> tuple[str, str]:
+    """What the constants are, compared with the bias that belongs there."""
+    size = float(np.sum(bias * bias))
+    if size <= 0.0:
+        return "", otherwise
+    for times, detail, what in (
+        (-1.0, "missing", "what is missing from every token is the bias itself"),
+        (1.0, "doubled", "the bias is added twice"),
+        (-2.0, "negated", "the bias is subtracted instead of added"),
+    ):
+        left = b - times * bias
+        if float(np.sum(left * left)) < 0.02 * size:
+            return detail, what
+    return "", otherwise

@@ -1,0 +1,107 @@
+"""A region that was not written: zeros, one constant, or what stood there before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
+
+
+def zeroed(case: Case) -> Clue | None:
+    """All error sits where the candidate is exactly zero and the reference is not."""
+    empty = (case.c == 0.0) & (case.r != 0.0) & case.finite
+    count = int(np.count_nonzero(empty))
+    if count == 0 or case.r.size < 4:
+        return None
+    share = case.explained(np.where(empty, 0.0, case.r))
+    if share < 0.5:
+        return None
+    where = _structure(empty)
+    if not where:
+        # Scattered zeros are another family's (dropout), unless nearly nothing is left.
+        if count < 0.95 * case.r.size:
+            return None
+        where = "everything"
+    return Clue("zeroed", share, f"{where} {_is(where)} zero and should not be", where)
+
+
+def stale(case: Case) -> Clue | None:
+    """Some region holds values that belong elsewhere: an earlier call's, or other tokens'."""
+    if case.ratio < 2.0:
+        return None
+    off = np.abs(case.e) > 8.0 * max(case.noise, case.unit) * np.sqrt(
+        case.size / max(case.r.size, 1)
+    )
+    if not off.any():
+        return None
+    for number, earlier in enumerate(case.before):
+        if earlier.shape == case.c.shape:
+            predicted = np.where(off, earlier, case.r)
+            share = case.explained(predicted)
+            if share > 0.9:
+                when = "the call before" if number == 0 else f"{number + 1} calls before"
+                part = "all of it" if off.mean() > 0.9 else "part of it"
+                return Clue("stale", share, f"{part} is still what stood there at {when}", "call")
+    return _copied_rows(case)
+
+
+def _copied_rows(case: Case) -> Clue | None:
+    """Rows that are copies of other rows of the same tensor."""
+    if case.r.ndim < 2 or case.r.shape[-1] < 8:
+        return None
+    r = case.rows(np.where(case.finite, case.r, 0.0))
+    c, e = case.rows(case.r + case.e), case.rows(case.e)
+    size = np.einsum("ij,ij->i", r, r)
+    wrong = np.flatnonzero(
+        np.einsum("ij,ij->i", e, e) > 16.0 * max(case.noise, case.unit) ** 2 * size
+    )
+    if not 1 <= len(wrong) <= min(1024, 0.6 * len(r)) or len(r) > 16384:
+        return None
+    sources = _nearest(r, c[wrong])
+    predicted = r.copy()
+    predicted[wrong] = r[sources]
+    if np.any(sources == wrong):
+        return None
+    shifts = np.unique(wrong - sources)
+    share = case.explained(predicted.reshape(case.r.shape))
+    if len(shifts) > max(4, len(wrong) // 4):
+        return None
+    return Clue(
+        "stale", share, f"{len(wrong)} of {len(r)} tokens hold what belongs to other tokens", "rows"
+    )
+
+
+def _nearest(r: F64, wanted: F64) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    size = np.einsum("ij,ij->i", r, r)
+    distance = size[None, :] - 2.0 * (wanted @ r.T)
+    return np.argmin(distance, axis=1)
+
+
+def _structure(empty: Flags) -> str:
+    """What shape a region has, in words; empty when it has none."""
+    flat = empty.reshape(-1, empty.shape[-1]) if empty.ndim > 1 else empty.reshape(1, -1)
+    columns = flat.mean(axis=0)
+    full = columns > 0.98
+    if full.any() and float(flat[:, full].sum()) > 0.95 * float(flat.sum()):
+        count = int(full.sum())
+        if count == flat.shape[1]:
+            return "everything"
+        first = int(np.argmax(full))
+        run = bool(full[first : first + count].all())
+        return f"channels {first} to {first + count - 1}" if run else f"{count} channels"
+    rows = flat.mean(axis=1)
+    whole = rows > 0.98
+    if whole.any() and float(flat[whole].sum()) > 0.95 * float(flat.sum()):
+        count = int(whole.sum())
+        return f"{count} tokens" if count > 1 else "one token"
+    if flat.sum() > 1:
+        high = np.flatnonzero(rows > 0.0)
+        wide = np.flatnonzero(columns > 0.0)
+        box = flat[high[0] : high[-1] + 1, wide[0] : wide[-1] + 1]
+        if float(box.mean()) > 0.95:
+            return f"a tile of {box.shape[0]} tokens x {box.shape[1]} channels"
+    return ""
+
+
+def _is(where: str) -> str:
+    return "is" if where.startswith(("a ", "one ", "every")) else "are"

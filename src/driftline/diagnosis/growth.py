@@ -1,0 +1,155 @@
+"""Two runs and nothing else: how much more comes out of a site than went in?
+
+The expected growth of a site's error is that of its siblings (the same module of other layers),
+the rounding of its own format counted as error that went in. A fault of all layers at once is seen
+only by the absolute limit. Also finds where along the depth the error jumps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from driftline.diagnosis.calls import Call, Place, Site, parts_of
+
+_SIBLINGS = 3
+"""So many members a role must have for their median to say something."""
+_ABSOLUTE = 12.0
+_ALONE = 8.0
+_AMONG = 3.0
+
+
+class Growth(NamedTuple):
+    """How a site's error compares with what was to be expected from its input.
+
+    Attributes:
+        call: The call that is furthest out.
+        expected: Relative error that was to be expected there.
+        excess: Error over its limit; above 1 is outside.
+        siblings: How many others the expectation rests on.
+    """
+
+    call: Call
+    expected: float
+    excess: float
+    siblings: int
+
+
+def rounding(unit: float, parts: int) -> float:
+    """Relative error that arithmetic of a format explains in a site with so many parts.
+
+    A leaf rounds its result once and its sums a few times; roundings of parts add up as a random
+    walk. In float32 the order of summation differs between right implementations.
+    """
+    times = 16.0 if unit <= 2.0**-20 else 1.0
+    return times * unit * math.sqrt(1.0 + parts)
+
+
+def growths(sites: Mapping[Place, Site]) -> dict[Place, Growth]:
+    """For every site, its worst call against what was to be expected."""
+    parts = parts_of(place.site for place in sites)
+    roles: dict[tuple[str, str, str], list[float]] = {}
+    logs: dict[int, float] = {}
+    for site in sites.values():
+        for call in site.calls:
+            grown = _log_growth(call, parts.get(site.name, 0))
+            logs[id(call)] = grown
+        known = [logs[id(call)] for call in site.calls if math.isfinite(logs[id(call)])]
+        if known:
+            roles.setdefault(site.role, []).append(median(known))
+    usual = {role: _usual(values) for role, values in roles.items()}
+    found: dict[Place, Growth] = {}
+    for place, site in sites.items():
+        middle, spread, count = usual.get(site.role, (0.0, 0.0, 0))
+        inside = parts.get(site.name, 0)
+        best: Growth | None = None
+        for call in site.calls:
+            growth = _judged(call, logs[id(call)], middle, spread, count, inside)
+            if best is None or growth.excess > best.excess:
+                best = growth
+        assert best is not None
+        found[place] = best
+    return found
+
+
+def _base(call: Call, parts: int) -> float:
+    """Error that is there without a fault: what went in, and the site's own rounding."""
+    own = 0.5 * rounding(call.unit, parts)
+    went_in = 0.0 if math.isnan(call.error_in) else call.error_in
+    return math.hypot(went_in, own)
+
+
+def _log_growth(call: Call, parts: int) -> float:
+    base = _base(call, parts)
+    if not base > 0.0 or not math.isfinite(base):
+        return math.inf if call.error > 0.0 and math.isfinite(base) else 0.0
+    return math.log(max(call.error, 1e-300) / base) if call.error > 0.0 else -math.inf
+
+
+def _usual(values: Sequence[float]) -> tuple[float, float, int]:
+    """Median and spread of a role's growth, in logarithms."""
+    middle = median(values)
+    spread = 1.4826 * median(abs(value - middle) for value in values)
+    return middle, spread, len(values)
+
+
+def _judged(
+    call: Call, grown: float, middle: float, spread: float, count: int, parts: int
+) -> Growth:
+    base = _base(call, parts)
+    if count >= _SIBLINGS:
+        # A role that always grows a lot is no excuse beyond the absolute limit.
+        usual = min(middle, math.log(_ABSOLUTE / _AMONG))
+        limit = usual + math.log(_AMONG) + 3.0 * min(spread, 0.5)
+    else:
+        usual, limit = 0.0, math.log(_ALONE)
+    expected = base * math.exp(max(usual, -20.0))
+    least = 4.0 * rounding(call.unit, parts)
+    most = max(base * math.exp(max(limit, -20.0)), least)
+    if call.one_sided and not call.one_sided_in:
+        return Growth(call, expected, math.inf, count - 1)
+    if not grown > -math.inf:
+        return Growth(call, expected, 0.0, max(count - 1, 0))
+    excess = call.error / most if most > 0.0 else (math.inf if call.error > 0.0 else 0.0)
+    return Growth(call, expected, excess, max(count - 1, 0))
+
+
+class Jump(NamedTuple):
+    """Where along the depth of a model the error of one kind of module jumps.
+
+    Attributes:
+        site: The first one after the jump.
+        before: Relative error of the one before it.
+        after: Its own.
+        usual: By how much the error grows from one to the next elsewhere, as a factor.
+    """
+
+    site: str
+    before: float
+    after: float
+    usual: float
+
+
+def jump_along_depth(sites: Mapping[Place, Site]) -> Jump | None:
+    """The clearest change point among the outputs of repeated containers; None if there is none."""
+    chains: dict[tuple[str, str, str], list[Site]] = {}
+    for site in sites.values():
+        if site.place.direction == "forward" and "*" in site.role[1]:
+            chains.setdefault(site.role, []).append(site)
+    best: tuple[float, Jump] | None = None
+    for chain in chains.values():
+        if len(chain) < 4:
+            continue
+        logs = [math.log(max(site.error, 1e-12)) for site in chain if math.isfinite(site.error)]
+        if len(logs) != len(chain):
+            continue
+        steps = [b - a for a, b in zip(logs, logs[1:], strict=False)]
+        middle = median(steps)
+        at = max(range(len(steps)), key=steps.__getitem__)
+        strength = steps[at] - middle
+        if strength > math.log(3.0) and (best is None or strength > best[0]):
+            before, after = chain[at].error, chain[at + 1].error
+            best = strength, Jump(chain[at + 1].name, before, after, math.exp(middle))
+    return best[1] if best else None

@@ -1,0 +1,342 @@
+"""The guilty site's tensors are laid out as cases, and the rules asked what kind of bug it is.
+
+A container that errs although none of its parts does has a bug in its own code: then the first
+tensor that it hands to a part and that is off already is a sharper picture than its output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.alignment.plan import Plan
+from driftline.diagnosis.artefacts import Replay
+from driftline.diagnosis.calls import Place, Site, contains
+from driftline.diagnosis.causes.case import F64, Case, Flags
+from driftline.diagnosis.causes.catalogue import Clue, best_clue
+from driftline.diagnosis.reading import index, read_whole
+from driftline.diagnosis.replayed import Judgement
+from driftline.diagnosis.statuses import Standing
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+_OTHERS = 12
+_EARLIER = 2
+
+
+class Runs(NamedTuple):
+    """Everything whose values may be looked at.
+
+    Attributes:
+        reference: The reference.
+        candidate: The candidate.
+        replay: Replay of the candidate's inputs, if any.
+        repeats: Other executions of the candidate.
+        plan: Which tensor of the two belongs to which.
+    """
+
+    reference: Run
+    candidate: Run
+    replay: Replay | None
+    repeats: Sequence[Run]
+    plan: Plan
+
+
+class Naming(NamedTuple):
+    """What kind of bug it is.
+
+    Attributes:
+        cause: Name of the cause, or `unknown`.
+        sentence: What speaks for it, or why none was named.
+        score: Share of the error that it explains.
+        detail: Which kind of it.
+        others: What else was thought of, with scores.
+        picture: Which tensor was looked at.
+    """
+
+    cause: str
+    sentence: str = ""
+    score: float = 0.0
+    detail: str = ""
+    others: tuple[tuple[str, float], ...] = ()
+    picture: str = ""
+
+
+def name_cause(
+    runs: Runs,
+    sites: Mapping[Place, Site],
+    place: Place,
+    standing: Standing,
+    judged: Judgement | None,
+) -> Naming:
+    """Ask every rule about a guilty site."""
+    desk = _Desk(runs, sites)
+    tried: list[Naming] = []
+    for case, picture in desk.cases(place, standing, judged):
+        clue, found = best_clue(case)
+        naming = _named(clue, found, picture)
+        if naming.cause != "unknown":
+            return naming
+        tried.append(naming)
+    if tried:
+        return max(tried, key=lambda naming: naming.others[0][1] if naming.others else 0.0)
+    return Naming("unknown", "the values at this site were not kept")
+
+
+def _named(clue: Clue | None, found: Sequence[Clue], picture: str) -> Naming:
+    others = tuple((each.cause, round(each.score, 3)) for each in found if each is not clue)[:4]
+    if clue is None:
+        if found:
+            why = f"nothing known fits clearly; nearest is '{found[0].cause}'"
+            why += f" with {found[0].score:.0%} of the error"
+        else:
+            why = "nothing known fits"
+        return Naming("unknown", why, 0.0, "", others, picture)
+    return Naming(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
+
+
+class _Desk:
+    """Finds the tensors that belong to a case."""
+
+    def __init__(self, runs: Runs, sites: Mapping[Place, Site]) -> None:
+        self.runs = runs
+        self.sites = sites
+        self.partner = {pair.reference.key: pair for pair in runs.plan.pairs}
+        none: Mapping[TensorKey, Record] = {}
+        self.exact = index(runs.replay.exact) if runs.replay is not None else none
+        self.theirs = index(runs.candidate)
+
+    def cases(
+        self, place: Place, standing: Standing, judged: Judgement | None
+    ) -> list[tuple[Case, str]]:
+        site = self.sites[place]
+        found: list[tuple[Case, str]] = []
+        handed = self._handed(place, standing)
+        if handed is not None:
+            found.append(handed)
+        rows = sorted(standing.call.outs, key=lambda row: -_error(row.metrics))
+        if judged is not None and judged.slot:
+            rows.sort(key=lambda row: row.slot != judged.slot)
+        for row in rows[:2]:
+            case = self._case(row.key, site, standing, judged)
+            if case is not None:
+                found.append((case, str(row.key)))
+        return found
+
+    def _handed(self, place: Place, standing: Standing) -> tuple[Case, str] | None:
+        """The first input of a part that is off although nothing made before it is."""
+        if place.direction != "forward":
+            return None
+        call = standing.call
+        first: tuple[int, Case, str] | None = None
+        for other, site in self.sites.items():
+            if other.direction != "forward" or not contains(place.site, other.site):
+                continue
+            for inner in site.calls:
+                if inner.step != call.step or inner.rank != call.rank:
+                    continue
+                for row in inner.ins:
+                    known = max(call.error_in, 4.0 * call.unit, 1e-7)
+                    if _error(row.metrics) <= 3.0 * known:
+                        continue
+                    if first is not None and row.order >= first[0]:
+                        continue
+                    noise = max(call.error_in if math.isfinite(call.error_in) else 0.0, 0.0)
+                    case = self._plain(row.key, site, max(noise, call.unit))
+                    if case is not None:
+                        first = row.order, case, str(row.key)
+        return None if first is None else (first[1], first[2])
+
+    def _plain(self, key: TensorKey, site: Site, noise: float) -> Case | None:
+        """Reference against candidate, of any tensor."""
+        pair = self.partner.get(key)
+        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+            return None
+        r = read_whole(self.runs.reference, pair.reference)
+        c = read_whole(self.runs.candidate, pair.candidate)
+        if r is None or c is None or r.shape != c.shape or r.ndim == 0:
+            return None
+        dtype = DTYPES[pair.candidate.dtype]
+        parent = site.name.rpartition(".")[0]
+        inputs = self._made_before(pair.candidate, parent)
+        owner = self.sites.get(Place("forward", parent))
+        return Case(
+            r,
+            c,
+            noise,
+            dtype.unit_roundoff,
+            dtype.name,
+            parent,
+            owner.class_name if owner else "",
+            inputs,
+            pads=self._pads(pair.candidate, c.shape),
+        )
+
+    def _case(
+        self, key: TensorKey, site: Site, standing: Standing, judged: Judgement | None
+    ) -> Case | None:
+        pair = self.partner.get(key)
+        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+            return None
+        record = pair.candidate
+        c = read_whole(self.runs.candidate, record)
+        exact = self.exact.get(record.key)
+        right = None
+        if self.runs.replay is not None and exact is not None and judged is not None:
+            right = read_whole(self.runs.replay.exact, exact)
+        replayed = right is not None
+        if right is None:
+            right = read_whole(self.runs.reference, pair.reference)
+        if c is None or right is None or c.shape != right.shape or c.ndim == 0:
+            return None
+        dtype = DTYPES[record.dtype]
+        unit = max(dtype.unit_roundoff, standing.call.unit)
+        if replayed and judged is not None:
+            noise = max(judged.noise, unit / 4.0 if unit > 2.0**-20 else 4.0 * unit)
+        else:
+            noise = max(standing.noise if math.isfinite(standing.noise) else 0.0, unit)
+        leaning = (
+            judged is not None and judged.statistic == "projection" and _sub_noise(judged)
+        ) or bool(standing.by == "noise" and standing.reason)
+        return Case(
+            right,
+            c,
+            noise,
+            unit,
+            dtype.name,
+            site.name,
+            site.class_name,
+            self._inputs(record),
+            self._params(record),
+            self._others(pair.reference),
+            self._before(record),
+            self._ranks(record),
+            self._repeats(record),
+            self._pads(record, c.shape),
+            leaning,
+        )
+
+    def _inputs(self, record: Record) -> dict[str, F64]:
+        """What the candidate's site was given in this call."""
+        given: dict[str, F64] = {}
+        key = record.key
+        wanted = "input" if key.port == "output" else "grad_output"
+        for other in self.runs.candidate.records:
+            of = other.key
+            if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
+                values = read_whole(self.runs.candidate, other)
+                if values is not None:
+                    given[of.slot] = values
+        return given
+
+    def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
+        """Outputs of the same size made earlier in the same container: what a function was of."""
+        found: dict[str, F64] = {}
+        size = math.prod(record.shape)
+        for other in self.runs.candidate.records:
+            of = other.key
+            if of.port == "output" and other.order < record.order and contains(parent, of.site):
+                if of.step == record.key.step and math.prod(other.shape) == size:
+                    values = read_whole(self.runs.candidate, other)
+                    if values is not None:
+                        found[of.site] = values
+        names = list(found)[-4:]
+        return {name: found[name] for name in names}
+
+    def _params(self, record: Record) -> dict[str, F64]:
+        found: dict[str, F64] = {}
+        for run in (self.runs.reference, self.runs.candidate):
+            for other in run.records:
+                if other.key.port == "param" and other.key.site == record.key.site:
+                    values = read_whole(run, other)
+                    if values is not None:
+                        found.setdefault(other.key.slot, values)
+        return found
+
+    def _others(self, record: Record) -> dict[str, F64]:
+        """The reference's outputs of the same shape, of modules near this one."""
+        near: list[Record] = []
+        for other in self.runs.reference.records:
+            key = other.key
+            if (
+                key.port == record.key.port
+                and key.slot == record.key.slot
+                and (key.step, key.rank) == (record.key.step, record.key.rank)
+                and key.site != record.key.site
+                and other.shape == record.shape
+                and other.class_name == record.class_name
+                and other.digest != record.digest
+            ):
+                near.append(other)
+        near.sort(key=lambda other: abs(other.order - record.order))
+        found: dict[str, F64] = {}
+        for other in near[:_OTHERS]:
+            values = read_whole(self.runs.reference, other)
+            if values is not None:
+                found[other.key.site] = values
+        return found
+
+    def _before(self, record: Record) -> tuple[F64, ...]:
+        key = record.key
+        earlier = [
+            other
+            for other in self.runs.candidate.records
+            if other.key[:3] == key[:3]
+            and other.key.rank == key.rank
+            and other.order < record.order
+            and other.shape == record.shape
+        ]
+        read = [read_whole(self.runs.candidate, other) for other in earlier[: -_EARLIER - 1 : -1]]
+        return tuple(values for values in read if values is not None)
+
+    def _ranks(self, record: Record) -> tuple[F64, ...]:
+        key = record.key
+        others = [
+            read_whole(self.runs.candidate, other)
+            for other in self.runs.candidate.records
+            if other.key[:5] == key[:5]
+            and other.key.rank != key.rank
+            and other.shape == record.shape
+        ]
+        return tuple(values for values in others[:63] if values is not None)
+
+    def _repeats(self, record: Record) -> tuple[F64, ...]:
+        found: list[F64] = []
+        for run in self.runs.repeats:
+            values = read_whole(run, index(run).get(record.key))
+            if values is not None:
+                found.append(values)
+        return tuple(found)
+
+    def _pads(self, record: Record, shape: tuple[int, ...]) -> Flags | None:
+        """Which tokens are padding, by the attention mask that the model was given."""
+        if len(shape) < 2:
+            return None
+        for other in self.runs.candidate.records:
+            if (
+                other.key.port == "input"
+                and "attention_mask" in other.key.slot
+                and len(other.shape) == 2
+                and other.key.step == record.key.step
+                and DTYPES[other.dtype].kind in ("int", "uint", "bool")
+                and other.kept == "full"
+            ):
+                given = np.asarray(self.runs.candidate.raw(other)).reshape(other.shape) == 0
+                if given.shape[:2] == shape[:2]:
+                    return given
+        return None
+
+
+def _sub_noise(judged: Judgement) -> bool:
+    """Whether the error as a whole is no larger than noise."""
+    return judged.found is not None and judged.found.error <= 1.35 * judged.noise
+
+
+def _error(metrics: Mapping[str, float]) -> float:
+    value = float(metrics.get("relative_l2", math.nan))
+    return math.inf if math.isnan(value) else value

@@ -1,0 +1,277 @@
+"""What a site adds by itself: its output against the reference's module on the very same input.
+
+The null is not zero: the trusted module in the candidate's format errs too, and leans. An effect
+counts when it lies outside what trusted executions span (the module replayed in that format, and
+its exact result rounded once), widened by standard errors and a small share of the format's
+roundoff; and only if it does so on both halves of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from driftline.diagnosis.artefacts import Replay
+from driftline.diagnosis.calls import parts_of
+from driftline.diagnosis.effects import Effect, Sums, effect_of, halves, joined, sums
+from driftline.diagnosis.reading import (
+    chosen_rows,
+    index,
+    is_readable,
+    read_rows,
+    rounded,
+    rows_and_channels,
+)
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+GROSS = 4.0
+"""Times its limit: so far outside that one half of the rows is enough (a single token is off)."""
+
+_ERROR = 1.35
+_WORST_ROW = 2.5
+_FEW_ROWS = 4.0
+
+
+class Judgement(NamedTuple):
+    """What replay says of one site.
+
+    Attributes:
+        introduced: Whether it errs by itself more than trusted executions do.
+        statistic: What is furthest outside: error, projection, offset, worst_row or nonfinite.
+        excess: That, in units of its limit; above 1 is outside.
+        halves: The same on either half of the rows.
+        found: The candidate's effect.
+        low: The least that trusted executions have of that statistic (error: of noise).
+        high: The most they have.
+        noise: Relative error of the trusted execution that errs most.
+        unit: Unit roundoff of the candidate's format.
+        slot: Which output.
+        steps: Steps it was seen in.
+        trouble: Why nothing can be said; empty otherwise.
+    """
+
+    introduced: bool
+    statistic: str = ""
+    excess: float = 0.0
+    halves: tuple[float, float] = (0.0, 0.0)
+    found: Effect | None = None
+    low: float = math.nan
+    high: float = math.nan
+    noise: float = math.nan
+    unit: float = 0.0
+    slot: str = "0"
+    trouble: str = ""
+
+
+class _Stream(NamedTuple):
+    """Outputs of a site that are one thing again and again: the same slot, as wide."""
+
+    candidate: list[Sums]
+    native: list[Sums]
+    once: list[Sums]
+
+
+def judge(
+    candidate: Run, replay: Replay, *, allowed: Mapping[str, float] | None = None
+) -> dict[str, Judgement]:
+    """A judgement for every site of the candidate that was to be replayed.
+
+    Args:
+        candidate: The run whose inputs were replayed.
+        replay: What the reference made of them.
+        allowed: Relative error that a site may have whatever its dtype says: integer arithmetic
+            behind a float interface.
+    """
+    exact = index(replay.exact)
+    none: Mapping[TensorKey, Record] = {}
+    native = index(replay.native) if replay.native is not None else none
+    by_site: dict[str, list[Record]] = {}
+    coarsest: dict[str, float] = {}
+    for record in candidate.records:
+        dtype = DTYPES.get(record.dtype)
+        if record.key.phase != "forward" or dtype is None or not dtype.is_floating:
+            continue
+        name = record.key.site
+        if record.key.port in ("input", "output", "param"):
+            coarsest[name] = max(coarsest.get(name, 0.0), dtype.unit_roundoff)
+        if record.key.port == "output":
+            by_site.setdefault(name, []).append(record)
+    parts = parts_of(by_site)
+    judged: dict[str, Judgement] = {}
+    for name, records in by_site.items():
+        about = replay.sites.get(name)
+        if about is not None and about.trouble:
+            judged[name] = Judgement(False, trouble=about.trouble)
+        elif any(record.key in exact for record in records):
+            unit = coarsest[name]
+            found = _streams(candidate, replay, records, exact, native, unit)
+            judged[name] = _site(found, unit, parts.get(name, 0), (allowed or {}).get(name, 0.0))
+    return judged
+
+
+def _streams(
+    candidate: Run,
+    replay: Replay,
+    records: Sequence[Record],
+    exact: Mapping[TensorKey, Record],
+    native: Mapping[TensorKey, Record],
+    unit: float,
+) -> dict[tuple[str, int], _Stream]:
+    streams: dict[tuple[str, int], _Stream] = {}
+    coarse = next((name for name in _FORMATS if DTYPES[name].unit_roundoff == unit), "float32")
+    budget = max(1, len(records))
+    seen: set[tuple[str, str]] = set()
+    for record in records:
+        ours = exact.get(record.key)
+        if ours is None or ours.shape != record.shape:
+            continue
+        if not is_readable(candidate, record) or not is_readable(replay.exact, ours):
+            continue
+        if record.digest and (record.digest, ours.digest) in seen:
+            continue  # the same bytes under another name are no further evidence
+        seen.add((record.digest, ours.digest))
+        places = chosen_rows(record.shape, max(4096, (1 << 20) // budget))
+        r = read_rows(replay.exact, ours, places)
+        c = read_rows(candidate, record, places)
+        if r is None or c is None:
+            continue
+        _, channels = rows_and_channels(record.shape)
+        stream = streams.setdefault((record.key.slot, channels), _Stream([], [], []))
+        stream.candidate.append(sums(r, c))
+        stream.once.append(sums(r, rounded(r, coarse)))
+        trusted = native.get(record.key)
+        if trusted is not None and replay.native is not None and trusted.shape == record.shape:
+            if trusted.digest and trusted.digest == record.digest:
+                stream.native.append(stream.candidate[-1])
+            else:
+                n = read_rows(replay.native, trusted, places)
+                if n is not None:
+                    stream.native.append(sums(r, n))
+    return streams
+
+
+_FORMATS = (
+    *("float32", "float16", "bfloat16", "float64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+
+
+def _site(
+    streams: Mapping[tuple[str, int], _Stream], unit: float, parts: int, allowed: float
+) -> Judgement:
+    if not streams:
+        return Judgement(False, trouble="no values of it were kept, or not of its replay")
+    judgements = [
+        _judged(stream, unit, parts, allowed)._replace(slot=slot)
+        for (slot, _), stream in streams.items()
+    ]
+    return max(judgements, key=lambda found: (found.introduced, found.excess))
+
+
+def _judged(stream: _Stream, unit: float, parts: int, allowed: float) -> Judgement:
+    own = joined(stream.candidate)
+    whole, (first, second) = effect_of(own), halves(own)
+    # A trusted run of only some calls would be a null of other rows.
+    complete = len(stream.native) == len(stream.candidate)
+    nulls = [joined(stream.once), *([joined(stream.native)] if complete else [])]
+    limits = Limits.of([effect_of(null) for null in nulls], unit, parts, complete, allowed)
+    over = limits.excesses(whole)
+    half = [halves(null) for null in nulls]
+    over_first = Limits.of([a for a, _ in half], unit, parts, complete, allowed).excesses(first)
+    over_second = Limits.of([b for _, b in half], unit, parts, complete, allowed).excesses(second)
+    confirmed = {
+        name: min(over[name], over_first[name], over_second[name])
+        for name in over
+        if over[name] > 1.0
+    }
+    statistic = max(over, key=lambda name: (confirmed.get(name, 0.0) > 1.0, over[name]))
+    gross = statistic in ("error", "worst_row", "nonfinite") and over[statistic] > GROSS
+    low, high = limits.span(statistic)
+    return Judgement(
+        confirmed.get(statistic, 0.0) > 1.0 or gross,
+        statistic,
+        over[statistic],
+        (over_first[statistic], over_second[statistic]),
+        whole,
+        low,
+        high,
+        max(limits.trusted, key=lambda each: each.error).error,
+        unit,
+    )
+
+
+class Limits(NamedTuple):
+    """How far from exact a trusted execution may be.
+
+    Attributes:
+        trusted: Effects of trusted executions on the same rows.
+        unit: Unit roundoff of the candidate's format.
+        error_floor: Relative error that is always allowed.
+        lean_floor: Projection that is always allowed, in both directions.
+    """
+
+    trusted: Sequence[Effect]
+    unit: float
+    error_floor: float
+    lean_floor: float
+
+    @classmethod
+    def of(
+        cls, trusted: Sequence[Effect], unit: float, parts: int, complete: bool, allowed: float
+    ) -> Limits:
+        """The limits of a site that has so many parts inside.
+
+        Without a replay in the candidate's format the roundings inside a container are not known,
+        and in float32 that replay is the exact one: both orders of summation are right, and the
+        null has no width of its own. Then the rounding of its parts is estimated.
+        """
+        deep = math.sqrt(1.0 + parts)
+        fine = unit <= 2.0**-20
+        if fine:
+            error, lean = 32.0 * unit * deep, 8.0 * unit * deep
+        elif not complete:
+            error, lean = 1.5 * unit * deep, 0.5 * unit * deep
+        else:
+            error, lean = 0.05 * unit, 0.05 * unit
+        return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0))
+
+    def excesses(self, found: Effect) -> dict[str, float]:
+        """Each statistic in units of its limit."""
+        few = 1.0 + 3.0 / math.sqrt(max(found.elements, 1))
+        error = max((each.error for each in self.trusted if not math.isnan(each.error)), default=0)
+        row = max(
+            (each.worst_row for each in self.trusted if not math.isnan(each.worst_row)), default=0
+        )
+        most = _ERROR * few * error + self.error_floor
+        over = {
+            "error": found.error / most if most > 0 else (math.inf if found.error > 0 else 0.0),
+            "worst_row": found.worst_row / (_WORST_ROW * few * row + 2 * self.error_floor)
+            if row or self.error_floor
+            else (math.inf if found.worst_row > 0 else 0.0),
+            "projection": self._outside(found, "projection", 5.0, self.lean_floor),
+            "offset": self._outside(found, "offset", 8.0, 6.0 * self.lean_floor),
+            "nonfinite": math.inf
+            if found.nonfinite and not any(each.nonfinite for each in self.trusted)
+            else 0.0,
+        }
+        return {name: 0.0 if math.isnan(value) else value for name, value in over.items()}
+
+    def span(self, statistic: str) -> tuple[float, float]:
+        """What trusted executions have of a statistic."""
+        values = [float(getattr(each, statistic)) for each in self.trusted]
+        return min(values), max(values)
+
+    def _outside(self, found: Effect, name: str, times: float, floor: float) -> float:
+        value = float(getattr(found, name))
+        if math.isnan(value) or found.rows < 2:
+            return 0.0
+        low, high = self.span(name)
+        beyond = max(value - high, low - value, 0.0)
+        error = max(float(getattr(each, name + "_se")) for each in (found, *self.trusted))
+        # A standard error from few rows is itself uncertain.
+        width = times * error * (1.0 + _FEW_ROWS / (found.rows - 1)) + floor
+        return beyond / width if math.isfinite(width) and width > 0 else 0.0

@@ -1,0 +1,160 @@
+"""A small program of its own for the guilty module: its weights, its input, both results.
+
+Written as plain text and .npy files; needs numpy, and torch only to build the module again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from driftline.diagnosis.artefacts import Replay, open_replay
+from driftline.diagnosis.finding import Diagnosis
+from driftline.diagnosis.reading import read_whole
+from driftline.errors import AlreadyThere, BadInput
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+_MOST = 1 << 28
+"""Elements of one tensor that are written."""
+
+
+def write_repro(
+    found: Diagnosis,
+    reference: Run,
+    candidate: Run,
+    folder: StrPath,
+    *,
+    replay: Replay | StrPath | None = None,
+    force: bool = False,
+) -> str:
+    """Write the folder; returns one sentence about it.
+
+    Raises:
+        AlreadyThere: The folder exists and `force` was not given.
+        BadInput: No site is guilty, or none of its values were kept.
+    """
+    target = Path(folder)
+    if target.exists() and not force:
+        raise AlreadyThere(f"{target} exists", hint="give another folder, or force")
+    if not found.first_site:
+        raise BadInput("no site is guilty, so there is nothing to reproduce")
+    site = found.first_site
+    first = next((r for r in candidate.records if str(r.key) == found.first_key), None)
+    step, visit = (first.key.step, first.key.visit) if first is not None else (0, 0)
+    played = None if replay is None else open_replay(replay)
+    tensors: list[tuple[str, Run, Record]] = []
+    for run, side in ((candidate, "candidate"), (reference, "reference")):
+        for record in run.records:
+            key = record.key
+            if key.site != site:
+                continue
+            if key.port == "param" and side == "reference":
+                tensors.append((f"param.{key.slot}", run, record))
+            elif (key.step, key.visit) == (step, visit) and key.port in ("input", "output"):
+                tensors.append((f"{side}.{key.port}.{key.slot}", run, record))
+    if played is not None:
+        for record in played.exact.records:
+            key = record.key
+            if key.site == site and (key.step, key.visit) == (step, visit):
+                tensors.append((f"exact.{key.port}.{key.slot}", played.exact, record))
+    arrays = {name: (read_whole(run, r, _MOST), r) for name, run, r in tensors}
+    kept = {name: (a, r) for name, (a, r) in arrays.items() if a is not None}
+    if not any(name.startswith("candidate.output") for name in kept):
+        raise BadInput(
+            f"no values of '{site}' were kept", hint="dump both runs with --keep full first"
+        )
+    if target.exists():
+        shutil.rmtree(target)
+    target.mkdir(parents=True)
+    listed: dict[str, dict[str, object]] = {}
+    for number, (name, (array, record)) in enumerate(kept.items()):
+        file = f"tensor-{number:03d}.npy"
+        # float32 holds every 16-bit and 8-bit float exactly.
+        assert array is not None
+        np.save(
+            target / file, array.astype(np.float64 if record.dtype == "float64" else np.float32)
+        )
+        listed[name] = {"file": file, "dtype": record.dtype, "shape": list(record.shape)}
+    has_params = any(name.startswith("param.") for name in kept)
+    about = {
+        "site": site,
+        "class": next((s.class_name for s in found.sites if s.site == site), ""),
+        "cause": found.cause,
+        "finding": list(found.sentences),
+        "tensors": listed,
+        "weights": "captured"
+        if has_params
+        else "not captured; dump them with: driftline dump --level params -o RUN --exec ...",
+    }
+    (target / "repro.json").write_text(json.dumps(about, indent=1), "utf-8")
+    (target / "repro.py").write_text(_SCRIPT, "utf-8")
+    what = "with its weights" if has_params else "without weights, which were not captured"
+    return f"{target}/repro.py shows '{site}' by itself, {what}"
+
+
+_SCRIPT = '''"""One guilty module by itself: what it was given, what it made, what it should make.
+
+Run it as it is to see the error. To try a fix, make `module` return yours: it is called with the
+captured inputs, and its result is measured against the right one.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+ABOUT = json.loads((HERE / "repro.json").read_text("utf-8"))
+
+
+def tensors(begin):
+    """Tensors whose name begins so, by the rest of their name."""
+    return {
+        name[len(begin):]: np.load(HERE / about["file"], allow_pickle=False)
+        for name, about in ABOUT["tensors"].items()
+        if name.startswith(begin)
+    }
+
+
+def module(inputs, params):
+    """Put the module here: a dict of outputs by slot; None to look at the captured ones only."""
+    return None
+
+
+def show(title, right, made):
+    for slot in right.keys() & made.keys():
+        r, c = right[slot].astype(np.float64), made[slot].astype(np.float64)
+        both = np.isfinite(r) & np.isfinite(c)
+        e, r = np.where(both, c - r, 0.0), np.where(both, r, 0.0)
+        size = max(float(np.sum(r * r)), 1e-300)
+        print(
+            f"{title} {slot}: relative error {np.sqrt(np.sum(e * e) / size):.4g}, "
+            f"lean {np.sum(e * r) / size:+.4g}, not finite {int(np.sum(~both))}"
+        )
+
+
+def main():
+    print("\\n".join(ABOUT["finding"]))
+    print(f"{ABOUT['site']} ({ABOUT['class']}), weights {ABOUT['weights']}")
+    right = tensors("exact.output.")
+    which = "reference's module on the candidate's input"
+    if not right:
+        right, which = tensors("reference.output."), "reference run"
+    print(f"right is: the {which}")
+    show("candidate", right, tensors("candidate.output."))
+    made = module(tensors("candidate.input."), tensors("param."))
+    if made is not None:
+        show("yours", right, made)
+
+
+if __name__ == "__main__":
+    main()
+'''

@@ -1,0 +1,228 @@
+"""Every site gets a status: from replay where there is one, from a noise floor, from growth.
+
+Decides who introduces error, who hands it on and who swallows it. Reads no tensor and names no
+cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from driftline.diagnosis.calls import DIRECTIONS, Call, Place, Site, ancestors, innermost, parts_of
+from driftline.diagnosis.finding import Status
+from driftline.diagnosis.floor import Floor
+from driftline.diagnosis.growth import Growth, rounding
+from driftline.diagnosis.replayed import Judgement
+
+_STEP_UP = 1.3
+_AMPLIFIED = 3.0
+LEAN = 0.5
+"""Units of roundoff by which a projection may leave what trusted runs have."""
+
+
+class Standing(NamedTuple):
+    """Where a site stands.
+
+    Attributes:
+        status: Its status.
+        by: What said so: replay, noise or growth.
+        ratio: What it errs by over what is allowed.
+        noise: What is expected there.
+        call: The call that decided.
+        reason: In words.
+        inside: The part of it that is to blame.
+    """
+
+    status: Status
+    by: str
+    ratio: float
+    noise: float
+    call: Call
+    reason: str = ""
+    inside: str = ""
+
+
+def standings(
+    sites: Mapping[Place, Site],
+    growth: Mapping[Place, Growth],
+    floor: Floor | None,
+    judged: Mapping[str, Judgement],
+) -> dict[Place, Standing]:
+    """Status of every site."""
+    parts = parts_of(place.site for place in sites)
+    by_noise = floor is not None and bool(floor.used)
+    found: dict[Place, Standing] = {}
+    for place, site in sites.items():
+        judgement = judged.get(place.site) if place.direction == "forward" else None
+        if judgement is not None:
+            found[place] = _by_replay(site, judgement)
+        elif place.direction == "param":
+            found[place] = _weights(site)
+        elif by_noise and floor is not None and _known(floor, site):
+            found[place] = _by_noise(site, floor)
+        else:
+            found[place] = _by_growth(growth[place])
+    guilty = _first(found, sites)
+    if guilty is None:
+        return {
+            place: standing._replace(status="clean")
+            if standing.status in ("amplified", "inherited", "masked")
+            else standing
+            for place, standing in found.items()
+        }
+    level = _level(sites, guilty)
+    found = {
+        place: standing
+        if standing.status == "unknown"
+        or (standing.by == "noise" or (standing.by == "replay" and standing.status == "introduced"))
+        else _handed_on(standing, level, parts.get(place.site, 0))
+        for place, standing in found.items()
+    }
+    return _named_parts(found)
+
+
+def _by_replay(site: Site, judgement: Judgement) -> Standing:
+    call = site.worst
+    if judgement.trouble:
+        return Standing("unknown", "replay", math.nan, math.nan, call, judgement.trouble)
+    status: Status = "introduced" if judgement.introduced else "clean"
+    return Standing(status, "replay", judgement.excess, judgement.noise, call)
+
+
+def _weights(site: Site) -> Standing:
+    """Weights are rounded once and computed from nothing."""
+    call = site.worst
+    allowed = 1.01 * call.unit
+    over = max((float(row.metrics.get("max_rel_error", 0.0)) for row in call.outs), default=0.0)
+    ratio = call.error / allowed if allowed > 0.0 else (math.inf if call.error > 0.0 else 0.0)
+    if ratio > 1.0 and over > 2.0 * call.unit:
+        return Standing(
+            "introduced", "weights", ratio, call.unit / math.sqrt(3.0), call, "its weights differ"
+        )
+    return Standing("clean", "weights", ratio, call.unit / math.sqrt(3.0), call)
+
+
+def _known(floor: Floor, site: Site) -> bool:
+    return any(floor.errors.get(row.key) is not None for call in site.calls for row in call.outs)
+
+
+def _by_noise(site: Site, floor: Floor) -> Standing:
+    """The worst call decides; what went in is measured with the same rod."""
+    best: tuple[float, Standing] | None = None
+    for call in site.calls:
+        outs = [(floor.excess(row), row) for row in call.outs]
+        known = [(value, row) for value, row in outs if value is not None]
+        if not known:
+            continue
+        ins = [value for row in call.ins if (value := floor.excess(row)) is not None]
+        out, row = max(known, key=lambda each: each[0])
+        before = max(ins, default=0.0 if not call.ins else math.nan)
+        noise = floor.errors[row.key]
+        status: Status = "clean"
+        reason = ""
+        if out > 1.0 and before > 1.0:
+            status = "amplified" if out > _AMPLIFIED * before else "inherited"
+        elif out > 1.0:
+            status = "introduced" if out > _STEP_UP * before or math.isnan(before) else "inherited"
+        elif before > 1.0:
+            status = "masked"
+        lean, lean_in = _leans(call, floor)
+        if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
+            status, reason = "introduced", "its error leans to one side as no trusted run's does"
+            out = lean / LEAN
+        rank = _WEIGHT[status] * 1e9 + min(out, 1e8)
+        if best is None or rank > best[0]:
+            best = rank, Standing(status, "noise", out, noise, call, reason)
+    assert best is not None
+    return best[1]
+
+
+_WEIGHT: dict[Status, int] = {
+    "introduced": 5,
+    "amplified": 4,
+    "inherited": 3,
+    "masked": 2,
+    "clean": 1,
+    "unknown": 0,
+}
+
+
+def _leans(call: Call, floor: Floor) -> tuple[float, float]:
+    return (
+        max((floor.lean(row) for row in call.outs), default=0.0),
+        max((floor.lean(row) for row in call.ins), default=0.0),
+    )
+
+
+def _by_growth(growth: Growth) -> Standing:
+    status: Status = "introduced" if growth.excess > 1.0 else "clean"
+    return Standing(status, "growth", growth.excess, growth.expected, growth.call)
+
+
+def _first(found: Mapping[Place, Standing], sites: Mapping[Place, Site]) -> Place | None:
+    """The innermost site that introduces error, the earliest of them."""
+    guilty = [place for place, standing in found.items() if standing.status == "introduced"]
+    if not guilty:
+        return None
+    inner: list[Place] = []
+    for direction in DIRECTIONS:
+        names = innermost(place.site for place in guilty if place.direction == direction)
+        inner += [Place(direction, name) for name in names]
+    return min(inner, key=lambda place: sites[place].order)
+
+
+def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
+    """Largest relative error of what was over before the guilty one: known to be without fault."""
+    culprit = sites[guilty]
+    before = [
+        call.error
+        for place, site in sites.items()
+        if place.direction == guilty.direction and site.order < culprit.order
+        for call in site.calls
+        if call.order < min(each.order for each in culprit.calls) and math.isfinite(call.error)
+    ]
+    return max(before, default=0.0)
+
+
+def _handed_on(standing: Standing, level: float, parts: int) -> Standing:
+    """What a site that is not proven guilty does with error that comes in."""
+    call = standing.call
+
+    def beyond(error: float) -> bool:
+        return error > max(2.0 * level, 4.0 * rounding(call.unit, parts))
+
+    out, before = beyond(call.error), beyond(call.error_in)
+    if not math.isfinite(call.error) or call.one_sided:
+        out, before = True, before or call.one_sided_in > 0
+    status: Status = "clean"
+    if out and before:
+        grown = call.error / call.error_in if call.error_in > 0.0 else math.inf
+        burst = grown > _AMPLIFIED and math.isfinite(call.error) and not call.one_sided_in
+        status = "amplified" if burst else "inherited"
+    elif out:
+        # Replay acquits it; then its own code was given something off that is no tensor of its own.
+        status = "inherited" if standing.by == "replay" else "introduced"
+    elif before:
+        status = "masked"
+    if status == "introduced" and standing.status != "introduced":
+        status = "inherited"
+    return standing._replace(status=status)
+
+
+def _named_parts(found: dict[Place, Standing]) -> dict[Place, Standing]:
+    """Containers that err because of a part of them say which."""
+    for direction in DIRECTIONS:
+        guilty = [
+            place.site
+            for place, standing in found.items()
+            if place.direction == direction and standing.status == "introduced"
+        ]
+        for name in innermost(guilty):
+            for outer in ancestors(name):
+                place = Place(direction, outer)
+                standing = found.get(place)
+                if standing is not None and standing.status == "introduced" and not standing.inside:
+                    found[place] = standing._replace(inside=name)
+    return found
