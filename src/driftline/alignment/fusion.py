@@ -189,14 +189,14 @@ def parts_of(
     Args:
         fused: The one site.
         members: The several, in the order their parts lie in the fused tensor.
-        heads: Number of attention heads, if the run shows it.
+        heads: Number of attention heads where the parts go head by head, if it is known.
         holder: Class of the module around the fused site.
     """
     if len(members) == 3 and holder.startswith(OWN_LAYOUT):
         return [], f"the qkv of {holder} lies in an order of its own; a plan can say which"
     same_size = len({member.features for member in members}) == 1  # else the keys are shared
-    interleaved = len(members) == 3 and same_size and holder.startswith(PER_HEAD)
-    if interleaved and heads is None:
+    interleaved = len(members) == 3 and same_size and heads is not None
+    if len(members) == 3 and same_size and holder.startswith(PER_HEAD) and heads is None:
         return [], f"the qkv of {holder} goes head by head, and the number of heads is not known"
     spans = _spans(fused, members)
     if not spans:
@@ -204,8 +204,9 @@ def parts_of(
         return [], f"'{fused.site}' is cut into {shown}, which does not fit the parts"
     found: list[Part] = []
     for which, (member, span) in enumerate(zip(members, spans, strict=True)):
+        places = None if heads is None or not interleaved else (which, heads)
         for record in fused.records:
-            if (operand := _operand(record, fused, member, span)) is not None:
+            if (operand := _operand(record, fused, member, span, places)) is not None:
                 found.append(operand)
                 continue
             partner = like_of(record, member.records)
@@ -220,8 +221,8 @@ def parts_of(
                 if axis is None:
                     found.append(Part(record, partner, None, None))
                 continue
-            if interleaved and heads is not None:
-                step = _per_head(axis, which, heads, record.shape[axis])
+            if places is not None:
+                step = _per_head(axis, *places, record.shape[axis])
             else:
                 step = Step("split", axis, *span)
             shape = (*record.shape[:axis], member.features, *record.shape[axis + 1 :])
@@ -247,7 +248,13 @@ def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def _operand(record: Record, fused: Call, member: Call, span: tuple[int, int]) -> Part | None:
+def _operand(
+    record: Record,
+    fused: Call,
+    member: Call,
+    span: tuple[int, int],
+    places: tuple[int, int] | None,
+) -> Part | None:
     """A weight, bias or scale that either side may take as a further input of an operator."""
     mine = _weights_axis(record, fused)
     if mine is None or fused.width < 0:
@@ -263,6 +270,8 @@ def _operand(record: Record, fused: Call, member: Call, span: tuple[int, int]) -
     if partner is None:
         return None
     whole = cut(record, mine, span)
+    if places is not None:  # which of the three, and how many heads
+        whole = whole._replace(steps=(_per_head(mine, *places, record.shape[mine]),))
     turned = None
     if whole.shape != partner.shape:
         turned = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), whole.shape)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from driftline.alignment.calls import Call, enclosing, main_tensor
 from driftline.alignment.classes import PER_HEAD
 from driftline.alignment.fusion import columns_axis, cut, like_of, parts_of
+from driftline.alignment.interleaving import Interleaving
 from driftline.alignment.plan import Pair
 
 Name = tuple[str, int]
@@ -22,6 +23,7 @@ def pair_parts(
     confidence: float,
     found: list[Pair],
     sides: tuple[Mapping[Name, Call], Mapping[Name, Call]],
+    interleaving: Interleaving,
 ) -> str:
     """Pairs of a fused site and its members; a reason if the parts cannot be told."""
     around = sides[1] if members_are_ours else sides[0]
@@ -31,6 +33,8 @@ def pair_parts(
     if holder.startswith(PER_HEAD):
         every = (call for side in sides for call in side.values())
         heads = _heads(every, members[0].features)
+    if heads is None and _could_interleave(fused, members):
+        heads = interleaving.heads(fused, members, members_are_ours, holder)
     parts, trouble = parts_of(fused, members, heads, holder)
     for part in parts:
         records = (part.member, part.fused) if members_are_ours else (part.fused, part.member)
@@ -41,6 +45,12 @@ def pair_parts(
         )
         found.append(Pair(*records, "structure", confidence, *recipes))
     return trouble
+
+
+def _could_interleave(fused: Call, members: list[Call]) -> bool:
+    """Whether shapes leave open how three parts lie: the dataflow does not say it."""
+    same = len({member.features for member in members}) == 1
+    return len(members) == 3 and same and not fused.layout
 
 
 def pair_relaid(one: Call, other: Call, confidence: float) -> list[Pair]:

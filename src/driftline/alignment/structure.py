@@ -33,6 +33,7 @@ from driftline.alignment.dataflow import Dataflow, Dataflows
 from driftline.alignment.dataroles import tell_by_dataflow
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain
 from driftline.alignment.handed_on import HandedOn
+from driftline.alignment.interleaving import Interleaving
 from driftline.alignment.leaves import Link, link_leaves
 from driftline.alignment.parting import pair_parts, pair_relaid
 from driftline.alignment.plan import Pair
@@ -91,6 +92,7 @@ def align_by_structure(
     solved: dict[object, _Solution] = {}
     free = {id(record) for record in (*missing, *extra)}
     looks = Looks(reference, candidate)
+    interleaving = Interleaving(reference, candidate, found.notes)
     here_flows, there_flows = Dataflows(reference), Dataflows(candidate)
     for frame, other in _frames(here, there):
         ours, theirs = _in_order(here[frame]), _in_order(there[other])
@@ -109,7 +111,7 @@ def align_by_structure(
         if outline not in solved:
             solved[outline] = _solve(a, b, anchors, looks)
             found.notes.extend(solved[outline].notes)
-        _pair_up(solved[outline], a, b, anchors, free, found, flows)
+        _pair_up(solved[outline], a, b, anchors, free, found, flows, interleaving)
     found.pairs.sort(key=lambda pair: pair.reference.order)
     return found
 
@@ -290,6 +292,7 @@ def _pair_up(
     free: set[int],
     found: Concluded,
     flows: tuple[Dataflow, Dataflow],
+    interleaving: Interleaving,
 ) -> None:
     first = len(found.pairs)
     inside: HandedOn | None = None
@@ -315,6 +318,7 @@ def _pair_up(
                 confidence,
                 found.pairs,
                 (here, there),
+                interleaving,
             )
             for member in members:
                 place = (member.site, member.visit)
