@@ -14,14 +14,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from driftline.errors import DriftlineError
-from driftline.runs.calls import Call, CallTensor
+from driftline.registry import Address
+from driftline.runs.calls import CALLS, Call, CallTensor, read_calls
+from driftline.runs.run import Run
 from driftline.runs.sheets import FOLDERS, OPERATIONS, kind_of_sheet, operation_sheet
 
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=#-]")
 _LONGEST = 200
+FIND_FILE = Address("driftline.dialects.ait_tree:find_file")
 FileOf = Callable[[Call, str, CallTensor], str]
 
 
@@ -41,6 +44,15 @@ class Wanted(NamedTuple):
     onnx: bool = False
 
 
+def drop_empty(folder: Path) -> None:
+    """Take away the folder of a process without tensors, and what is empty around it: beside
+    tensors of torch, sheets are not taken for those of an ATB dump, which they can be read as.
+    """
+    for place in (folder, folder.parent):
+        if place.is_dir() and not any(place.iterdir()):
+            place.rmdir()
+
+
 def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]:
     """The operation csv of every step, by the name of its file."""
     steps: dict[int, list[Call]] = {}
@@ -56,6 +68,41 @@ def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]
         }
         found[OPERATIONS.format(step)] = operation_sheet(those, files)
     return found
+
+
+def convert_sheets(run: Run, rank: int, process: int, folder: Path) -> int:
+    """Write the sheets of a run's process into the seed's tree; returns how many it has.
+
+    Args:
+        run: Whose sheets.
+        rank: Which process.
+        process: Which process.
+        folder: The process's folder in the tree: `ait_dump/torch_tensors/{device}_{pid}`.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    names = run.sheets(rank, process)
+    if not names:
+        return 0
+    calls = list(read_calls(run.sheet(CALLS, rank, process)))
+    sheets = {
+        name: run.sheet(name, rank, process)
+        for name in names
+        if name != CALLS and kind_of_sheet(name) != "operation_tensors"
+    }
+    operations = any(kind_of_sheet(name) == "operation_tensors" for name in names)
+    find: Any = FIND_FILE.load()
+    write_sheets(
+        folder.parent.parent,
+        folder.name.partition("_")[2],
+        calls,
+        sheets,
+        Wanted(operations, model=bool(calls), layers=bool(calls), onnx=bool(calls)),
+        lambda call, port, tensor: find(folder, call, port, tensor),
+    )
+    drop_empty(folder)
+    return len(names)
 
 
 def write_sheets(
@@ -84,7 +131,8 @@ def write_sheets(
         texts |= operations_by_step(calls, file_of)
     for name, text in texts.items():
         kind = kind_of_sheet(name)
-        if kind is not None:
+        # The seed has one file of times, the text; our table of them stays in runs.
+        if kind is not None and (kind != "operation_statistic" or name.endswith(".txt")):
             _write(root / FOLDERS[kind] / pid / name, text.encode("utf-8", "replace"))
     if wanted.model or wanted.layers:
         return _write_topology(root, pid, calls, wanted)

@@ -105,7 +105,8 @@ def _ids_of_path(files: Sequence[str]) -> str:
 
 
 def _described(cells: Sequence[str]) -> tuple[Described, ...]:
-    columns = [cell.split(";") if cell.strip() else [] for cell in cells]
+    # A single scalar has a type and no extents: its last cell is empty.
+    columns = [cell.split(";") if cells[0].strip() else [] for cell in cells]
     found: list[Described] = []
     for dtype, layout, sizes in zip(*columns, strict=False):
         known = type_named(dtype)

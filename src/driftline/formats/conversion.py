@@ -18,6 +18,7 @@ import numpy as np
 
 from driftline.errors import AlreadyThere, BadInput, DriftlineError
 from driftline.formats import exported
+from driftline.formats.ait_sheets import convert_sheets
 from driftline.formats.atb_export import NAME as ATB
 from driftline.formats.atb_export import AtbTree
 from driftline.formats.exporting import FilePerTensor, TensorList, write_safetensors
@@ -87,9 +88,13 @@ def convert(
     place = Path(output)
     if not isinstance(source, Run) and _same(Path(source), place):
         raise BadInput(f"{place} cannot be converted into itself", hint="give another output")
-    if not len(run):
+    sheets = to in ("run", "ait") and any(
+        run.sheets(int(one.get("rank", 0)), int(one.get("process", 0))) for one in run.processes()
+    )
+    if not len(run) and not sheets:
         raise BadInput(f"{run.name} holds no tensors")
-    if to != "run" and not any(record.kept in ("full", "sample") for record in run.records):
+    values = sheets or any(record.kept in ("full", "sample") for record in run.records)
+    if to != "run" and not values:
         raise BadInput(
             f"nothing of {run.name} can be written as {to}: only {run.records[0].kept} was kept",
             hint="--to run keeps what there is",
@@ -109,7 +114,7 @@ def convert(
                 work.into_ait()
             else:
                 work.into_files(to)
-            if not work.written:
+            if not work.written and not work.sheets:
                 why = next(iter(work.skipped), "it has no values")
                 raise BadInput(f"nothing of {run.name} can be written as {to}: {why}")
     except OSError as trouble:
@@ -130,6 +135,7 @@ class _Work:
         self.skipped: Counter[str] = Counter()
         self.left_out: list[tuple[TensorKey, str]] = []
         self.written = 0
+        self.sheets = 0
         self.size = 0
         self._done = 0
         self._mapped = 0
@@ -161,6 +167,9 @@ class _Work:
                     str(event.get("message", "")),
                     **_words(cast("Any", details)),
                 )
+            for name in self.run.sheets(rank, process):
+                writer.sheet(name, self.run.sheet(name, rank, process))
+                self.sheets += 1
             try:
                 for record in records:
                     self._put(writer, record)
@@ -263,15 +272,24 @@ class _Work:
                 self.size += raw.nbytes
                 self.written += 1
                 self._step()
+            if self.run.sheets(rank, process):
+                tree.open()
+                self.sheets += convert_sheets(self.run, rank, process, tree.folder)
             tree.close()
 
     # ---- what all of them need
 
     def _parts(self) -> Iterator[tuple[int, int, Sequence[Record]]]:
+        listed: set[tuple[int, int]] = set()
         for (rank, process), some in itertools.groupby(
             self.run.records, key=lambda record: (record.key.rank, record.key.process)
         ):
+            listed.add((rank, process))
             yield rank, process, list(some)
+        for about in self.run.processes():
+            one = (int(about.get("rank", 0)), int(about.get("process", 0)))
+            if one not in listed and self.run.sheets(*one):
+                yield *one, []
 
     def _events(self, rank: int, process: int) -> Iterator[Mapping[str, Any]]:
         for event in self.run.events():

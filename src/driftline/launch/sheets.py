@@ -150,7 +150,7 @@ def _draw(plan: CapturePlan, folder: Path, calls: list[Call]) -> list[str]:
 
 def _finish_tree(plan: CapturePlan, root: Path) -> list[str]:
     from driftline.dialects.ait_tree import SHEET, TENSORS, find_file
-    from driftline.formats.ait_sheets import Wanted, write_sheets
+    from driftline.formats.ait_sheets import Wanted, drop_empty, write_sheets
 
     wanted = Wanted(
         "op" in plan.types,
@@ -177,6 +177,7 @@ def _finish_tree(plan: CapturePlan, root: Path) -> list[str]:
             trouble += write_sheets(root, pid, calls, sheets, wanted, file_of)
         for path in (*ours, folder / f"{SHEET}{CALLS}"):
             path.unlink(missing_ok=True)
+        drop_empty(folder)
     return trouble
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from driftline.errors import BadInput, DriftlineError, did_you_mean
-from driftline.formats.tree import DumpTable, TreeRun
+from driftline.formats.run_tables import tables_of
+from driftline.formats.tree import DumpTable
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.summary import Summary
 from driftline.reports.view import (
@@ -79,7 +80,7 @@ def view(
         blocks.append(_tensor_grid(run, records, everything))
     else:
         blocks.append(_module_grid(run, records, everything))
-        blocks += [_table_grid(table, everything) for table in _tables(run)]
+        blocks += [_table_grid(table, everything) for table in tables_of(run)]
     losses = run.losses
     for loss in losses if everything else losses[:SHOWN_LOSSES]:
         blocks.append(Sentence(f"missing: {loss}", "doubtful"))
@@ -107,7 +108,7 @@ def document(run: Run, *, globs: Sequence[str] = (), tensors: bool = False) -> d
         ],
         "losses": [str(loss) for loss in run.losses],
     }
-    if tables := _tables(run):
+    if tables := tables_of(run):
         shown["tables"] = [
             {
                 "title": table.title,
@@ -303,11 +304,6 @@ def _numbered(name: str) -> str | None:
 
 def _pattern(node: ModuleNode) -> tuple[Any, ...]:
     return (node.class_name, tuple((name, _pattern(child)) for name, child in node.children))
-
-
-def _tables(run: Run) -> Sequence[DumpTable]:
-    """What a dump of many files holds besides tensors."""
-    return run.tables() if isinstance(run, TreeRun) else ()
 
 
 def _table_grid(table: DumpTable, everything: bool) -> Grid:

@@ -32,6 +32,7 @@ from driftline.runs.lines import Line, check_line, decoder, record_of
 from driftline.runs.record import Record
 from driftline.runs.run import Loss, Memory, Run, Storage, no_values
 from driftline.runs.shards import Shards
+from driftline.runs.sheets import sheets_in
 from driftline.runs.sink import JSON
 from driftline.runs.uncollected import uncollected
 
@@ -369,6 +370,19 @@ class DiskRun(Run):
             return read_object(self._root, part.folder / TOPOLOGY, _LARGE_FILE)
         except (OSError, ValueError, RecursionError):
             return None
+
+    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
+        part = self._parts.get((rank, process))
+        return [] if part is None else sheets_in(part.folder)
+
+    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        if name not in self.sheets(rank, process):
+            return ""
+        try:
+            content = read_inside(self._root, self._parts[rank, process].folder / name, _LARGE_FILE)
+        except OSError:
+            return ""
+        return content.decode("utf-8", "replace")
 
     def _site_names(self) -> Iterator[str]:
         return self._load().sites()

@@ -276,6 +276,16 @@ class Run(ABC):
         del rank, process
         return None
 
+    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
+        """Names of the sheets beside a process's tensors: calls, operators, kernels, times."""
+        del rank, process
+        return []
+
+    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        """The text of one of them; empty if there is none of that name."""
+        del name, rank, process
+        return ""
+
     def __len__(self) -> int:
         return len(self.records)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from driftline.runs.calls import Call, CallTensor
+from driftline.runs.calls import CALLS, Call, CallTensor
 
 OPERATIONS = "operation_tensors_{}.csv"
 KERNELS = "kernel_tensors_{}.csv"
@@ -41,6 +42,16 @@ def kind_of_sheet(name: str) -> str | None:
     """Which sheet a file is: `kernel_tensors` of `kernel_tensors_0.csv`; None for other files."""
     found = _NAME.fullmatch(name)
     return found[1] if found else None
+
+
+def sheets_in(folder: Path) -> list[str]:
+    """Names of the sheets in a process's folder, the list of calls first; links are none."""
+    try:
+        names = sorted(path.name for path in folder.iterdir() if not path.is_symlink())
+    except OSError:
+        return []
+    listed = [name for name in names if name == CALLS]
+    return listed + [name for name in names if kind_of_sheet(name) is not None]
 
 
 class Described(NamedTuple):

@@ -103,7 +103,7 @@ class _Event:
         # Where operators are watched each appears twice, once as the call that the watcher sees.
         self.shell = False
         if parent is not None and parent.name == _WATCHED and parent.parent is not None:
-            parent.parent.shell = parent.parent.name == self.name
+            parent.parent.shell |= parent.parent.name == self.name
         self.own: bool = self.name == OWN or (parent is not None and parent.own)
         above = parent.site if parent is not None else ""
         if self.name.startswith(SITE):
