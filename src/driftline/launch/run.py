@@ -115,14 +115,15 @@ def run_command(
             clear_empty_output(plan)
             raise
         marks = read_marks(doorstep.marks)
-    outcome = judge(plan, status, marks, gather(plan), finish_sheets(plan))
+    sheets = finish_sheets(plan)
+    outcome = judge(plan, status, marks, gather(plan), sheets)
     if plan.engine == "atb":
         outcome = beside_torch(outcome, gather_atb(plan, already))
         if "onnx" in plan.types and outcome.atb is not None:
             drawn = draw_atb(outcome.atb.roots)
             both = (outcome.sheets.trouble + drawn.trouble, outcome.sheets.words + drawn.words)
             outcome = replace(outcome, sheets=Sheets(both[1], both[0]))
-    if outcome.reason and not outcome.harvest.tensors and not outcome.harvest.topologies:
+    if not outcome.harvest.tensors and not outcome.harvest.topologies and not sheets.words:
         clear_empty_output(plan)
     return replace(outcome, without_probe=without_probe)
 

@@ -212,7 +212,9 @@ def _is_silent(name: str) -> bool:
 @functools.lru_cache(4096)
 def _has_own_kernel(name: str) -> bool:
     has: Any = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
-    for one in _overloads(name) if has is not None else ():
+    if has is None:
+        return False
+    for one in _overloads(name):
         try:
             if has(one.name(), "CPU"):
                 return True
