@@ -213,7 +213,9 @@ INLINE void restore_floats(FloatMode old) {
 #define farther NAME(farther)
 #define strip_of NAME(strip_of)
 #define sum_strip NAME(sum_strip)
-#define parted NAME(parted)
+#define sum_left NAME(sum_left)
+#define greatest_kind NAME(greatest_kind)
+#define place_of NAME(place_of)
 #define sum_again NAME(sum_again)
 #define floats_at NAME(floats_at)
 #define beyond NAME(beyond)
@@ -223,6 +225,7 @@ INLINE void restore_floats(FloatMode old) {
 #define offer_strip NAME(offer_strip)
 #define sum_kind NAME(sum_kind)
 #define score_row NAME(score_row)
+#define score_rows NAME(score_rows)
 
 #define SUFFIX _generic
 #define TARGET
@@ -342,23 +345,21 @@ EXPORT void driftline_score(const void *r, int r_dtype, const void *c, int c_dty
   room.es = scratch;
   room.bases = scratch + 2 * padded;
   FloatMode mode = exact_floats();
-  for (int64_t row = 0; row < rows; row++) {
-    TopList top = {r_top + row * k, top_at + row * k, 0, k, -INFINITY};
-    memset(out + row, 0, sizeof *out);
-    for (int64_t i = 0; i < k; i++) {
-      top.value[i] = NAN;
-      top.at[i] = -1;
-    }
-    switch (path) {
+  memset(out, 0, (size_t)rows * sizeof *out);
+  for (int64_t i = 0; i < rows * k; i++) {
+    r_top[i] = NAN;
+    top_at[i] = -1;
+  }
+  switch (path) {
 #if X86_PATHS
-      case PATH_AVX512: score_row_avx512(&ask, row, &room, out + row, &top); break;
-      case PATH_AVX2: score_row_avx2(&ask, row, &room, out + row, &top); break;
+    case PATH_AVX512: score_rows_avx512(&ask, &room, out, top_at, r_top); break;
+    case PATH_AVX2: score_rows_avx2(&ask, &room, out, top_at, r_top); break;
 #endif
-      default: score_row_generic(&ask, row, &room, out + row, &top); break;
-    }
-    const uint8_t *candidate = (const uint8_t *)c + row * vocabulary * (BITS[c_dtype] / 8);
-    for (int64_t i = 0; i < k; i++)
-      c_top[row * k + i] = top.at[i] < 0 ? NAN : value_at(candidate, c_dtype, top.at[i]);
+    default: score_rows_generic(&ask, &room, out, top_at, r_top); break;
+  }
+  for (int64_t i = 0; i < rows * k; i++) {
+    const uint8_t *candidate = (const uint8_t *)c + i / k * vocabulary * (BITS[c_dtype] / 8);
+    c_top[i] = top_at[i] < 0 ? NAN : value_at(candidate, c_dtype, top_at[i]);
   }
   restore_floats(mode);
 }

@@ -30,6 +30,8 @@ STRIP = 1024
 """Elements the kernel takes at a time; its scratch rows are rounded up to whole strips."""
 INSERTED = 256
 """The longest list of greatest elements that is worth inserting into; longer ones go by numpy."""
+_LINE = 16
+"""Elements of a cache line."""
 _THREAD_ROWS = 8
 """Rows below which a thread more costs what it saves."""
 
@@ -164,14 +166,14 @@ def score_rows(
     cuts = [rows * i // workers for i in range(workers + 1)]
 
     def work(first: int, last: int) -> None:
-        scratch = np.empty(3 * (-(-vocabulary // STRIP) * STRIP), np.float32)
-        parts = (reference, candidate, tokens, scratch, figures, top, r_top, c_top)
-        r, c, t, *rest = (
-            part.ctypes.data if part is scratch else part[first:last].ctypes.data for part in parts
-        )
+        room = np.empty(3 * (-(-vocabulary // STRIP) * STRIP) + _LINE, np.float32)
+        # The kernel's vectors should not lie across two cache lines.
+        scratch = room.ctypes.data + -room.ctypes.data % (4 * _LINE)
+        parts = (reference, candidate, tokens, figures, top, r_top, c_top)
+        r, c, t, *rest = (part[first:last].ctypes.data for part in parts)
         library.driftline_score(
             *(r, kernel.code_of(reference_dtype), c, kernel.code_of(candidate_dtype)),
-            *(last - first, vocabulary, t, k, number, *rest),
+            *(last - first, vocabulary, t, k, number, scratch, *rest),
         )
 
     if workers == 1:

@@ -1,7 +1,7 @@
 /* One row of logits against another, once per instruction set. What each number means: ../scores.py.
  *
- * One pass over memory, strip by strip: greatest elements, rank, sums; then one over what it left in the cache, for
- * the total variation. With e = exp(r - max r), u = (c - r) - (max c - max r)
+ * One pass over memory, strip by strip: greatest elements and sums. The total variation needs their result, so the
+ * pass over the next row sums it, of what this one leaves in the cache. With e = exp(r - max r), u = (c - r) - (max c - max r)
  * and m = exp(u) - 1 the sums are of e, e*u, e*u*m and e*(m - u), each accurate to its own size even where the two
  * rows are nearly equal: u is small then, and m - u a short series.
  */
@@ -31,13 +31,13 @@ LANE_FN VF exp_lanes(VF x, VF minus_base) {
 #endif
 }
 
-/* exp(u) - 1 - u where |u| <= NEAR_EQUAL. */
+/* (exp(u) - 1 - u) / u where |u| <= NEAR_EQUAL. */
 LANE_FN VF rest_lanes(VF u) {
   VF w = OP(set1_ps)(REST_3);
   w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_2));
   w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_1));
   w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_0));
-  return OP(mul_ps)(OP(mul_ps)(u, u), w);
+  return OP(mul_ps)(u, w);
 }
 
 /* The greater magnitude of each lane; of not-a-number the sums will tell. */
@@ -105,114 +105,145 @@ LANE_FN const float *strip_of(const uint8_t *row, int dtype, int64_t from, int64
   return room;
 }
 
-LANE_FN float greatest_of(const float *p) {
-  VF a = floats_at(p), b = floats_at(p + WIDTH);
-  for (int i = 2 * WIDTH; i < STRIP; i += 2 * WIDTH) {
-    a = OP(max_ps)(a, floats_at(p + i));
-    b = OP(max_ps)(b, floats_at(p + i + WIDTH));
+/* The greatest of a strip; what is no number is passed over. */
+LANE_FN float greatest_kind(const uint8_t *p, int kind) {
+  const int size = kind == LANES_F32 ? 4 : 2;
+  VF a = OP(set1_ps)(-INFINITY), b = a;
+  for (int i = 0; i < STRIP; i += 2 * WIDTH) {
+    a = OP(max_ps)(load_lanes(p + size * i, kind), a);
+    b = OP(max_ps)(load_lanes(p + size * (i + WIDTH), kind), b);
   }
   return max_lane(OP(max_ps)(a, b));
 }
 
-/* Elements that belong to the k greatest so far. */
-TARGET static void offer_strip(TopList *top, const float *p, int64_t from, int64_t n) {
-  for (int64_t i = 0; i < n; i += WIDTH)
-    if (top->size < top->k || any_lane(beyond(floats_at(p + i), OP(set1_ps)(top->lowest))))
-      offer(top, p + i, from + i, n - i < WIDTH ? n - i : WIDTH);
+TARGET static float greatest_of(const uint8_t *p, int dtype) {
+  if (dtype == F32) return greatest_kind(p, LANES_F32);
+  return dtype == F16 ? greatest_kind(p, LANES_F16) : greatest_kind(p, LANES_BF16);
 }
 
-/* The sums of one strip, joined to the row's; e and e*m are left for the total variation. `wide`: u may be large; if
- * it is where that was not expected, nothing is joined and the strip must be asked again. Not-a-number is large. */
+/* The first place from `from` on that holds `value`, which is there unless all is no number. */
+TARGET static int64_t place_of(const uint8_t *row, int dtype, int64_t from, int64_t n, float value) {
+  const VF wanted = OP(set1_ps)(value);
+  const int kind = dtype == F32 ? LANES_F32 : dtype == F16 ? LANES_F16 : LANES_BF16, size = dtype == F32 ? 4 : 2;
+  for (; from + WIDTH <= n; from += WIDTH) {
+    VF v = load_lanes(row + size * from, kind);
+#if WIDTH == 16
+    if (_mm512_cmp_ps_mask(v, wanted, _CMP_EQ_OQ)) break;
+#elif WIDTH == 8
+    if (_mm256_movemask_ps(_mm256_cmp_ps(v, wanted, _CMP_EQ_OQ))) break;
+#else
+    if (any_hit((VI)(v == wanted))) break;
+#endif
+  }
+  while (from < n && value_at(row, dtype, from) != value) from++;
+  return from < n ? from : 0;
+}
+
+/* Elements that belong to the k greatest so far. */
+TARGET static void offer_strip(TopList *top, const float *p, int64_t from, int64_t n) {
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    unsigned lanes = top->size < top->k ? ~0u : mask_word(beyond(floats_at(p + i), OP(set1_ps)(top->lowest)));
+    lanes &= n - i < WIDTH ? (1u << (n - i)) - 1 : (1u << WIDTH) - 1;
+    for (; lanes; lanes &= lanes - 1) offer(top, p[i + __builtin_ctz(lanes)], from + i + __builtin_ctz(lanes));
+  }
+}
+
+/* The sums of one strip, joined to the row's. e and e*m are left for the total variation, and what the row before left
+ * at the same place is summed for its own: it has to pass through the cache anyway. `wide`: u may be large; if it is
+ * where that was not expected, nothing is joined and the strip must be asked again. Not-a-number is large. */
 LANE_FN int sum_kind(const float *r, const uint8_t *c, int kind, int wide, const Strip *units, float *es,
                      RowSums *sums, Seen *seen) {
   const VF zero = OP(setzero_ps)(), minus_base = OP(set1_ps)(-units->base), between = OP(set1_ps)(units->between);
-  const VF near_equal = OP(set1_ps)(NEAR_EQUAL);
+  const VF near_equal = OP(set1_ps)(NEAR_EQUAL), minus_x = OP(set1_ps)(-seen->x);
   const int size = kind == LANES_F32 ? 4 : 2;
   VF s_e = zero, s_u = zero, s_w = zero, s_v = zero, bad = zero, best = OP(set1_ps)(-INFINITY), most = zero;
+  VF parted = zero;
   for (int i = 0; i < STRIP; i += WIDTH) {
     VF a = floats_at(r + i), b = load_lanes(c + size * i, kind);
-    /* The next strip: its greatest is looked for first, and should not wait for memory. */
+    /* The next strip; one further on was slower. */
     __builtin_prefetch(r + i + STRIP);
     if (i % (64 / size) == 0) __builtin_prefetch(c + size * (i + STRIP));
+    parted = OP(add_ps)(parted, ABS(OP(fmadd_ps)(floats_at(es + 2 * i), minus_x, floats_at(es + 2 * i + WIDTH))));
     VF d = OP(sub_ps)(b, a); /* exact where they are near, and that is where u is small */
     VF u = OP(sub_ps)(d, between), e = exp_lanes(a, minus_base), em, ew;
-    best = OP(max_ps)(best, b);
+    VF g = OP(mul_ps)(e, u);
+    best = OP(max_ps)(a, best);
     most = farther(most, u);
     if (wide) {
       bad = OP(fmadd_ps)(d, zero, bad);
       MASK far = beyond(ABS(u), near_equal);
       u = OP(max_ps)(OP(min_ps)(u, OP(set1_ps)(FARTHEST)), OP(set1_ps)(-FARTHEST));
-      ew = OP(mul_ps)(e, rest_lanes(u));
-      em = OP(fmadd_ps)(e, u, ew);
+      g = OP(mul_ps)(e, u);
+      ew = OP(mul_ps)(g, rest_lanes(u));
+      em = OP(add_ps)(g, ew);
       if (any_lane(far)) {
         /* exp(u) may be too large for a float; e * exp(u) is not. */
         VF other = OP(min_ps)(OP(sub_ps)(b, between), OP(set1_ps)(units->most));
         VF apart = OP(sub_ps)(exp_lanes(other, minus_base), e);
-        ew = chosen(far, OP(sub_ps)(apart, OP(mul_ps)(e, u)), ew);
+        ew = chosen(far, OP(sub_ps)(apart, g), ew);
         em = chosen(far, apart, em);
       }
     } else {
-      ew = OP(mul_ps)(e, rest_lanes(u));
-      em = OP(fmadd_ps)(e, u, ew);
+      ew = OP(mul_ps)(g, rest_lanes(u));
+      em = OP(add_ps)(g, ew);
     }
     s_e = OP(add_ps)(s_e, e);
-    s_u = OP(fmadd_ps)(e, u, s_u);
+    s_u = OP(add_ps)(s_u, g);
     s_w = OP(add_ps)(s_w, ew);
     s_v = OP(fmadd_ps)(u, em, s_v);
     OP(storeu_ps)(es + 2 * i, e);
     OP(storeu_ps)(es + 2 * i + WIDTH, em);
   }
   double v = sum_lanes(s_v);
-  int far = any_lane(beyond(most, near_equal)) || !(fabs(v) <= DBL_MAX);
-  if (far && !wide) return 0;
+  int far = any_lane(beyond(ABS(most), near_equal)) || !(fabs(v) <= DBL_MAX);
+  if (!seen->again) seen->parted = sum_lanes(parted);
+  seen->again = 1; /* what the row before left is overwritten now */
+  seen->best = max_lane(best);
+  seen->odd |= wide && !(sum_lanes(bad) == 0);
+  seen->wide = far;
+  seen->apart = far ? INFINITY : max_lane(ABS(most));
+  if ((far && !wide) || !(seen->best <= units->most - 40)) return 0;
   sums->e += sum_lanes(s_e);
   sums->eu += sum_lanes(s_u);
   sums->ew += sum_lanes(s_w);
   sums->euv += v;
-  seen->best = max_lane(best);
-  seen->odd |= !(sum_lanes(bad) == 0);
-  seen->wide = far;
   return 1;
 }
 
 #undef SUM_KIND
-#define SUM_KIND(kind)                                                            \
-  do {                                                                            \
-    if (!seen->wide && sum_kind(r, c, kind, 0, units, es, sums, seen)) return;    \
-    sum_kind(r, c, kind, 1, units, es, sums, seen);                               \
+#define SUM_KIND(kind)                                                              \
+  do {                                                                              \
+    if (!seen->wide && sum_kind(r, c, kind, 0, units, es, sums, seen)) return 1;    \
+    return sum_kind(r, c, kind, 1, units, es, sums, seen);                          \
   } while (0)
 
-TARGET static void sum_strip(const float *r, const uint8_t *c, int dtype, const Strip *units, float *es,
-                             RowSums *sums, Seen *seen) {
+/* 0: the reference is too great for these units, and nothing was joined. */
+TARGET static int sum_strip(const float *r, const uint8_t *c, int dtype, const Strip *units, float *es,
+                            RowSums *sums, Seen *seen) {
   if (dtype == F32) SUM_KIND(LANES_F32);
   else if (dtype == F16) SUM_KIND(LANES_F16);
   else SUM_KIND(LANES_BF16);
 }
 
-/* The sum of |e*m - x*e|, strip by strip in the units of the row's end; backwards: the last are in the cache. */
-LANE_FN double parted(const float *es, const float *bases, int64_t n, float x) {
-  const VF minus_x = OP(set1_ps)(-x);
-  double sum = 0;
-  for (int64_t from = n - STRIP; from >= 0; from -= STRIP) {
-    VF a = OP(setzero_ps)(), b = a;
-    for (int64_t i = STRIP - 2 * WIDTH; i >= 0; i -= 2 * WIDTH) {
-      const float *p = es + 2 * (from + i);
-      VF one = OP(fmadd_ps)(floats_at(p), minus_x, floats_at(p + WIDTH));
-      VF two = OP(fmadd_ps)(floats_at(p + 2 * WIDTH), minus_x, floats_at(p + 3 * WIDTH));
-      a = OP(add_ps)(a, ABS(one));
-      b = OP(add_ps)(b, ABS(two));
+/* What is left of the last row: the sum of |e*m - x*e| over its strips, as the next row would have summed it. */
+TARGET static void sum_left(ScoreRoom *room, int64_t n) {
+  const VF minus_x = OP(set1_ps)(-room->left.x);
+  for (int64_t from = 0; from < n; from += STRIP) {
+    VF sum = OP(setzero_ps)();
+    for (int64_t i = 0; i < STRIP; i += WIDTH) {
+      const float *p = room->es + 2 * (from + i);
+      sum = OP(add_ps)(sum, ABS(OP(fmadd_ps)(floats_at(p), minus_x, floats_at(p + WIDTH))));
     }
-    double strip = sum_lanes(OP(add_ps)(a, b)), base = bases[from / STRIP];
-    sum += base == bases[n / STRIP - 1] ? strip : strip * exp2(base - bases[n / STRIP - 1]);
+    join_left(&room->left, sum_lanes(sum), room->bases[from / STRIP]);
   }
-  return sum;
+  settle(&room->left);
 }
 
 /* The sums again with both maxima known, `of` being the side that counts as the reference. */
 TARGET COLD static RowSums sum_again(const ScoreAsk *ask, int of, int64_t row, float of_top, float other_top,
                                      ScoreRoom *room) {
   RowSums sums = {0, 0, 0, 0};
-  Seen seen = {0, 0, 1};
+  Seen seen = {.wide = 1, .again = 1};
   const Strip units = units_of(of_top, other_top - of_top);
   for (int64_t from = 0; from < ask->vocabulary; from += STRIP) {
     int64_t size = ask->vocabulary - from < STRIP ? ask->vocabulary - from : STRIP;
@@ -226,46 +257,55 @@ TARGET COLD static RowSums sum_again(const ScoreAsk *ask, int of, int64_t row, f
 }
 
 TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, RowScore *out, TopList *top) {
-  const int64_t n = ask->vocabulary, padded = (n + STRIP - 1) / STRIP * STRIP;
+  const int64_t n = ask->vocabulary;
   const uint8_t *r_row = row_of(ask, 0, row), *c_row = row_of(ask, 1, row);
-  const int c_dtype = ask->dtype[1], c_size = BITS[c_dtype] / 8;
+  const int c_size = BITS[ask->dtype[1]] / 8;
   RowSums sums = {0, 0, 0, 0};
-  Seen seen = {0, 0, 0};
+  Seen seen = {.x = room->left.x};
   Strip units = {0, 0, 0};
-  float r_top = 0;
-  const float said = value_at(c_row, c_dtype, ask->tokens[row]);
-  float c_top = -INFINITY;
+  float r_top = 0, c_top = -INFINITY;
   int64_t c_at = 0;
   begin_top(top, ask->k);
   for (int64_t from = 0; from < n; from += STRIP) {
-    int64_t size = n - from < STRIP ? n - from : STRIP;
+    const int64_t size = n - from < STRIP ? n - from : STRIP;
     const float *r = strip_of(r_row, ask->dtype[0], from, size, room->strip[0]);
-    if (top->size < top->k || greatest_of(r) > top->lowest) offer_strip(top, r, from, size);
-    /* The unit is the greatest reference so far: when it grows, the sums shrink. */
+    const uint8_t *c = c_row + from * c_size;
+    int c_dtype = ask->dtype[1];
+    if (size < STRIP) {
+      c = (const uint8_t *)strip_of(c_row, c_dtype, from, size, room->strip[1]);
+      c_dtype = F32;
+    }
     if (from == 0) {
+      offer_strip(top, r, from, size);
       r_top = top->value[0];
-      units = units_of(r_top, value_at(c_row, c_dtype, top->at[0] < 0 ? 0 : top->at[0]) - r_top);
-    } else if (top->value[0] > r_top) {
-      const double before = units.base;
-      r_top = top->value[0];
-      units = units_of(r_top, units.between);
-      shrink(&sums, exp2(before - units.base));
+      units = units_of(r_top, value_at(c_row, ask->dtype[1], top->at[0] < 0 ? 0 : top->at[0]) - r_top);
     }
+    seen.again = 0;
+    while (!sum_strip(r, c, c_dtype, &units, room->es + 2 * from, &sums, &seen)) {
+      rebase(&sums, &units, seen.best);
+      if (!(seen.best <= FLT_MAX)) break;
+    }
+    join_left(&room->left, seen.parted, room->bases[from / STRIP]);
     room->bases[from / STRIP] = units.base;
-    if (size == STRIP) {
-      sum_strip(r, c_row + from * c_size, c_dtype, &units, room->es + 2 * from, &sums, &seen);
-    } else {
-      const float *c = strip_of(c_row, c_dtype, from, size, room->strip[1]);
-      sum_strip(r, (const uint8_t *)c, F32, &units, room->es + 2 * from, &sums, &seen);
-      seen.best = greatest_before(c, size);
+    if (from && (top->size < top->k || seen.best > top->lowest)) offer_strip(top, r, from, size);
+    /* No candidate of this strip is greater than the reference's greatest and what lies between them. */
+    if (!(seen.best + units.between + seen.apart + 1e-6f * (fabsf(seen.best) + fabsf(units.between) + 1) <= c_top)) {
+      const float best = greatest_of(c, c_dtype);
+      if (best > c_top) {
+        c_top = best;
+        c_at = from;
+      }
     }
-    if (seen.best > c_top) {
-      c_top = seen.best;
-      c_at = from;
+    /* The unit is the greatest reference so far: when it grows, the sums shrink. */
+    if (seen.best > r_top) {
+      r_top = seen.best;
+      rebase(&sums, &units, r_top);
     }
   }
-  out->choice = place_of(c_row, c_dtype, c_at, n, c_top);
-  out->rank = said == c_top && !seen.odd ? 1 : rank_of(c_row, c_dtype, n, said);
+  settle(&room->left);
+  const float said = value_at(c_row, ask->dtype[1], ask->tokens[row]);
+  out->choice = place_of(c_row, ask->dtype[1], c_at, n, c_top);
+  out->rank = said == c_top && !seen.odd ? 1 : rank_of(c_row, ask->dtype[1], n, said);
   if (seen.odd && count_odd(ask, row, out)) return;
   int turned = 0;
   if (seen.odd || poor_units(&sums, c_top - r_top - units.between)) {
@@ -278,6 +318,15 @@ TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, 
       sums = sum_again(ask, 1, row, c_top, r_top, room);
     }
   }
-  double x = finish_row(&sums, turned, &units, out);
-  out->variation = 0.5 * parted(room->es, room->bases, padded, (float)x) / (sums.e * (1 + x));
+  const double x = finish_row(&sums, turned, &units, out);
+  room->left = (Left){out, (float)x, units.base, 0, sums.e * (1 + x)};
+}
+
+TARGET static void score_rows(const ScoreAsk *ask, ScoreRoom *room, RowScore *out, int64_t *top_at, float *r_top) {
+  room->left = (Left){0};
+  for (int64_t row = 0; row < ask->rows; row++) {
+    TopList top = {r_top + row * ask->k, top_at + row * ask->k, 0, ask->k, -INFINITY};
+    score_row(ask, row, room, out + row, &top);
+  }
+  if (room->left.out) sum_left(room, (ask->vocabulary + STRIP - 1) / STRIP * STRIP);
 }

@@ -1,7 +1,7 @@
 /* Logits of a token, reference against candidate: what needs no vectors. What the numbers mean: ../scores.py. */
 
 enum { STRIP = 1024 };
-static const float FILLING = -1e30f;    /* behind a row's end: as good as impossible on both sides */
+static const float FILLING = -FLT_MAX;  /* behind a row's end: impossible on both sides, and no logit is less */
 static const float NEAR_EQUAL = 0.25f;  /* differences of log-probability up to here go by the series */
 static const float FARTHEST = 1e6f;     /* and none counts as more than this */
 
@@ -46,13 +46,29 @@ typedef struct { float base, between, most; } Strip;
 
 INLINE Strip units_of(float top, float between) { return (Strip){top * LOG2_E, between, top + 80}; }
 
-/* What is seen on the way. `odd` stays: a difference was no number. `wide`: the last strip differed much somewhere. */
-typedef struct { float best; int odd, wide; } Seen;
+/* What is seen on the way. Of the last strip: the reference's greatest, how far u goes from zero (infinite if `wide`:
+ * far), what the row before left there, with its x. `again`: that is summed already. `odd` stays: a difference was no
+ * number. */
+typedef struct { float best, apart, x; int odd, wide, again; double parted; } Seen;
+
+/* A row whose total variation is still being summed, in units of its last strip's. */
+typedef struct { RowScore *out; float x, base; double sum, whole; } Left;
 
 /* What a thread works in: e and e*m of a row in turns, the unit of each strip, a strip of either side as float32. */
 typedef struct {
   float *es, *bases, strip[2][STRIP];
+  Left left;
 } ScoreRoom;
+
+INLINE void join_left(Left *left, double strip, float base) {
+  if (left->out) left->sum += base == left->base ? strip : strip * exp2((double)base - left->base);
+}
+
+INLINE void settle(Left *left) {
+  if (left->out) left->out->variation = 0.5 * left->sum / left->whole;
+  left->out = 0;
+  left->x = 0;
+}
 
 INLINE const uint8_t *row_of(const ScoreAsk *ask, int side, int64_t row) {
   return ask->data[side] + row * ask->vocabulary * (BITS[ask->dtype[side]] / 8);
@@ -71,20 +87,17 @@ static void begin_top(TopList *top, int64_t k) {
   top->lowest = -INFINITY;
 }
 
-static void offer(TopList *top, const float *p, int64_t from, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    float v = p[i];
-    if (!(v > top->lowest) && (top->size == top->k || v != v)) continue;
-    int64_t place = top->size < top->k ? top->size++ : top->k - 1;
-    while (place > 0 && top->value[place - 1] < v) {
-      top->value[place] = top->value[place - 1];
-      top->at[place] = top->at[place - 1];
-      place--;
-    }
-    top->value[place] = v;
-    top->at[place] = from + i;
-    if (top->size == top->k) top->lowest = top->value[top->k - 1];
+static void offer(TopList *top, float v, int64_t at) {
+  if (!(v > top->lowest) && (top->size == top->k || v != v)) return;
+  int64_t place = top->size < top->k ? top->size++ : top->k - 1;
+  while (place > 0 && top->value[place - 1] < v) {
+    top->value[place] = top->value[place - 1];
+    top->at[place] = top->at[place - 1];
+    place--;
   }
+  top->value[place] = v;
+  top->at[place] = at;
+  if (top->size == top->k) top->lowest = top->value[top->k - 1];
 }
 
 static float value_at(const uint8_t *row, int dtype, int64_t at) {
@@ -93,19 +106,11 @@ static float value_at(const uint8_t *row, int dtype, int64_t at) {
   return v;
 }
 
-COLD static float greatest_before(const float *p, int64_t n) {
-  float best = -INFINITY;
-  for (int64_t i = 0; i < n; i++)
-    if (p[i] > best) best = p[i];
-  return best;
-}
-
-static int64_t place_of(const uint8_t *row, int dtype, int64_t from, int64_t n, float value) {
-  while (from + 1 < n && value_at(row, dtype, from) != value) from++;
-  return from;
-}
-
-static void shrink(RowSums *s, double by) {
+/* Units of a greater reference: the sums become smaller in them. */
+static void rebase(RowSums *s, Strip *units, float top) {
+  const double before = units->base;
+  *units = units_of(top, units->between);
+  const double by = exp2(before - units->base);
   s->e *= by;
   s->eu *= by;
   s->ew *= by;
