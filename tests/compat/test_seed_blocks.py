@@ -358,7 +358,7 @@ class TestOpcheck:
         tensors = dump.execution(0)
         table = next(dump.root.rglob("operation_tensors_0.csv"))
         said = shell(f"ait llm opcheck -i {tensors} -c {table} -o result", code=1)
-        assert "1 operator of 2 checked not right, first 1_SoftmaxOperation" in said
+        assert "1 of 2 checked operators is not right; first 1_SoftmaxOperation" in said
         (written,) = (desk / "result").glob("opcheck_result_*.csv")
         rows = rows_of(written)
         assert list(rows[0])[:9] == [

@@ -65,8 +65,15 @@ def verdict(report: Report) -> str:
     checked = cover.passed + cover.failed
     if failing:
         first = failing[0]
+        are = (
+            "operator is"
+            if checked == 1
+            else "operators is"
+            if cover.failed == 1
+            else "operators are"
+        )
         return (
-            f"{counted(cover.failed, 'operator')} of {checked} checked not right, "
+            f"{cover.failed} of {checked} checked {are} not right; "
             f"first {first.call.site} ({first.call.op_type}, output {first.slot})"
         )
     if not checked:
@@ -78,7 +85,7 @@ def view(report: Report, *, everything: bool = False) -> View:
     """What a person wants to know: what fails and why, what was not checked and why."""
     cover = report.coverage
     tone: Tone = "bad" if cover.failed else "good" if cover.passed else "doubtful"
-    blocks: list[Block] = [Sentence(f"{report.name}: {verdict(report)}", tone)]
+    blocks: list[Block] = [Sentence(verdict(report), tone)]
     chosen = [row for row in report.rows if everything or row.status == "fail"]
     if chosen:
         blocks.append(_grid(report, chosen, everything=everything))

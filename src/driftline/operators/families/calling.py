@@ -174,6 +174,9 @@ ACL_DTYPES = {
 }
 """Numbers of element types in parameters such as outDataType."""
 
+LARGEST = 2**30
+"""Elements of an output; a vocabulary's logits of 8000 tokens have as many."""
+
 _FLOATS = {
     # mantissa bits, smallest normal exponent, largest finite value, has infinities
     "bfloat16": (7, -126, (2 - 2**-7) * 2.0**127, True),
@@ -198,7 +201,8 @@ def rounded(values: AnyArray, dtype: str) -> AnyArray:
         with np.errstate(all="ignore"):
             return values.astype(_NATIVE[dtype]).astype(np.float64)
     if dtype in _FLOATS:
-        return _nearest(values.astype(np.float64), *_FLOATS[dtype])
+        with np.errstate(all="ignore"):
+            return _nearest(values.astype(np.float64), *_FLOATS[dtype])
     if dtype in ("complex64", "complex128"):
         return values.astype(dtype).astype(np.complex128)
     if dtype == "bool":
@@ -235,6 +239,15 @@ def fits(condition: bool, why: str) -> None:
     """
     if not condition:
         raise Unfit(why)
+
+
+def bounded(count: int, what: str) -> None:
+    """Refuse a size that no real tensor has: parameters come from strangers' files.
+
+    Raises:
+        Unfit: It is too large, or negative.
+    """
+    fits(0 <= count <= LARGEST, f"{what} would have {count} elements")
 
 
 def one_of(axis: int, rank: int, name: str = "axis") -> int:

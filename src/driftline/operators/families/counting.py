@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from driftline.operators.families.calling import (
+    LARGEST,
     AnyArray,
     Call,
     Definition,
     Result,
     Unfit,
+    bounded,
     fits,
     is_float,
     one_of,
@@ -92,10 +94,11 @@ def gating(call: Call) -> list[Result]:
     per_token, experts = call.whole("topkExpertNum", 1), call.whole("cumSumNum", 0)
     fits(per_token > 0, f"topkExpertNum {per_token} must be positive")
     fits(not chosen.size or chosen.min() >= 0, "an expert's number is negative")
+    highest = int(chosen.max(initial=-1))
+    fits(highest < (experts or LARGEST), f"expert {highest} is not below cumSumNum {experts}")
+    bounded(experts, "the result")
     order = np.argsort(chosen, kind="stable")
     counts = np.bincount(chosen, minlength=experts)
-    if experts:
-        fits(counts.size == experts, f"an expert's number is not below cumSumNum {experts}")
     own = call.wholes("deviceExpert", [])
     found = [
         Result(order // per_token, call.out_dtype("int32"), exact=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from driftline.operators.families.calling import (
@@ -11,6 +13,7 @@ from driftline.operators.families.calling import (
     Result,
     Tensor,
     Unfit,
+    bounded,
     fits,
     one_of,
 )
@@ -27,6 +30,7 @@ def as_strided(call: Call) -> list[Result]:
     offset = (call.wholes("offset", [0]) or [0])[0]
     fits(len(size) == len(stride), f"size {size} and stride {stride} differ in length")
     fits(all(n > 0 for n in size) and len(size) <= 32, f"size {size} is no shape")
+    bounded(math.prod(size), "the result")
     first = offset + sum(min(0, (n - 1) * s) for n, s in zip(size, stride, strict=True))
     last = offset + sum(max(0, (n - 1) * s) for n, s in zip(size, stride, strict=True))
     flat = np.ascontiguousarray(x.values).reshape(-1)
@@ -48,7 +52,8 @@ def fill(call: Call) -> list[Result]:
     number = call.first("value", 0.0)
     if not call.flag("withMask", True):
         shape = call.wholes("outDim")
-        fits(0 <= int(np.prod(shape)) <= 2**31, f"outDim {shape} is no shape")
+        fits(all(size >= 0 for size in shape), f"outDim {shape} is no shape")
+        bounded(math.prod(shape), "the result")
         return [Result(np.full(shape, number), call.out_dtype("float16"), exact=True)]
     x, mask = call.at(0, "x"), call.at(1, "mask")
     values = np.where(np.broadcast_to(mask.values != 0, x.values.shape), number, x.values)
@@ -112,7 +117,7 @@ def unpad(call: Call) -> list[Result]:
 def repeat(call: Call) -> list[Result]:
     x, times = call.at(0, "x"), call.wholes("multiples")
     fits(all(n > 0 for n in times), f"multiples {times} must be positive")
-    fits(x.values.size * int(np.prod(times)) <= 2**31, f"multiples {times} are too many")
+    bounded(x.values.size * math.prod(times), "the result")
     return [_moved(call, np.tile(x.values, times), x)]
 
 

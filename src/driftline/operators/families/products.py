@@ -14,6 +14,7 @@ from driftline.operators.families.calling import (
     Definition,
     Result,
     Tensor,
+    bounded,
     fits,
     real,
 )
@@ -26,6 +27,9 @@ def product(x: AnyArray, y: AnyArray) -> tuple[AnyArray, AnyArray, int]:
     """A matrix product, the size of its terms, and how many there are."""
     fits(x.ndim >= 1 and y.ndim >= 1, "a matrix product needs matrices")
     inner = y.shape[-2] if y.ndim > 1 else y.shape[0]
+    if x.shape[-1] < inner and y.ndim > 1 and not y[..., x.shape[-1] :, :].any():
+        y = y[..., : x.shape[-1], :]  # a weight that was stored in tiles is padded with zeros
+        inner = x.shape[-1]
     fits(
         x.shape[-1] == inner,
         f"{list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, but {inner} rows",
@@ -141,6 +145,8 @@ def strided_batch_matmul(call: Call) -> list[Result]:
     lists = [call.wholes(name) for name in names]
     fits(all(len(each) >= batch for each in lists), f"every size and stride needs {batch} numbers")
     rows = list(zip(*(each[:batch] for each in lists), strict=True))
+    fits(heads > 0 and all(min(row[:3]) > 0 for row in rows), "every size must be positive")
+    bounded(sum(m * n for m, n, *_ in rows) * heads, "the result")
     found = np.zeros(sum(m * n for m, n, *_ in rows) * heads)
     scale = np.zeros_like(found)
     start_a = start_b = start_c = 0
@@ -164,6 +170,7 @@ def strided_batch_matmul(call: Call) -> list[Result]:
 
 
 def _block(values: AnyArray, start: int, leading: int, shape: tuple[int, int]) -> AnyArray:
+    bounded(shape[0] * shape[1], "a block")
     places = start + np.arange(shape[0])[:, None] * leading + np.arange(shape[1])
     fits(
         not places.size or (places.min() >= 0 and places.max() < values.size),

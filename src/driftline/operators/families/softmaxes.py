@@ -14,6 +14,7 @@ from driftline.operators.families.calling import (
     Call,
     Definition,
     Result,
+    bounded,
     fits,
     one_of,
     real,
@@ -81,6 +82,7 @@ def attention_mask(call: Call) -> list[Result]:
             f"the mask {list(mask.values.shape)} has no sequence {number}",
         )
         fits(length <= min(mask.values.shape[2:]), f"seqLen {length} is longer than the mask")
+        bounded((sum(map(len, found)) + length * length) * max(heads, 1), "the result")
         corner = mask.values[number, 0, :length, :length].reshape(-1)
         found += [corner] * heads
     values = np.concatenate(found) if found else mask.values[:0].reshape(-1)

@@ -1,0 +1,373 @@
+"""Definitions without a recorded case, against torch or by hand; and what does not fit is said."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import driftline
+from driftline.errors import BadInput
+from driftline.operators import golden, known_operators
+from driftline.operators.definition import results
+from driftline.operators.families.calling import Tensor, Unfit
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape: int, dtype: Any = np.float32) -> Any:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def close(mine: Any, theirs: Any, rtol: float = 1e-5) -> None:
+    np.testing.assert_allclose(np.asarray(mine, float), np.asarray(theirs, float), rtol, 1e-6)
+
+
+def wide(value: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(value)).double()
+
+
+ACTIVATIONS = {
+    1: torch.relu,
+    2: lambda x: functional.gelu(x, approximate="tanh"),
+    4: functional.silu,
+    5: torch.log,
+    8: torch.sigmoid,
+    9: lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
+def test_activations_are_torchs(kind: int) -> None:
+    x = np.abs(draw(5, 6)) if kind == 5 else draw(5, 6) * 4
+    (found,) = golden("ActivationOperation", {"activationType": kind}, [x])
+    close(found, ACTIVATIONS[kind](wide(x)))
+
+
+def test_swiglu_halves_the_named_dimension() -> None:
+    x = draw(4, 3)
+    (found,) = golden("Activation", {"activationType": 6, "dim": 0}, [x])
+    a, b = wide(x).chunk(2, 0)
+    close(found, functional.silu(a) * b)
+
+
+@pytest.mark.parametrize("flags", [(False, True), (False, False), (True, False)])
+def test_linear_turns_what_it_is_told_to(flags: tuple[bool, bool]) -> None:
+    x, w, bias = draw(3, 5), draw(5, 4), draw(4)
+    given_x, given_w = (x.T if flags[0] else x), (w.T if flags[1] else w)
+    param = {"transposeA": flags[0], "transposeB": flags[1], "hasBias": True}
+    (found,) = golden("LinearOperation", param, [given_x, given_w, bias])
+    close(found, wide(x) @ wide(w) + wide(bias))
+
+
+def test_an_int8_linear_layer_unpacks_its_scale() -> None:
+    x = RNG.integers(-128, 128, (3, 64)).astype(np.int8)
+    w = RNG.integers(-128, 128, (8, 64)).astype(np.int8)
+    bias = RNG.integers(-1000, 1000, 8).astype(np.int32)
+    scale = RNG.uniform(1e-4, 1e-3, 8).astype(np.float32)
+    packed = scale.view(np.uint32).astype(np.int64)
+    expected = (x.astype(int) @ w.astype(int).T + bias) * scale.astype(float)
+    for given_scale in (packed, scale):
+        (found,) = golden("LinearOperation", {"outDataType": 1}, [x, w, bias, given_scale])
+        assert found.dtype == np.float16
+        close(found, expected, 1e-3)
+    (found,) = golden("LinearOperation", {"outDataType": 27}, [x, w, bias, packed])
+    assert found.dtype.name == "bfloat16"
+
+
+def test_a_compressed_weight_is_said_to_be_one() -> None:
+    with pytest.raises(BadInput, match="the weight is compressed"):
+        x = np.ones((2, 64), np.int8)
+        golden("LinearSparseOperation", {}, [x, np.ones(100, np.int8)])
+
+
+def test_products_of_blocks_are_laid_out_by_their_strides() -> None:
+    a, b = draw(24), draw(24)
+    param = {"batch": 1, "headNum": 2, "m": [2], "n": [2], "k": [3]}
+    param |= {"lda": [6], "ldb": [6], "ldc": [4], "strideA": [3], "strideB": [3], "strideC": [2]}
+    param |= {"transposeA": False, "transposeB": True}
+    (found,) = golden("StridedBatchMatmulOperation", param, [a[:12], b[:12]])
+    left, right = a[:12].reshape(2, 2, 3), b[:12].reshape(2, 2, 3)  # (row, head, k)
+    expected = np.einsum("mhk,nhk->mhn", left.astype(float), right.astype(float))
+    close(found, expected.reshape(-1))
+
+
+def attention(q: Any, k: Any, v: Any, mask: Any = None, scale: float = 0.5) -> Any:
+    """(tokens, heads, size) by torch, keys shared among heads."""
+    q, k, v = (wide(each).transpose(0, 1) for each in (q, k, v))
+    shared = q.shape[0] // k.shape[0]
+    k, v = (each.repeat_interleave(shared, 0) for each in (k, v))
+    given_mask = None if mask is None else wide(mask)
+    found = functional.scaled_dot_product_attention(q, k, v, given_mask, scale=scale)
+    return found.transpose(0, 1).numpy()
+
+
+def test_packed_attention_keeps_sequences_apart_and_hides_what_comes_later() -> None:
+    q, k, v = draw(7, 4, 8), draw(7, 2, 8), draw(7, 2, 8)
+    param = {"calcType": 3, "headNum": 4, "kvHeadNum": 2, "qkScale": 0.5}
+    lengths = np.array([3, 4], np.int32)
+    (found,) = golden("SelfAttentionOperation", param, [q, k, v, lengths])
+    close(found[:3], attention(q[:3], k[:3], v[:3]))
+    close(found[3:], attention(q[3:], k[3:], v[3:]))
+    (causal,) = golden("SelfAttentionOperation", {**param, "maskType": 9}, [q, k, v, lengths])
+    later = np.triu(np.full((4, 4), -np.inf), 1)
+    close(causal[3:], attention(q[3:], k[3:], v[3:], later))
+
+
+def test_attention_over_a_cache_puts_the_new_tokens_in_first() -> None:
+    heads, size, longest = 2, 4, 6
+    cache_k, cache_v = draw(3, 2, longest, 8), draw(3, 2, longest, 8)
+    q, k, v = draw(2, 8), draw(2, 8), draw(2, 8)
+    ends, lengths, layer = (np.array(each, np.int32) for each in ([3, 5], [1, 1], [1]))
+    param = {"calcType": 2, "headNum": heads, "qkScale": 0.5}
+    given_all = [q, k, v, cache_k, cache_v, ends, lengths, layer]
+    (found,) = golden("SelfAttentionOperation", param, given_all)
+    for batch, end in enumerate(ends):
+        keys, values = cache_k[1, batch, :end].copy(), cache_v[1, batch, :end].copy()
+        keys[-1], values[-1] = k[batch], v[batch]
+        expected = attention(
+            q[batch].reshape(1, heads, size),
+            keys.reshape(-1, heads, size),
+            values.reshape(-1, heads, size),
+        )
+        close(found[batch], expected.reshape(-1))
+
+
+def test_paged_attention_follows_the_block_table() -> None:
+    q, keys, values = draw(2, 4, 8), draw(5, 4, 2, 8), draw(5, 4, 2, 8)
+    table = np.array([[3, 1], [4, -1]], np.int32)
+    lengths = np.array([6, 3], np.int32)
+    param = {"headNum": 4, "kvHeadNum": 2, "qkScale": 0.5}
+    (found,) = golden("PagedAttentionOperation", param, [q, keys, values, table, lengths])
+    first = np.concatenate([keys[3], keys[1]])[:6], np.concatenate([values[3], values[1]])[:6]
+    close(found[:1], attention(q[:1], *first))
+    close(found[1:], attention(q[1:], keys[4, :3], values[4, :3]))
+
+
+def test_the_gradient_of_a_packed_softmax_is_autograds() -> None:
+    lengths, heads = [2, 3], 2
+    rows, grads, expected = [], [], []
+    for length in lengths:
+        x = wide(draw(heads * length, length)).requires_grad_()
+        y, grad = torch.softmax(x, -1), wide(draw(heads * length, length))
+        y.backward(grad)
+        rows.append(y.detach().reshape(-1))
+        grads.append(grad.reshape(-1))
+        expected.append(x.grad.reshape(-1))
+    given_both = [torch.cat(rows).numpy(), torch.cat(grads).numpy()]
+    param = {"headNum": heads, "qSeqLen": lengths}
+    (found,) = golden("FastSoftMaxGradOperation", param, given_both)
+    close(found, torch.cat(expected))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(1, "amax"), (2, "amin"), (3, "sum")])
+def test_reductions_over_several_axes_make_them_disappear(kind: int, name: str) -> None:
+    x = draw(2, 3, 4)
+    (found,) = golden("ReduceOperation", {"reduceType": kind, "axis": [0, 2]}, [x])
+    close(found, getattr(wide(x), name)((0, 2)))
+
+
+def test_a_norm_with_a_residual_also_gives_the_sum() -> None:
+    x, residual, gamma = draw(3, 8), draw(3, 8), draw(8)
+    param = {"layerType": 2, "preNormParam": {"epsilon": 1e-5}}
+    normed, total = golden("RmsNormOperation", param, [x, residual, gamma])
+    close(normed, functional.rms_norm(wide(x + residual), (8,), wide(gamma), 1e-5))
+    close(total, x + residual)
+
+
+def test_rstd_is_the_second_output_where_it_is_asked_for() -> None:
+    x, gamma = draw(3, 8), draw(8)
+    param = {"layerType": 1, "normParam": {"rstd": True, "epsilon": 1e-5}}
+    _, rstd = golden("RmsNormOperation", param, [x, gamma])
+    close(rstd, 1 / np.sqrt((x.astype(float) ** 2).mean(-1, keepdims=True) + 1e-5))
+    assert rstd.dtype == np.float32
+
+
+def test_rows_are_quantised_by_their_own_scale() -> None:
+    x = np.array([[1.0, -2.0, 4.0], [0.0, 0.0, 0.0]], np.float16)
+    steps, scale = golden("ElewiseOperation", {"elewiseType": 19}, [x])
+    assert steps.tolist() == [[32, -64, 127], [0, 0, 0]]
+    close(scale, [4 / 127, 0])
+
+
+def test_unpadding_joins_the_sequences_and_says_where_tokens_were() -> None:
+    ids = np.array([[5, 6, 0, 0], [7, 8, 9, 0]])
+    offsets, lengths = np.array([[2], [3]], np.int32), np.array([[2], [3]], np.int32)
+    count = np.array([[5]])
+    flat, before, padding = golden("UnpadOperation", {}, [ids, offsets, count, lengths])
+    assert flat.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
+    assert before.tolist() == [[0], [2]]
+    assert padding.tolist() == [[0, 0, 2, 2, 2, 0, 0, 0]]
+
+
+def test_gathering_slicing_and_splitting_take_what_numpy_takes() -> None:
+    x = draw(4, 6)
+    (found,) = golden("GatherOperation", {"axis": 1}, [x, np.array([[0, 5], [2, 2]])])
+    assert found.tolist() == x[:, [[0, 5], [2, 2]]].tolist()
+    (found,) = golden("SliceOperation", {"offsets": [1, -4], "size": [2, -1]}, [x])
+    assert found.tolist() == x[1:3, 2:].tolist()
+    parts = golden("SplitOperation", {"splitDim": -1, "splitNum": 3}, [x])
+    assert [part.tolist() for part in parts] == [p.tolist() for p in np.split(x, 3, -1)]
+
+
+def test_parallel_layers_take_the_inputs_of_every_rank() -> None:
+    xs, ws = [draw(4, 3) for _ in range(2)], [draw(5, 3) for _ in range(2)]
+    given_all = [xs[0], ws[0], xs[1], ws[1]]
+    total = sum(wide(x) @ wide(w).T for x, w in zip(xs, ws, strict=True))
+    param = {"rankSize": 2, "rank": 1, "type": 0}
+    close(golden("LinearParallelOperation", param, given_all)[0], total)
+    scattered = golden("LinearParallelOperation", {**param, "type": 1}, given_all)[0]
+    close(scattered, total[2:])
+    gathered = golden("LinearParallelOperation", {**param, "type": 2}, given_all)[0]
+    close(gathered, torch.cat([wide(x) for x in xs]) @ wide(ws[1]).T)
+    assert golden("AllGatherOperation", {"rankSize": 2}, xs)[0].shape == (2, 4, 3)
+    assert golden("BroadcastOperation", {"rankSize": 2, "rankRoot": 1}, xs)[0].tolist() == (
+        xs[1].tolist()
+    )
+
+
+def test_torch_tensors_are_taken_and_bfloat16_is_given_back() -> None:
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    (found,) = driftline.operators.golden("Softmax", {"axes": [-1]}, [x])
+    assert found.dtype.name == "bfloat16"
+    close(found, torch.softmax(x.double(), -1), 4e-3)
+
+
+def test_an_unknown_operator_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(BadInput, match="no golden implementation") as found:
+        golden("SoftMaxOperation", {}, [])
+    assert "Softmax" in found.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "param", "shapes", "said"),
+    [
+        ("Linear", {"hasBias": False}, [(2, 3), (4, 5)], "3 columns, but 5 rows"),
+        ("Softmax", {}, [(2, 3)], "parameter axes is missing"),
+        ("Softmax", {"axes": [5]}, [(2, 3)], "axes 5 does not exist"),
+        ("Softmax", {"axes": "last"}, [(2, 3)], "no list of whole numbers"),
+        ("RmsNorm", {"layerType": 1}, [(2, 3)], "input 1 .gamma. is missing"),
+        ("RmsNorm", {"layerType": 1, "normParam": 7}, [(2, 3), (3,)], "no group of parameters"),
+        ("RmsNorm", {"layerType": 1}, [(2, 3), (4,)], "gamma has 4 elements, rows have 3"),
+        ("Fill", {"withMask": False, "outDim": [10**9, 10**9]}, [], "would have"),
+        ("Elewise", {"elewiseType": 99}, [(2,)], "elewiseType 99 is not known"),
+        ("Elewise", {"elewiseType": 8}, [(2, 3), (4, 5)], "do not fit"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_words(
+    kind: str, param: dict[str, Any], shapes: list[tuple[int, ...]], said: str
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        golden(kind, param, [np.ones(shape, np.float16) for shape in shapes])
+
+
+NAMES = [
+    "activationType",
+    "elewiseType",
+    "layerType",
+    "normParam",
+    "preNormParam",
+    "postNormParam",
+    "epsilon",
+    "quantType",
+    "beginNormAxis",
+    "axes",
+    "axis",
+    "perm",
+    "multiples",
+    "size",
+    "stride",
+    "offset",
+    "outDim",
+    "value",
+    "withMask",
+    "depth",
+    "num",
+    "starts",
+    "ends",
+    "strides",
+    "transdataType",
+    "outCrops",
+    "topkExpertNum",
+    "cumSumNum",
+    "numSamples",
+    "randSeed",
+    "rotaryCoeff",
+    "headNum",
+    "kvHeadNum",
+    "calcType",
+    "maskType",
+    "kvcacheCfg",
+    "seqLen",
+    "qSeqLen",
+    "rankSize",
+    "rank",
+    "type",
+    "allReduceType",
+    "topk",
+    "topkToppSamplingType",
+    "randSeeds",
+    "m",
+    "n",
+    "k",
+    "lda",
+    "ldb",
+    "ldc",
+    "strideA",
+    "strideB",
+    "strideC",
+    "batch",
+    "splitDim",
+    "splitNum",
+    "splitSizes",
+    "concatDim",
+    "indexType",
+    "reduceType",
+    "offsets",
+    "hasBias",
+    "transposeA",
+]
+NUMBERS = st.one_of(
+    st.integers(-3, 9), st.sampled_from([10**12, -(10**12), 0.5, float("nan"), float("inf")])
+)
+VALUES = st.one_of(
+    NUMBERS,
+    st.lists(NUMBERS, max_size=4),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=3),
+    st.dictionaries(st.sampled_from(NAMES), NUMBERS, max_size=3),
+)
+ARRAYS = st.tuples(
+    st.lists(st.integers(0, 5), max_size=4),
+    st.sampled_from(["float32", "float16", "int8", "int32", "int64", "bool", "uint64"]),
+    st.integers(-3, 300),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(known_operators()),
+    st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8),
+    st.lists(ARRAYS, max_size=8),
+)
+def test_whatever_a_stranger_wrote_is_computed_or_refused_in_words(
+    kind: str, param: dict[str, Any], arrays: list[Any]
+) -> None:
+    tensors: list[Tensor] = []
+    for shape, dtype, fill in arrays:
+        values = (np.arange(int(np.prod(shape))) % 7 - 3 + fill).reshape(shape)
+        tensors.append(Tensor(values.astype(np.float64 if "float" in dtype else dtype), dtype))
+    json.dumps(param)
+    try:
+        found = results(kind, param, tensors)
+    except Unfit as why:
+        assert str(why)
+    else:
+        assert all(each.values.shape is not None for each in found)
