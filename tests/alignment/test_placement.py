@@ -15,6 +15,7 @@ from driftline.alignment.door import AlignOptions, align_runs
 from driftline.alignment.placement import parse_placement
 from driftline.comparison.table import Table
 from driftline.errors import BadInput
+from driftline.runs.key import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.atb import AtbDump, Operation, Value
 from driftline.testing.runs import record_into, run_of
@@ -306,3 +307,58 @@ def test_devices_of_an_accelerators_dump_are_ranks(tmp_path: Path) -> None:
     output = next(row for row in table.rows if row.port == "output")
     assert output.candidate_recipe == "concat(axis 1) of 2 ranks"
     assert [row.candidate_rank for row in table.rows if row.port == "input"] == [2, 3]
+
+
+PARTS = {part: np.random.default_rng(at).standard_normal((16, 16)) for at, part in enumerate("qkv")}
+SEEN = np.random.default_rng(9).standard_normal((2, 3, 16)).astype(np.float32)
+
+
+def attention(folder: Path, ranks: int, fused: bool, wrong: float = 1.0) -> Path:
+    """q, k and v, as one matrix or three, each rank with its rows of every one."""
+    size = 16 // ranks
+    for rank in range(ranks):
+        own = slice(rank * size, rank * size + size)
+        weights = {f"attn.{part}": matrix[own] for part, matrix in PARTS.items()}
+        if fused:
+            weights = {"attn.qkv_proj": np.concatenate(list(weights.values()))}
+        writer = RunWriter(folder, rank=rank, world_size=ranks, seal_at_exit=False)
+        for site, matrix in weights.items():
+            weight = matrix.astype(np.float32) * np.float32(wrong if rank else 1.0)
+            key = TensorKey.of(site, "input", "0", rank=rank)
+            for port, slot, values in (
+                ("input", "0", SEEN), ("param", "weight", weight), ("output", "0", SEEN @ weight.T),
+            ):  # fmt: skip
+                record_into(writer, key._replace(port=port, slot=slot), values, class_name="Linear")
+        writer.close()
+    return folder
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("theirs", [False, True])
+def test_shards_of_fused_projections_combine_with_a_placement(
+    tmp_path: Path, ours: bool, theirs: bool
+) -> None:
+    whole = attention(tmp_path / "whole", 1, fused=ours)
+    rules = ["attn.*/output=shard(-1)", "attn.*/param=shard(0)"]
+    for name, wrong, verdict in (("good", 1.0, "pass"), ("bad", 1.5, "fail")):
+        shards = attention(tmp_path / name, 2, fused=theirs, wrong=wrong)
+        table = driftline.compare(whole, shards, placements=rules)
+        assert table.verdict == verdict, table.finding
+        assert all(row.compared for row in table.rows)
+    if ours and theirs:
+        told = ["attn.*/output=shard(-1, 1:1:1)", "attn.*/param=shard(0, 1:1:1)"]
+        table = driftline.compare(whole, tmp_path / "good", placements=told)
+        assert table.verdict == "pass"
+        assert driftline.compare(whole, tmp_path / "bad", placements=told).verdict == "fail"
+        odd = ["attn.*/output=shard(-1, 5:1:1)"]
+        table = driftline.compare(whole, tmp_path / "good", placements=odd)
+        assert any("have no such parts" in row.reason for row in table.rows)
+
+
+@pytest.mark.parametrize(
+    "text", ["a=shard(0, 0:1)", "a=shard(0, 3)", "a=shard(0, )", "a=shard(0,x)"]
+)
+def test_parts_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="what the parts are"):
+        parse_placement(text)
+    assert str(parse_placement("a=shard(-1, 4:1:1)")) == "a=shard(-1, 4:1:1)"

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.alignment.calls import Call, main_tensor
+from driftline.alignment.sides import Gathered, Replicas, SeenRun, origins_of
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.record import Record
@@ -56,8 +57,8 @@ class Interleaving:
         if self._tries[about] > _TRIES:
             return None
         here, there = self._runs if members_are_ours else self._runs[::-1]
-        whole = _rows(there, main_tensor(fused.records, "output"))
-        parts = [_rows(here, main_tensor(member.records, "output")) for member in members]
+        whole = rows_of(there, main_tensor(fused.records, "output"))
+        parts = [rows_of(here, main_tensor(member.records, "output")) for member in members]
         if whole is None or any(part is None for part in parts):
             return None
         found = _cut(whole, [part for part in parts if part is not None])
@@ -66,9 +67,13 @@ class Interleaving:
         self._known[about] = found or None
         if found:
             where = f"of {holder}" if holder else f"of '{fused.site}'"
+            output = main_tensor(fused.records, "output")
+            origin = None if output is None else origins_of(there).get(output.key)
+            ranks = len(origin.recipe.records) if isinstance(origin, Gathered) else 0
+            what = "rank" if ranks == found else "head"
             self._notes.append(
-                f"the fused q, k and v {where} lie head by head ({found} heads): so cut all three "
-                "agree, one after the other none does"
+                f"the fused q, k and v {where} lie {what} by {what} ({found} {what}s): so cut all "
+                "three agree, one after the other none does"
             )
         return self._known[about]
 
@@ -80,7 +85,9 @@ def _cut(whole: F64, parts: Sequence[F64]) -> int | None:
     if not rows or whole.shape[-1] != 3 * size or any(p.shape[-1] != size for p in parts):
         return None
     whole, parts = whole[:rows], [part[:rows] for part in parts]
-    plain = [_off(whole[:, at * size : (at + 1) * size], part) for at, part in enumerate(parts)]
+    plain = [
+        share_off(whole[:, at * size : (at + 1) * size], part) for at, part in enumerate(parts)
+    ]
     if max(plain) < _AGREE:
         return 0
     if min(plain) < _APART:
@@ -90,28 +97,48 @@ def _cut(whole: F64, parts: Sequence[F64]) -> int | None:
         if heads > 1 and size % heads == 0:
             split = whole.reshape(rows, heads, 3, size // heads)
             if all(
-                _off(split[:, :, at].reshape(rows, size), part) < _AGREE
+                share_off(split[:, :, at].reshape(rows, size), part) < _AGREE
                 for at, part in enumerate(parts)
             ):
                 fitting.append(heads)
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _off(ours: F64, theirs: F64) -> float:
+def share_off(ours: F64, theirs: F64) -> float:
+    """How far off one matrix is, as a share of the other."""
     scale = float(np.linalg.norm(theirs))
     return float(np.linalg.norm(ours - theirs)) / scale if scale else math.inf
 
 
-def _rows(run: Run, record: Record | None) -> F64 | None:
-    """The first rows of a tensor as numbers."""
-    if record is None or record.kept != "full" or len(record.shape) < 2:
+def rows_of(run: Run, record: Record | None) -> F64 | None:
+    """The first rows of a tensor as numbers; of one that is joined from ranks, theirs."""
+    if record is None:
+        return None
+    origin = origins_of(run).get(record.key)
+    if isinstance(origin, Gathered):
+        step = origin.recipe.steps[0]
+        parts = [_stored(run, part) for part in origin.recipe.records]
+        if len(origin.recipe.steps) > 1 or any(part is None for part in parts):
+            return None
+        known = [part for part in parts if part is not None]
+        if step.kind != "concat" or step.axis != len(record.shape) - 1:
+            return None
+        return np.concatenate([part[: min(map(len, known))] for part in known], axis=1)
+    if isinstance(origin, Replicas):
+        return _stored(run, origin.records[0])
+    return _stored(run, origin if isinstance(origin, Record) else record)
+
+
+def _stored(run: Run, record: Record) -> F64 | None:
+    if record.kept != "full" or len(record.shape) < 2:
         return None
     width = record.shape[-1]
     dtype = DTYPES.get(record.dtype)
     if dtype is None or not dtype.is_floating or dtype.bits < 16 or not 0 < width <= _LARGEST:
         return None
+    whole = run.whole if isinstance(run, SeenRun) else run
     try:
-        raw: Any = run.raw(record).reshape(-1, width)[: _LARGEST // width]
+        raw: Any = whole.raw(record).reshape(-1, width)[: _LARGEST // width]
         numbers = to_float64(np.ascontiguousarray(raw).reshape(-1), dtype)
         return numbers.astype(np.float64, copy=False).reshape(-1, width)
     except (DriftlineError, OSError, ValueError):

@@ -2,6 +2,7 @@
 
     mlp.up=shard(1)          site (glob), every port of it (partial: its outputs)
     mlp.up/param=shard(0)    one port; `mlp.up/param/weight=shard(0)` one slot
+    attn.qkv=shard(-1, 4:1:1)   each rank has its piece of three parts of these shares
     *.down/output=partial(sum)
 
 Reads no value: a replica that differs is found because each replica is compared.
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from driftline.alignment.recipe import joined
+from driftline.alignment.recipe import Step, joined
+from driftline.alignment.shard_parts import is_called_fused, parts_by_values, positions
 from driftline.alignment.sides import Apart, Gathered, Origin, Replicas, SeenRun
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.key import TensorKey
@@ -31,6 +33,7 @@ class Placement(NamedTuple):
     pattern: str
     kind: Kind
     axis: int = 0
+    parts: tuple[int, ...] = ()
 
     def covers(self, key: TensorKey) -> bool:
         """Whether it speaks of this tensor: by site, by site/port, or by site/port/slot."""
@@ -43,7 +46,8 @@ class Placement(NamedTuple):
         return any(fnmatch.fnmatchcase(name, self.pattern) for name in names)
 
     def __str__(self) -> str:
-        inside = {"shard": f"({self.axis})", "partial": "(sum)"}.get(self.kind, "")
+        parts = f", {':'.join(map(str, self.parts))}" if self.parts else ""
+        inside = {"shard": f"({self.axis}{parts})", "partial": "(sum)"}.get(self.kind, "")
         return f"{self.pattern}={self.kind}{inside}"
 
 
@@ -51,7 +55,7 @@ def parse_placement(text: str) -> Placement:
     """A rule as it is written on the command line.
 
     >>> parse_placement("attn.*=shard(1)")
-    Placement(pattern='attn.*', kind='shard', axis=1)
+    Placement(pattern='attn.*', kind='shard', axis=1, parts=())
 
     Raises:
         BadInput: It is none.
@@ -63,9 +67,16 @@ def parse_placement(text: str) -> Placement:
         raise BadInput(f"'{text}' is no placement", hint=hint)
     kind, inside = found.group(1), found.group(2)
     if kind == "shard":
-        if inside is None or not re.fullmatch(r"-?\d{1,2}", inside):
+        said_axis, comma, parts = (inside or "").partition(",")
+        if not re.fullmatch(r"-?\d{1,2}\s*", said_axis):
             raise BadInput(f"'{text}' does not say along which axis", hint="such as shard(1)")
-        return Placement(pattern.strip(), "shard", int(inside))
+        if comma and not re.fullmatch(r"\s*[1-9]\d{0,5}(:[1-9]\d{0,5}){1,63}\s*", parts):
+            raise BadInput(
+                f"'{text}' does not say what the parts are",
+                hint="their shares, such as shard(-1, 1:1:1), or 4:1:1 where keys are shared",
+            )
+        shares = tuple(int(share) for share in parts.split(":")) if comma else ()
+        return Placement(pattern.strip(), "shard", int(said_axis), shares)
     if kind == "partial":
         if inside not in (None, "", "sum"):
             raise BadInput(f"'{text}': partial results can only be summed", hint="partial(sum)")
@@ -108,10 +119,12 @@ def gather_ranks(
     ranks = len(ranks_of(run))
     shapes = {record.key: record.shape for record in other.records}
     known = {(record.key.port, record.shape) for record in other.records}
+    guessed = _Fused(run, other, groups, rules)
     for key, parts in groups.items():
         rule = next((rule for rule in reversed(rules) if rule.covers(parts[0].key)), None)
         if rule is not None:
             used.add(rule)
+            rule = guessed.better(key, parts, rule)
         origin, shape = _origin(parts, rule, ranks)
         if isinstance(origin, Gathered) and origin.replicas:
             each, port = parts[0].shape, key.port
@@ -131,7 +144,54 @@ def gather_ranks(
             )
     records.sort(key=lambda record: record.order)
     said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    return SeenRun(run, records, origins), [f"{ranks} ranks of '{run.name}' as one: {said}"]
+    notes = [f"{ranks} ranks of '{run.name}' as one: {said}", *guessed.notes]
+    return SeenRun(run, records, origins), notes
+
+
+class _Fused:
+    """Sites whose shards are pieces of several parts each, though no rule says so."""
+
+    def __init__(
+        self,
+        run: Run,
+        other: Run,
+        groups: Mapping[TensorKey, list[Record]],
+        rules: Sequence[Placement],
+    ) -> None:
+        self.notes: list[str] = []
+        self._parts: dict[str, tuple[int, ...]] = {}
+        whole = {(r.key.step, r.key.site, r.key.visit, r.key.port, r.key.slot): r
+                 for r in other.records}  # fmt: skip
+        for key, shards in groups.items():
+            if key.port != "output" or key.site in self._parts or not is_called_fused(key.site):
+                continue
+            rule = next((rule for rule in reversed(rules) if rule.covers(shards[0].key)), None)
+            record = whole.get((key.step, key.site, key.visit, key.port, key.slot))
+            last = len(shards[0].shape) - 1
+            if rule is None or rule.kind != "shard" or rule.parts or record is None:
+                continue
+            if last < 0 or rule.axis not in (-1, last):
+                continue
+            self._parts[key.site] = parts_by_values(run, shards, other, record)
+        found = {site: parts for site, parts in self._parts.items() if parts}
+        if found:
+            site, parts = next(iter(found.items()))
+            shown = ":".join(map(str, parts))
+            others = f" (and of {len(found) - 1} more sites)" if len(found) > 1 else ""
+            self.notes.append(
+                f"each rank holds its piece of {len(parts)} parts of '{site}'{others}: so joined "
+                "it agrees, rank after rank it does not; "
+                f"--placement 'SITE=shard(-1, {shown})' says it"
+            )
+
+    def better(self, key: TensorKey, shards: Sequence[Record], rule: Placement) -> Placement:
+        """The rule, with the parts of the site."""
+        parts = self._parts.get(key.site)
+        if not parts or rule.kind != "shard" or rule.parts:
+            return rule
+        axis = rule.axis % len(shards[0].shape) if shards[0].shape else 0
+        is_input = key.port == "input" or (key.port == "param" and axis and "weight" in key.slot)
+        return rule if is_input else rule._replace(parts=parts)
 
 
 def _origin(
@@ -157,7 +217,14 @@ def _origin(
             return Apart(tuple(parts), why), first.shape
         whole = sum(part.shape[axis] for part in parts)
         shape = (*first.shape[:axis], whole, *first.shape[axis + 1 :])
-        return Gathered(joined(parts, "concat", axis, shape), len(shapes) == 1), shape
+        recipe = joined(parts, "concat", axis, shape)
+        if rule.parts:
+            places = positions([part.shape[axis] for part in parts], rule.parts)
+            if places is None:
+                why = f"declared {rule}, but the ranks' shapes have no such parts: {_all(parts)}"
+                return Apart(tuple(parts), why), first.shape
+            recipe = recipe.then(Step("select", axis, numbers=places), shape=shape)
+        return Gathered(recipe, len(shapes) == 1), shape
     if len(shapes) != 1:
         said = f"declared {rule}" if rule else "no --placement says how it lies over the ranks"
         return Apart(tuple(parts), f"{said}, and the ranks' shapes differ: {_all(parts)}"), (
