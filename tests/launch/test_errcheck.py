@@ -1,0 +1,291 @@
+"""`driftline errcheck` on real programs: what is found, said and left, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from driftline import open_run
+from driftline.adapters.findings import Finding, read_findings
+from driftline.cli.main import main
+
+LLAMA = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=5, vocab_size=50,
+                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+model = LlamaForCausalLM(config).eval().half()
+if "plant" in sys.argv:
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.mul_(20000)
+        model.model.layers[3].mlp.down_proj.weight.fill_(60000)
+with torch.no_grad():
+    out = model(torch.arange(12).view(1, 12), use_cache=False)
+print("finite", bool(out.logits.isfinite().all()))
+"""
+BAD = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+    def forward(self, x):
+        h = self.first(x) - 100
+        h = torch.log(h)
+        return self.last(h)
+torch.manual_seed(0)
+net = Net()
+"""
+
+
+@dataclass(frozen=True)
+class Checked:
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def found(self) -> list[Finding]:
+        return [f for one in sorted(self.folder.glob("errcheck_*")) for f in read_findings(one)]
+
+    @property
+    def left(self) -> list[str]:
+        return sorted(p.name for p in self.folder.iterdir()) if self.folder.exists() else []
+
+
+@pytest.fixture
+def errcheck(workshop: Path, capfd: pytest.CaptureFixture[str]):
+    """Check a program text: `errcheck("--exit", text=..., words=[...])`, or any `argv`."""
+
+    def errcheck(*options: str, text: str = "", words=(), argv=()) -> Checked:
+        if text:
+            (workshop / "prog.py").write_text(text)
+        command = list(argv) or [sys.executable, "prog.py", *words]
+        capfd.readouterr()
+        code = main(["errcheck", *options, "-o", "found", "--", *command])
+        out, err = capfd.readouterr()
+        return Checked(code, out, err, workshop / "found")
+
+    return errcheck
+
+
+def test_an_overflow_planted_in_a_layer_of_a_llama_is_named_with_module_and_line(errcheck) -> None:
+    done = errcheck(text=LLAMA, words=["plant"])
+    assert done.code == 1
+    (found,) = done.found
+    assert found.module == "model.layers.3.mlp.down_proj" and "inf" in found.types
+    assert (found.step, found.rank, found.phase) == (0, 0, "forward")
+    assert "modeling_llama.py" in found.line and "down_proj" in found.code
+    assert any("prog.py" in line for line in found.stack)
+    assert found.sentence() in done.out
+    assert "only handed on" in done.err and "finite False" in done.out
+    (text,) = done.folder.glob("ait_overflow_res_*.txt")
+    assert text.read_text() == f"Overflow detected! Operator name: {found.site}\n"
+
+
+def test_a_clean_llama_is_exit_0_and_leaves_no_file(errcheck) -> None:
+    done = errcheck("--type", "all", text=LLAMA)
+    assert done.code == 0, done.out + done.err
+    assert done.left == [] and "nothing found" in done.err
+    assert "headroom" in done.err and "finite True" in done.out
+
+
+def test_the_inputs_of_a_finding_open_as_a_run(errcheck) -> None:
+    done = errcheck(text=BAD + "net(torch.ones(2, 4))\n")
+    (run,) = done.folder.glob("errcheck_*")
+    opened = open_run(run)
+    assert opened.get("(root)/aten.log", "input").numpy().shape == (2, 4)
+    assert opened.get("(root)/aten.log", "output").record.class_name == "aten.log.default"
+    assert f"driftline show {Path('found') / run.name}" in done.err
+
+
+def test_a_program_that_is_killed_right_after_has_lost_nothing(errcheck) -> None:
+    done = errcheck(
+        text=BAD + "import os, signal\nnet(torch.ones(2, 4))\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert done.code == 128 + signal.SIGKILL
+    (found,) = done.found
+    assert found.operator == "aten.log.default"
+    (run,) = done.folder.glob("errcheck_*")
+    assert open_run(run).get("(root)/aten.log", "input").numpy().shape == (2, 4)
+    assert found.sentence() in done.out
+
+
+def test_exit_stops_the_program_and_prints_the_finding_last(errcheck, workshop: Path) -> None:
+    (workshop / "prog.py").write_text(BAD + "net(torch.ones(2, 4))\nprint('went on')\n")
+    (workshop / "run.sh").write_text(f"{sys.executable} prog.py\necho next program\n")
+    done = errcheck("--exit", argv=["bash", "run.sh"])
+    assert done.code == 1
+    assert "went on" not in done.out and "next program" not in done.out
+    assert done.out.strip().endswith("\n".join(done.found[0].lines()))
+    assert "the program was stopped" in done.err
+
+
+def test_what_the_program_printed_before_the_stop_is_there(errcheck) -> None:
+    done = errcheck("--exit", text=BAD + "print('before')\nnet(torch.ones(2, 4))\n")
+    assert done.out.startswith("before\n")
+
+
+def test_two_ranks_are_told_apart(errcheck) -> None:
+    text = BAD + (
+        "import os, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "x = torch.ones(2, 4)\nif dist.get_rank() == 1: net(x)\n"
+        "dist.barrier()\ndist.destroy_process_group()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = errcheck(text=text, argv=[*torchrun, "--master-port", "29763", "prog.py"])
+    assert done.code == 1, done.err
+    (found,) = done.found
+    assert found.rank == 1
+
+
+def test_exit_stops_the_other_rank_too(errcheck) -> None:
+    text = BAD + (
+        "import time, os\nif os.environ['RANK'] == '1': net(torch.ones(2, 4))\n"
+        "torch.ones(1) + 1\ntime.sleep(60)\nprint('slept')\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = errcheck("--exit", text=text, argv=[*torchrun, "--master-port", "29764", "prog.py"])
+    assert done.code == 1 and "slept" not in done.out
+    assert done.found[0].rank == 1
+
+
+def test_a_subprocess_is_watched_too(errcheck, workshop: Path) -> None:
+    (workshop / "child.py").write_text(BAD + "net(torch.ones(2, 4))\n")
+    done = errcheck(
+        text=f"import subprocess, sys\nsubprocess.run([{sys.executable!r}, 'child.py'])"
+    )
+    assert done.code == 1 and len(done.found) == 1
+
+
+def test_forked_children_write_files_of_their_own(errcheck) -> None:
+    text = BAD + (
+        "import os\nx = torch.ones(2, 4)\nnet(x)\nfor _ in range(2):\n"
+        "    if os.fork() == 0:\n        net(x); os._exit(0)\n"
+        "for _ in range(2): os.wait()\n"
+    )
+    done = errcheck(text=text)
+    assert len(done.found) == 3 and len({f.pid for f in done.found}) == 3
+    assert {f.number for f in done.found} == {1}
+
+
+def test_the_programs_own_failure_wins_over_a_finding(errcheck) -> None:
+    done = errcheck(text=BAD + "net(torch.ones(2, 4))\nraise SystemExit(7)\n")
+    assert done.code == 7 and len(done.found) == 1
+    assert "ended with status 7" in done.err and done.found[0].sentence() in done.out
+
+
+def test_a_program_that_never_calls_torch_is_exit_2_with_the_reason(errcheck) -> None:
+    done = errcheck(text="print('hello')\n")
+    assert done.code == 2 and "nothing was watched" in done.err and "captured" not in done.err
+    assert done.left == []
+    done = errcheck(text="import torch\n")
+    assert done.code == 2 and "no operator ran" in done.err
+    done = errcheck("--level", "module", text="import torch\ntorch.ones(2) + 1\n")
+    assert done.code == 2 and "no module was called" in done.err
+    done = errcheck(argv=["true"])
+    assert done.code == 2 and "no Python process" in done.err
+
+
+def test_a_training_loop_names_step_and_phase(errcheck) -> None:
+    text = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    loss = net(torch.ones(2, 4)).sum()
+    if step == 2:
+        loss = loss * 0 + (loss - loss).sqrt() * 0
+    loss.backward()
+    optimizer.step()
+"""
+    done = errcheck(text=text)
+    (found,) = done.found
+    assert (found.step, found.phase, found.types) == (2, "backward", ("nan",))
+    assert "(loss - loss).sqrt()" in found.forward_line and "loss.backward()" in found.code
+
+
+def test_module_level_is_as_exact_as_a_module(errcheck) -> None:
+    done = errcheck("--level", "module", text=LLAMA, words=["plant"])
+    (found,) = done.found
+    assert done.code == 1 and found.site == "model.layers.3.mlp.down_proj"
+    assert "modules in 1 process" in done.err
+
+
+def test_allow_silences_a_site(errcheck) -> None:
+    text = BAD + "net(torch.ones(2, 4))\n"
+    assert errcheck("--allow", "aten.log", text=text).code == 0
+    assert errcheck("--allow", "(root)/aten.l*", text=text).code == 0
+    assert errcheck("--allow", "aten.exp", text=text).code == 1
+
+
+def test_headroom_is_written_as_a_table_when_asked(errcheck, workshop: Path) -> None:
+    done = errcheck("--type", "saturation", "--headroom", "room.csv", text=LLAMA)
+    assert done.code == 0
+    rows = (workshop / "room.csv").read_text().splitlines()
+    assert rows[0] == "site,dtype,largest_magnitude,headroom_bits" and len(rows) > 30
+    bits = [float(row.split(",")[-1]) for row in rows[1:] if row.split(",")[-1]]
+    assert bits == sorted(bits) and 0 < bits[0] < 16
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--type", "overflw"], "overflw"),
+        (["--level", "kernel"], "kernel"),
+        (["--max-bytes", "many"], "many"),
+        (["--headroom", "nowhere/x.csv"], "nowhere"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused_in_a_sentence(
+    errcheck, options: list[str], said: str
+) -> None:
+    done = errcheck(*options, text="print('ran')\n")
+    assert done.code == 2 and said in done.err and "Traceback" not in done.err
+    assert "ran" not in done.out
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused(workshop: Path, capfd) -> None:
+    (workshop / "file").write_text("")
+    code = main(["errcheck", "-o", "file", "--", sys.executable, "-c", "print('ran')"])
+    out, err = capfd.readouterr()
+    assert code == 2 and "no folder" in err and "ran" not in out
+
+
+def test_no_program_and_an_unknown_one_are_refused(workshop: Path, capfd) -> None:
+    assert main(["errcheck"]) == 2
+    assert "driftline errcheck --exec" in capfd.readouterr().err
+    assert main(["errcheck", "--", "no-such-program-here"]) == 2
+    assert "command not found" in capfd.readouterr().err
+
+
+def test_a_findings_line_is_plain_json_for_other_tools(errcheck) -> None:
+    done = errcheck(text=BAD + "net(torch.ones(2, 4))\n")
+    (path,) = done.folder.glob("errcheck_*/findings-*.jsonl")
+    line = json.loads(path.read_text())
+    assert line["operator"] == "aten.log.default" and line["outputs"][0]["nan"] == 8
+    assert line["inputs"][0]["dtype"] == "float32" and line["pid"] != os.getpid()
+
+
+def test_what_a_program_computes_is_bitwise_what_it_is_without(workshop: Path, errcheck) -> None:
+    text = LLAMA + "import hashlib\nprint(hashlib.md5(out.logits.numpy().tobytes()).hexdigest())\n"
+    (workshop / "prog.py").write_text(text)
+    plain = subprocess.run(
+        [sys.executable, "prog.py"], capture_output=True, text=True, check=True
+    ).stdout
+    assert errcheck("--type", "all", text=text).out == plain
