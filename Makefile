@@ -9,12 +9,13 @@ DEV_PACKAGES := pytest hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxh
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]') compat/pyproject.toml
 
-.PHONY: help install demo test test-all lint bench clean
+.PHONY: help install demo test test-all lint bench bench-faults clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same and the long sets: fuzzing, big models, 50 kills"
 	@echo "make bench     print every speed figure against its goal"
+	@echo "make bench-faults   plant faults, print how many are found, where, and how they are called"
 	@echo "make clean     remove what the above made"
 
 # torch comes first and by plain pip: with the pin satisfied nothing later pulls another build.
@@ -51,6 +52,9 @@ test-all: lint
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+bench-faults: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults
 
 clean:
 	rm -rf $(VENV) .bench-venv build demo-output bench-output

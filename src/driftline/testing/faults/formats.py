@@ -10,13 +10,14 @@ a noise floor is made of.
 from __future__ import annotations
 
 import copy
-import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from driftline.testing.faults.planting import sites_of
 
 FORMATS = ("fp32", "bf16", "fp16", "int8", "compiled")
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +34,8 @@ def in_format(
             if type(module).__name__ in ("Linear", "Conv1D") and "forward" not in vars(module):
                 _dynamic_int8(module)
     elif name == "compiled":
-        model = typing.cast(nn.Module, torch.compile(model))
+        for block in sites_of(model, "block"):  # blocks, not the whole: what is inside is not seen
+            model.get_submodule(block).compile()
     elif name != "fp32":
         raise ValueError(f"no format is called {name}")
     return model, inputs
