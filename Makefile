@@ -15,7 +15,7 @@ help:
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same and the long sets: fuzzing, big models, 50 kills"
 	@echo "make bench     print every speed figure against its goal"
-	@echo "make bench-faults   plant faults, print how many are found, where, and how they are called"
+	@echo "make bench-faults  plant faults, print how many are found, where, and how they are called"
 	@echo "make clean     remove what the above made"
 
 # torch comes first and by plain pip: with the pin satisfied nothing later pulls another build.

@@ -1,4 +1,4 @@
-"""The faults that the yardstick plants: they are there, they are where they say, they can be found."""
+"""The faults that the yardstick plants: they are where they say, and they can be found."""
 
 from __future__ import annotations
 
