@@ -288,8 +288,8 @@ def test_kernels_and_graphs_are_counted_not_checked_twice(
     found = check(capsys, "-i", tmp_path, code=0)
     assert found["coverage"]["operators"] == 2
     said = " ".join(found["remarks"])
-    assert "1 graphs are checked by the operators inside (Decoder_layer)" in said
-    assert "1 kernels are checked as part of their operators" in said
+    assert "1 graph is checked by the operators inside (Decoder_layer)" in said
+    assert "1 kernel is checked as part of the operator around" in said
 
 
 def test_the_planted_error_of_the_golden_dump_is_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,9 @@ def opcheck(
         )
     if not input.exists():
         raise BadInput(f"there is no {input}", hint="-i takes the folder of a dump or a run")
+    for folder, option in ((output, "-o"), (repro, "--repro")):
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise BadInput(f"{option} takes a folder, and {folder} is a file")
     from driftline.cli.progress import on_terminal
     from driftline.operators.sources import Ask, open_source
 

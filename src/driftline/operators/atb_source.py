@@ -79,12 +79,13 @@ class AtbSource:
         remarks: list[str] = []
         if self._graphs:
             kinds = ", ".join(sorted(self._graphs))
-            remarks.append(
-                f"{sum(self._graphs.values())} graphs are checked by the operators inside ({kinds})"
-            )
+            count = sum(self._graphs.values())
+            are = "1 graph is" if count == 1 else f"{count} graphs are"
+            remarks.append(f"{are} checked by the operators inside ({kinds})")
         if self._inner:
             count = sum(self._inner.values())
-            remarks.append(f"{count} kernels are checked as part of their operators")
+            are = "1 kernel is" if count == 1 else f"{count} kernels are"
+            remarks.append(f"{are} checked as part of the operator around")
         if not found:
             raise BadInput(
                 f"{self.path} holds no operator's tensors",

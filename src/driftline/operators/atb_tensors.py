@@ -198,7 +198,8 @@ class Tensors:
         if lost := self._run.lost(record):
             raise Missing(f"{what} cannot be read: {lost}")
         if record.kept != "full":
-            raise Missing(f"of {what} only the {_KEPT.get(record.kept, 'description')} was dumped")
+            kept = _KEPT.get(record.kept, "the description was")
+            raise Missing(f"of {what} only {kept} dumped")
         raw = np.asarray(self._run.raw(record))
         tensor = tensor_of(raw, record.dtype, record.shape)
         tiled = any(
@@ -236,7 +237,7 @@ class Tensors:
         return ""
 
 
-_KEPT = {"summary": "statistics", "describe": "description", "digest": "digest"}
+_KEPT = {"summary": "statistics were", "describe": "the description was"}
 
 
 def _files(folder: OperationFolder, key: TensorKey) -> Iterator[Any]:

@@ -96,17 +96,32 @@ def view(report: Report, *, everything: bool = False) -> View:
         headings = (Heading("operators"), Heading("reason", stretch=True))
         left = len(lines) - len(shown)
         blocks.append(Grid(title, headings, tuple(shown), left, "--all shows every reason"))
-    used = sorted({row.figures.bound_name for row in report.rows if row.figures.bound_name})
-    if used:
-        grown = [name for name in used if ", K=" in name]
-        plain = ", ".join(name for name in used if name not in grown)
-        more = f"; grown with the length of a sum for {', '.join(grown)}" if grown else ""
-        blocks.append(Sentence(f"bounds: {plain}{more}", "quiet"))
+    if used := _bounds(report.rows):
+        blocks.append(Sentence(f"bounds: {used}", "quiet"))
     if cover.filtered:
         left_out = counted(cover.filtered, "operator")
         blocks.append(Sentence(f"{left_out} left out by -ids and -opname", "quiet"))
     blocks += [Sentence(text, "quiet") for text in report.remarks]
     return View(tuple(blocks))
+
+
+def _bounds(rows: Sequence[OutputRow]) -> str:
+    """Which bounds decided, and for which lengths of sums one had to grow."""
+    plain: dict[str, str] = {}
+    grown: dict[str, set[int]] = {}
+    for row in rows:
+        name, _, terms = row.figures.bound_name.partition(", K=")
+        if not name:
+            continue
+        plain[name] = allowed(row.dtype, exact=name == "exact").words
+        if terms:
+            grown.setdefault(name, set()).add(int(terms))
+    parts = [plain[name] for name in sorted(plain)]
+    for name, lengths in sorted(grown.items()):
+        low, high = min(lengths), max(lengths)
+        span = str(low) if low == high else f"{low} to {high}"
+        parts.append(f"{name} grown for sums of {span} terms")
+    return ", ".join(parts)
 
 
 def _grid(report: Report, rows: Sequence[OutputRow], *, everything: bool) -> Grid:
