@@ -17,8 +17,8 @@ rounded to it and a second rounding inside an operator is no fault. Shares are m
 element below the smallest normal number of its format may be off by one subnormal step.
 
 A result of a reduction over K terms has a second, growing bound: rounding errors of a sum of K
-terms of random sign grow like sqrt(K) times the size of the terms, so such an element may be off by
-`sqrt(K) * unit roundoff * scale` beyond the first bound, where `scale` is the root of the sum of the
+terms of random sign grow like sqrt(K) times the size of the terms, so an element may be off by
+`sqrt(K) * unit roundoff * scale` beyond the first bound; `scale` is the root of the sum of the
 squared terms (the size that the sum of terms of random sign would have). The plain bound is tried
 first; `name` says which one decided. Functions that add a few terms (gelu, layer norm, rotary
 embedding) have a small K: there digits are lost where the terms cancel.

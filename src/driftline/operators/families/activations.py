@@ -32,7 +32,7 @@ def activation(call: Call) -> list[Result]:
     if kind == _GELU:
         exact = call.whole("geluMode", 0) == _EXACT_GELU
         # 1 + erf(...) and 1 + tanh(...) lose digits for negative x, and both add a few roundings.
-        # In float32 erf itself is off by a few units in common libraries; below, that is rounded off.
+        # In float32 erf itself is off by a few units in common libraries.
         size = np.abs(values) * (2.0 if dtype == "float32" else 1.0)
         return [Result(gelu(values) if exact else gelu_tanh(values), dtype, 4, size)]
     if kind == _FAST_GELU:
