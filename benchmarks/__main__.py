@@ -23,6 +23,7 @@ SUITES = (
     "files",
     "compare",
     "capture",
+    "errcheck",
     "npy_tree",
     "foreign",
     "alignment",
