@@ -81,6 +81,13 @@ def test_a_module_tree_alone_is_a_success(dump, workshop):
     assert len(dumped.run) == 0
 
 
+@pytest.mark.parametrize("steps", ["1", "2", "3"])
+def test_a_module_tree_speaks_of_no_steps_however_many_ran(dump, steps):
+    dumped = dump("--type", "model,layer", run=["infer.py", steps])
+    assert dumped.code == 0, dumped.err
+    assert "module tree of 1 process" in dumped.err and "selected" not in dumped.err
+
+
 def test_the_seeds_layout_is_written_on_request(dump, workshop):
     dumped = dump("--layout", "ait", "-er", "0,1", run=["infer.py", "2"])
     assert dumped.code == 0, dumped.err

@@ -35,6 +35,7 @@ def test_a_killed_program_gives_128_plus_the_signal_and_a_readable_run(dump, wor
     die = "os.kill(os.getpid(), signal.SIGTERM)\n"
     dumped = dump(run=["-c", "from model import run\nrun()\n" + UNTIL_WRITTEN + die])
     assert dumped.code == 128 + signal.SIGTERM
+    assert "the program was ended by signal 15 (SIGTERM)" in dumped.err
     assert len(dumped.run) and not dumped.run.sealed
     assert dumped.run.get(site="last", port="output").numpy().shape == (2, 2)
 

@@ -148,7 +148,7 @@ def read(
         if not _looks_like_an_option(word):
             if listing is not None:
                 option, argument = listing
-                options[argument.field].append(_value(name, option, argument, word))
+                options[argument.field] += _values(name, option, argument, word)
             elif COMMANDS[name].takes_program:
                 raise BadInput(
                     f"'{word}' is no option of `driftline {name}`",
@@ -171,11 +171,10 @@ def read(
             if not ahead or not _may_be_a_value(ahead[-1]):
                 raise BadInput(f"{option} needs a value", hint=_help(name))
             text = ahead.pop()
-        value = _value(name, option, argument, text)
         if argument.many:
-            options.setdefault(argument.field, []).append(value)
+            options.setdefault(argument.field, []).extend(_values(name, option, argument, text))
         else:
-            options[argument.field] = value
+            options[argument.field] = _value(name, option, argument, text)
     return _by_place(name, [a for a in arguments if not a.names], bare), options
 
 
@@ -192,6 +191,12 @@ def _by_place(name: str, arguments: Sequence[Argument], words: Sequence[str]) ->
             f"`driftline {name}` does not know what to do with '{extra}'", hint=_help(name)
         )
     return values
+
+
+def _values(name: str, called: str, argument: Argument, word: str) -> list[Any]:
+    """The values of an option that may be repeated; a choice of words may be a comma list."""
+    words = word.split(",") if argument.choices else [word]
+    return [_value(name, called, argument, one) for one in words]
 
 
 def _value(name: str, called: str, argument: Argument, word: str) -> Any:
