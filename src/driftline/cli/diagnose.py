@@ -39,9 +39,9 @@ def diagnose(
         driftline diagnose ref cand --replay replay --noise noise
 
     Works with what it is given: two runs, trusted runs in the candidate's number format
-    (`driftline noise`), the reference's modules on the candidate's inputs (`driftline replay`). Also
-    takes a folder that `driftline compare -o` wrote. Exit code 1 if a site introduces error, 2 if
-    nothing could be judged.
+    (`driftline noise`), the reference's modules on the candidate's inputs (`driftline replay`).
+    Also takes a folder that `driftline compare -o` wrote. Exit code 1 if a site introduces error,
+    2 if nothing could be judged.
 
     Args:
         reference: What is right: a run or a dump of another program; or a comparison, alone.

@@ -174,7 +174,7 @@ def _alike(rr: F64) -> npt.NDArray[np.intp] | None:
 def _clustered(residuals: F64, groups: npt.NDArray[np.intp] | None) -> float:
     """Standard deviation of a sum over clusters, from what each cluster is off by."""
     if groups is not None:
-        residuals = np.bincount(groups, weights=residuals)
+        residuals = np.asarray(np.bincount(groups, weights=residuals), dtype=np.float64)
     count = len(residuals)
     if count < 2:
         return math.inf

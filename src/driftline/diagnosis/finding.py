@@ -88,8 +88,8 @@ class Diagnosis:
     """Where two runs begin to disagree, and why.
 
     Attributes:
-        verdict: pass: no site errs beyond noise. fail: one does, or the result is off. incomparable:
-            nothing could be judged.
+        verdict: pass: no site errs beyond noise. fail: one does. incomparable: nothing could be
+            judged.
         sentences: The finding: where, what kind, how much of the final error it explains.
         sites: Every site, in order of execution.
         first_site: The first site that introduces error beyond noise; empty when there is none.
@@ -115,7 +115,7 @@ class Diagnosis:
     false_alarm_rate: float | None = None
     explains: float | None = None
     evidence: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
-    coverage: Coverage = Coverage()
+    coverage: Coverage = field(default_factory=Coverage)
     needs: tuple[str, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -145,7 +146,7 @@ def jump_along_depth(sites: Mapping[Place, Site]) -> Jump | None:
         logs = [math.log(max(site.error, 1e-12)) for site in chain if math.isfinite(site.error)]
         if len(logs) != len(chain):
             continue
-        steps = [b - a for a, b in zip(logs, logs[1:], strict=False)]
+        steps = [b - a for a, b in pairwise(logs)]
         middle = median(steps)
         at = max(range(len(steps)), key=steps.__getitem__)
         strength = steps[at] - middle

@@ -16,7 +16,8 @@ from driftline.alignment.plan import Plan
 from driftline.diagnosis.artefacts import Replay
 from driftline.diagnosis.calls import Place, Site, contains
 from driftline.diagnosis.causes.case import F64, Case, Flags
-from driftline.diagnosis.causes.catalogue import Clue, best_clue
+from driftline.diagnosis.causes.catalogue import RULES_FOR_INPUTS, Clue, best_clue
+from driftline.diagnosis.causes.linear import what_it_saw
 from driftline.diagnosis.reading import index, read_whole
 from driftline.diagnosis.replayed import Judgement
 from driftline.diagnosis.statuses import Standing
@@ -83,6 +84,14 @@ def name_cause(
         if naming.cause != "unknown":
             return naming
         tried.append(naming)
+        seen = what_it_saw(case)
+        if seen is not None:
+            clue, found = best_clue(seen, RULES_FOR_INPUTS)
+            naming = _named(clue, found, picture)
+            if clue is not None:
+                return naming._replace(
+                    sentence=f"its result is that of another input, of which {naming.sentence}"
+                )
     if tried:
         return max(tried, key=lambda naming: naming.others[0][1] if naming.others else 0.0)
     return Naming("unknown", "the values at this site were not kept")
@@ -240,11 +249,12 @@ class _Desk:
         size = math.prod(record.shape)
         for other in self.runs.candidate.records:
             of = other.key
-            if of.port == "output" and other.order < record.order and contains(parent, of.site):
-                if of.step == record.key.step and math.prod(other.shape) == size:
-                    values = read_whole(self.runs.candidate, other)
-                    if values is not None:
-                        found[of.site] = values
+            earlier = of.step == record.key.step and other.order < record.order
+            same_size = math.prod(other.shape) == size
+            if of.port == "output" and earlier and same_size and contains(parent, of.site):
+                values = read_whole(self.runs.candidate, other)
+                if values is not None:
+                    found[of.site] = values
         names = list(found)[-4:]
         return {name: found[name] for name in names}
 

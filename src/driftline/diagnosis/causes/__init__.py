@@ -1,4 +1,4 @@
-"""Kinds of bugs, one family per file: each looks at the error of one site and says how well it fits.
+"""Kinds of bugs, one family per file: each looks at one site's error and says how well it fits.
 
 A rule sees arrays only; which site is guilty was decided before. `catalogue.py` lists them all.
 """

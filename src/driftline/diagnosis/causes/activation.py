@@ -52,23 +52,22 @@ def activation(case: Case) -> Clue | None:
     if np.count_nonzero(use) < 32:
         return None
     best: Clue | None = None
-    for name, x in _arguments(case, every):
-        clue = _fitted(case, name, x[use], r[use], c[use])
+    for x in _arguments(case, every):
+        clue = _fitted(case, x[use], r[use], c[use])
         if clue is not None and (best is None or clue.score > best.score):
             best = clue
     return best
 
 
-def _arguments(case: Case, every: int) -> Iterator[tuple[str, tuple[F64, ...] | F64]]:
+def _arguments(case: Case, every: int) -> Iterator[F64]:
     """What the function may have been applied to: an input of the same size."""
-    for name, x in case.inputs.items():
+    for x in case.inputs.values():
         if x.size == case.r.size:
-            yield name, x.reshape(-1)[::every]
+            yield x.reshape(-1)[::every]
 
 
-def _fitted(case: Case, name: str, x: F64, r: F64, c: F64) -> Clue | None:
+def _fitted(case: Case, x: F64, r: F64, c: F64) -> Clue | None:
     """The functions nearest to the two sides on one input."""
-    del name
     if not np.isfinite(x).all():
         return None
     size = float(np.sum(r * r))

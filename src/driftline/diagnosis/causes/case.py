@@ -19,6 +19,7 @@ F64: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 _TINY = 1e-300
+_LEFT = 3e-4
 
 
 @dataclass(frozen=True)
@@ -120,18 +121,32 @@ class Case:
             predicted: In the tensor's shape.
             where: Only these elements count.
         """
+        share, _ = self.explained_and_left(predicted, where)
+        return share
+
+    def explained_and_left(self, predicted: F64, where: Flags | None = None) -> tuple[float, float]:
+        """That share, and what is left over beyond noise, as a share of the error too.
+
+        A prediction that fits leaves noise. One that is fitted to the data must: taking most of
+        the error along is easy where the output itself is nearly constant.
+        """
         use = self.finite if where is None else self.finite & where
-        left = np.where(use, self.c - predicted, 0.0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            left = np.where(use, self.c - predicted, 0.0)
+            rest = float(np.sum(left * left))
         e = np.where(use, self.e, 0.0)
         energy = float(np.sum(e * e))
-        rest = float(np.sum(left * left))
         noise = self.noise**2 * float(np.sum(np.where(use, self.r, 0.0) ** 2))
-        if not math.isfinite(rest):
-            return 0.0
         beyond = energy - noise
-        if beyond <= 0.1 * energy:
-            return 0.0
-        return min(max((energy - rest) / beyond, 0.0), 1.0)
+        if not math.isfinite(rest) or beyond <= 0.1 * energy:
+            return 0.0, 1.0
+        share = min(max((energy - rest) / beyond, 0.0), 1.0)
+        return share, max(rest - 3.0 * noise, 0.0) / energy
+
+    def fitted(self, predicted: F64) -> float:
+        """The score of a prediction with free numbers in it: it may leave next to nothing."""
+        share, left = self.explained_and_left(predicted)
+        return share if left <= _LEFT else min(share, 0.75)
 
     @cached_property
     def tokens(self) -> int | None:

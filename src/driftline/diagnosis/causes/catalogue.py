@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from driftline.diagnosis.causes.activation import activation
 from driftline.diagnosis.causes.case import Case, Clue, Rule
 from driftline.diagnosis.causes.determinism import nondeterminism
@@ -45,21 +47,24 @@ RULES: tuple[Rule, ...] = (
     *(activation, mask, scale, offset, norm_precision, low_precision),
 )
 
+RULES_FOR_INPUTS: tuple[Rule, ...] = (stale, shift, transpose, permutation)
+"""Those that still hold for an input that was solved for: no zeros, grids or constants."""
+
 _CLEAR = 0.8
 _MARGIN = 0.08
 _FIRST = ("saturation", "nan", "nondeterminism", "missing-reduction")
 """Proven by something that no other rule looks at; they need no margin over the others."""
 
 
-def clues(case: Case) -> list[Clue]:
+def clues(case: Case, rules: Sequence[Rule] = RULES) -> list[Clue]:
     """What every rule says, best first."""
-    found = [clue for rule in RULES if (clue := rule(case)) is not None and clue.score > 0.0]
+    found = [clue for rule in rules if (clue := rule(case)) is not None and clue.score > 0.0]
     return sorted(found, key=lambda clue: -clue.score)
 
 
-def best_clue(case: Case) -> tuple[Clue | None, list[Clue]]:
+def best_clue(case: Case, rules: Sequence[Rule] = RULES) -> tuple[Clue | None, list[Clue]]:
     """The kind that fits clearly better than every other, None when none does; and all clues."""
-    found = clues(case)
+    found = clues(case, rules)
     for cause in _FIRST:
         for clue in found:
             if clue.cause == cause and clue.score >= 0.9:

@@ -20,12 +20,12 @@ def mask(case: Case) -> Clue | None:
     # Other families explain single tokens that are zero or copied; this one needs an attention, or
     # pads that fit.
     if case.pads is not None and case.pads.shape == off.shape and case.pads.any():
-        both = float(np.mean(off == case.pads))
+        both = _alike(off, case.pads)
         if both >= _AGREE:
             return Clue("mask", 0.95 * both, "the error sits on padding and nowhere else", "pads")
         if not np.any(off & case.pads) and np.any(off):
             pads_before = np.cumsum(case.pads, axis=1) > 0
-            if float(np.mean(off == (pads_before & ~case.pads))) >= _AGREE:
+            if _alike(off, pads_before & ~case.pads) >= _AGREE:
                 return Clue(
                     "mask", 0.9, "the error sits on the tokens that can see padding", "pads"
                 )
@@ -43,7 +43,7 @@ def affected(case: Case) -> Flags | None:
     size = np.sum(np.where(case.finite, case.r, 0.0) ** 2, axis=others)
     error = np.sum(case.e**2, axis=others)
     level = max(case.noise, case.unit / 4.0) ** 2
-    off: Flags = error > 9.0 * level * np.maximum(size, float(np.mean(size)) * 0.01)
+    off: Flags = error > 9.0 * level * np.maximum(size, 0.01 * float(size.sum()) / size.size)
     if off.all() or not off.any():
         return None
     return off
@@ -57,15 +57,20 @@ def _share_inside(case: Case, off: Flags) -> float:
     return float(np.sum(np.where(inside, case.e, 0.0) ** 2)) / max(case.energy, 1e-300)
 
 
+def _alike(a: Flags, b: Flags) -> float:
+    return float(np.count_nonzero(a == b)) / a.size
+
+
 def _by_position(off: Flags) -> Clue | None:
     length = off.shape[1]
     if length < 4:
         return None
-    at = np.arange(length)
-    starts = [(float(np.mean(off == (at >= start)[None])), start) for start in range(1, length)]
-    ends = [(float(np.mean(off == (at < end)[None])), end) for end in range(1, length)]
+    at = np.arange(length, dtype=np.intp)
+    starts = [(_alike(off, at >= start), start) for start in range(1, length)]
+    ends = [(_alike(off, at < end), end) for end in range(1, length)]
+    # From the second token on is no mask: the first sees itself alone, whatever is wrong.
     late, early = max(starts), max(ends)
-    if late[0] >= _AGREE and late[0] >= early[0]:
+    if late[0] >= _AGREE and late[0] >= early[0] and late[1] > 1:
         return Clue(
             "mask",
             0.9 * late[0],
@@ -73,7 +78,7 @@ def _by_position(off: Flags) -> Clue | None:
             "is wrong",
             "late",
         )
-    if early[0] >= _AGREE:
+    if early[0] >= _AGREE and early[0] > late[0]:
         last = length - early[1]
         which = "the last token" if last == 1 else f"the last {last} tokens"
         return Clue(

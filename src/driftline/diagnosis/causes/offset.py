@@ -1,6 +1,8 @@
-"""The same amount is added everywhere, or in each channel: a bias that is missing, doubled, wrong."""
+"""The same amount is added everywhere, or in each channel: a bias missing, doubled or wrong."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -15,11 +17,13 @@ def offset(case: Case) -> Clue | None:
     if len(rows) < 4:
         return None  # with so few tokens any error is one constant per channel
     b: F64 = rows.mean(axis=0)
-    share = case.explained(case.r + b)
+    share = case.fitted(case.r + b)
     # Means of few rows take some of any error with them.
     share = max(0.0, share - 1.0 / len(rows))
     if not np.any(b):
         return None
+    if _may_be_scaled(b, case.rows(np.where(case.finite, case.r, 0.0)).mean(axis=0)):
+        share = min(share, 0.75)
     bias = case.params.get("bias")
     detail, what = "", "one constant per channel is added to every token"
     if bias is not None and bias.shape == b.shape:
@@ -27,6 +31,14 @@ def offset(case: Case) -> Clue | None:
     elif float(np.std(b)) < 0.05 * abs(float(np.mean(b))):
         detail, what = "constant", f"the constant {float(np.mean(b)):.4g} is added everywhere"
     return Clue("offset", share, what, detail)
+
+
+def _may_be_scaled(b: F64, middle: F64) -> bool:
+    """Whether the constants are a small share of what every token has anyway: a scale, perhaps."""
+    size = float(middle @ middle)
+    both = float(b @ middle)
+    alike = abs(both) / max(math.sqrt(size * float(b @ b)), 1e-300)
+    return alike > 0.5 and abs(both) < 0.3 * size
 
 
 def _against(bias: F64, b: F64, otherwise: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,8 @@ import numpy.typing as npt
 from driftline.diagnosis.causes.case import F64, Case, Clue
 
 _WIDEST = 2048
-_ALIKE = 0.9
+_ALIKE = 0.2
+"""A column that found its place leaves no more than this share of its error."""
 Places = npt.NDArray[np.intp]
 
 
@@ -23,54 +25,58 @@ def permutation(case: Case) -> Clue | None:
 def _of_channels(case: Case) -> Clue | None:
     if case.r.ndim < 2 or case.ratio < 2.0:
         return None
-    r, c = case.rows(np.where(case.finite, case.r, 0.0)), case.rows(case.r + case.e)
+    shape = case.r.shape
+    r, e = case.rows(np.where(case.finite, case.r, 0.0)), case.rows(case.e)
     if len(r) < 4:
         return None
-    order = _matched(r, c)
-    if order is None:
+    order, rest = _matched(r, r + e, case.noise), ""
+    if order is not None:
+        score = case.explained(r[:, order].reshape(shape))
+    elif len(r) >= 16:
+        # Weights in another order and a bias that is not: only what varies between tokens moved.
+        r, e, rest = r - r.mean(axis=0), e - e.mean(axis=0), ", but for a constant each"
+        order = _matched(r, r + e, case.noise)
+        if order is None:
+            return None
+        varying = replace(case, r=r.reshape(shape), c=(r + e).reshape(shape), inputs={})
+        score = min(varying.explained(r[:, order].reshape(shape)), 0.97)
+    else:
         return None
-    share = case.explained(r[:, order].reshape(case.r.shape))
     block = _block(order)
     moved = int(np.count_nonzero(order != np.arange(len(order))))
     if block > 1:
-        what = f"blocks of {block} channels (heads) stand in another order"
+        what = f"blocks of {block} channels (heads) stand in another order{rest}"
     elif _is_interleaved(order):
         what = "channels are interleaved where they should be split in halves, or the reverse"
     else:
-        what = f"{moved} of {len(order)} channels stand in another order"
-    return Clue("permutation", share, what, "heads" if block > 1 else "channels")
+        what = f"{moved} of {len(order)} channels stand in another order{rest}"
+    return Clue("permutation", score, what, "heads" if block > 1 else "channels")
 
 
-def _matched(r: F64, c: F64) -> Places | None:
+def _matched(r: F64, c: F64, noise: float) -> Places | None:
     """Which column of r each column of c is; None when they are no rearrangement."""
     width = r.shape[1]
     energy = np.einsum("ij,ij->j", r, r)
     off = np.einsum("ij,ij->j", c - r, c - r)
-    moved = np.flatnonzero(off > 0.05 * np.maximum(energy, 1e-300))
+    moved = np.flatnonzero(off > 1e-4 * max(float(off.max()), 1e-300))
     if not 2 <= len(moved) <= _WIDEST:
         return None
-    ours, theirs = _unit(r[:, moved]), _unit(c[:, moved])
-    # Closeness of the values, not of their shape alone: a scaled column is another fault.
-    alike = ours.T @ theirs
-    sizes = np.sqrt(np.maximum(energy[moved], 1e-300))
-    own = np.linalg.norm(c[:, moved], axis=0)
-    with np.errstate(divide="ignore"):
-        alike -= np.abs(np.log(np.maximum(own, 1e-300)[None, :] / sizes[:, None])) * 0.5
+    ours, theirs = r[:, moved], c[:, moved]
+    # By distance: columns that hardly vary between tokens all point the same way.
+    apart = energy[moved][:, None] + np.einsum("ij,ij->j", theirs, theirs)[None, :]
+    apart -= 2.0 * (ours.T @ theirs)
     order = np.arange(width, dtype=np.intp)
     free = np.ones(len(moved), dtype=bool)
-    best = alike.max(axis=0)
-    for column in np.argsort(-best):
-        choices = np.where(free, alike[:, column], -math.inf)
-        at = int(np.argmax(choices))
-        if choices[at] < _ALIKE:
+    # Rounding moves every column a little; that much may be left of any of them.
+    enough = _ALIKE * off[moved] + 16.0 * noise**2 * np.maximum(energy[moved], energy.mean())
+    for column in np.argsort(apart.min(axis=0) / np.maximum(off[moved], 1e-300)):
+        choices = np.where(free, apart[:, column], math.inf)
+        at = int(np.argmin(choices))
+        if choices[at] > enough[column]:
             return None
         free[at] = False
         order[moved[column]] = moved[at]
     return order
-
-
-def _unit(columns: F64) -> F64:
-    return columns / np.maximum(np.linalg.norm(columns, axis=0), 1e-300)
 
 
 def _block(order: Places) -> int:
@@ -95,7 +101,7 @@ def _of_sequences(case: Case) -> Clue | None:
     if case.r.ndim < 3 or not 2 <= case.r.shape[0] <= 256 or case.ratio < 2.0:
         return None
     r = np.where(case.finite, case.r, 0.0).reshape(len(case.r), -1)
-    order = _matched(r.T, (r + case.e.reshape(len(case.r), -1)).T)
+    order = _matched(r.T, (r + case.e.reshape(len(case.r), -1)).T, case.noise)
     if order is None:
         return None
     share = case.explained(case.r[order])

@@ -18,8 +18,13 @@ UNITS = {
 }
 """Unit roundoffs of formats that a computation may secretly be in."""
 
-_SHOWN = {"float8_e4m3fn": "fp8 (e4m3)", "float8_e5m2": "fp8 (e5m2)", "bfloat16": "bf16"}
-_SHOWN |= {"float16": "fp16", "tf32": "tf32"}
+_SHOWN = {
+    "float8_e4m3fn": "fp8 (e4m3)",
+    "float8_e5m2": "fp8 (e5m2)",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "tf32": "tf32",
+}
 
 
 def low_precision(case: Case) -> Clue | None:
@@ -36,10 +41,10 @@ def norm_precision(case: Case) -> Clue | None:
     clue = _on_a_grid(case) or _as_noise(case, "norm-precision")
     if clue is not None:
         return Clue("norm-precision", clue.score, clue.sentence, clue.detail)
-    if case.unit > 2.0**-20 and 1.2 <= case.ratio <= 5.0 and _whiteness(case) > 0.8:
+    if case.unit > 2.0**-20 and 1.2 <= case.ratio <= 5.0:
         return Clue(
             "norm-precision",
-            0.85,
+            0.82,
             f"its rounding noise is {case.ratio:.2g} times that of the trusted norm in the same "
             "format: sums or steps in between are rounded too",
             "steps",
@@ -56,9 +61,7 @@ def _on_a_grid(case: Case) -> Clue | None:
     for name in reversed(GRIDS[1:]):
         if UNITS[name] <= 1.5 * case.unit:
             continue
-        if float(np.mean(rounded(c, name) == c)) > 0.999 and (
-            float(np.mean(rounded(r, name) == r)) < 0.5
-        ):
+        if _on(c, name) > 0.999 and _on(r, name) < 0.5:
             return Clue(
                 "low-precision", 0.95, f"every value lies on the grid of {_SHOWN[name]}", name
             )
@@ -66,6 +69,10 @@ def _on_a_grid(case: Case) -> Clue | None:
     if grid and not _integer_grid(r):
         return Clue("low-precision", 0.95, f"values lie on {grid} equal steps", "int8")
     return None
+
+
+def _on(values: F64, name: str) -> float:
+    return float(np.count_nonzero(rounded(values, name) == values)) / len(values)
 
 
 def _integer_grid(values: F64) -> int:
@@ -84,13 +91,18 @@ def _integer_grid(values: F64) -> int:
 
 def _as_noise(case: Case, cause: str) -> Clue | None:
     """Error without structure, of the size that one rounding to a coarser format makes."""
-    error = math.sqrt(max(case.energy - case.noise_energy, 0.0) / max(case.size, 1e-300))
-    white = _whiteness(case)
-    if white < 0.85:
+    beyond = max(case.energy - case.noise_energy, 0.0)
+    error = math.sqrt(beyond / max(case.size, 1e-300))
+    if _whiteness(case) < 0.85:
         return None
+    # A large bias makes the output large and its rounding no larger.
+    rows = case.rows(np.where(case.finite, case.r, 0.0))
+    varying = float(np.sum((rows - rows.mean(axis=0)) ** 2))
+    errors = (error, math.sqrt(beyond / max(varying, 1e-300)))
     for name, unit in UNITS.items():
-        # Rounding inputs (or inputs and weights) of a product leaves 0.3 to 1.2 units in its result.
-        if unit > 1.5 * case.unit and 0.22 * unit <= error <= 1.3 * unit and name != "tf32":
+        # Rounding inputs (or inputs and weights) of a product leaves 0.3 to 1.2 units in it.
+        fits = any(0.22 * unit <= each <= 1.3 * unit for each in errors)
+        if unit > 1.5 * case.unit and fits and name != "tf32":
             shown = "fp16 or tf32" if name == "float16" else _SHOWN[name]
             return Clue(
                 cause,
@@ -103,26 +115,33 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
 
 
 def _whiteness(case: Case) -> float:
-    """1 for error that looks like rounding: spread over tokens and channels, leaning nowhere."""
+    """1 for error that looks like rounding: spread over tokens and channels, leaning nowhere.
+
+    Measured on planted roundings and on faults that are none (heads mixed up, another softmax
+    scale): the error per token varies by 0.11 to 0.20 of its mean against 0.49 and more, its
+    kurtosis is 3.1 to 3.5 against 5.4 and more, one direction holds 0.07 to 0.13 of its energy
+    against 0.35 and more.
+    """
     if case.r.ndim < 2:
         return 0.0
     e, r = case.rows(case.e), case.rows(np.where(case.finite, case.r, 0.0))
     rows, columns = e.shape
-    if rows < 4 or columns < 4:
+    energy = case.energy
+    if rows < 8 or columns < 8 or not energy > 0.0:
         return 0.0
-    energy = max(case.energy, 1e-300)
+    per_row = np.einsum("ij,ij->i", e, e)
+    if float(np.count_nonzero(e == 0.0)) > 0.5 * e.size or not (per_row > 0.0).all():
+        return 0.0
     lean = float(np.sum(e * r)) ** 2 / (energy * max(case.size, 1e-300))
     means = e.mean(axis=0)
     offset = max(rows * float(np.sum(means * means)) / energy - 1.5 / rows, 0.0)
-    zeros = float(np.mean(e == 0.0))
-    peak = float(np.max(np.abs(e))) / math.sqrt(energy / e.size)
-    # Rounding is bounded: a few elements that carry everything are something else.
-    tail = 1.0 if peak < 12.0 else 12.0 / peak
-    level = np.einsum("ij,ij->i", e, e) / np.maximum(np.einsum("ij,ij->i", r, r), 1e-300)
-    even = float(np.median(level)) / max(float(level.mean()), 1e-300)
-    return (
-        max(0.0, 1.0 - 3.0 * lean - 2.0 * offset)
-        * tail
-        * min(1.0, 1.6 * even)
-        * (1.0 if zeros < 0.5 else 0.0)
-    )
+    level = np.sqrt(per_row / np.maximum(np.einsum("ij,ij->i", r, r), 1e-300))
+    uneven = float(level.std()) / float(level.mean())
+    kurtosis = float(np.sum(e**4)) * e.size / energy**2
+    # A random matrix has about (1/rows + 1/columns) of its energy in one direction, twice over.
+    some = e[:: max(1, rows // 512), : min(columns, 512)]
+    top = float(np.linalg.norm(some, 2)) ** 2 / max(float(np.sum(some * some)), 1e-300)
+    shape = (1.0 / np.sqrt(some.shape[0]) + 1.0 / np.sqrt(some.shape[1])) ** 2
+    if uneven > 0.35 or kurtosis > 4.8 or top > 0.12 + 2.0 * shape:
+        return 0.0
+    return max(0.0, 1.0 - 3.0 * lean - 2.0 * offset)

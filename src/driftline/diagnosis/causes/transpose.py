@@ -60,10 +60,10 @@ def _weights(case: Case) -> Iterator[tuple[str, F64]]:
         given = case.rows(x)
         weight, bias = case.params.get("weight"), case.params.get("bias", 0.0)
         if weight is None or weight.shape != (given.shape[1], r.shape[1]):
-            solved = _solved(given, r)
-            if solved is None:
+            found = solved(given, r)
+            if found is None:
                 continue
-            weight, bias = solved
+            weight, bias = found
         as_is = given @ weight + bias
         turned = given @ weight.T + bias
         if float(np.sum((as_is - r) ** 2)) < float(np.sum((turned - r) ** 2)):
@@ -71,7 +71,8 @@ def _weights(case: Case) -> Iterator[tuple[str, F64]]:
         yield "the weight was used transposed", as_is.reshape(case.r.shape)
 
 
-def _solved(given: F64, r: F64) -> tuple[F64, F64] | None:
+def solved(given: F64, r: F64) -> tuple[F64, F64] | None:
+    """Weight and bias of the linear map from one to the other; None when there is none."""
     rows, width = given.shape
     if rows < 1.5 * width or width > 512 or not np.isfinite(given).all():
         return None
@@ -80,4 +81,4 @@ def _solved(given: F64, r: F64) -> tuple[F64, F64] | None:
     left = r - wide @ found
     if float(np.sum(left * left)) > 1e-4 * float(np.sum(r * r)):
         return None  # it is no linear map of this input
-    return found[:-1], found[-1]
+    return np.asarray(found[:-1], dtype=np.float64), np.asarray(found[-1], dtype=np.float64)

@@ -1,0 +1,346 @@
+"""Evidence becomes one finding: statuses, culprits, a cause, shares, rates and sentences.
+
+Takes measured tables and whatever else there is; opens nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from driftline.comparison.table import Coverage, Table
+from driftline.diagnosis import sentences
+from driftline.diagnosis.artefacts import Replay
+from driftline.diagnosis.calls import DIRECTIONS, ROOTS, Place, Site, innermost, sites_of
+from driftline.diagnosis.finding import Diagnosis, SiteFinding
+from driftline.diagnosis.floor import Floor, Variant, noise_floor
+from driftline.diagnosis.growth import growths, jump_along_depth
+from driftline.diagnosis.naming import Naming, Runs, name_cause
+from driftline.diagnosis.needs import needs
+from driftline.diagnosis.quantised import quantised_sites
+from driftline.diagnosis.replayed import Judgement, judge
+from driftline.diagnosis.statuses import Standing, standings
+from driftline.errors import BadInput
+
+_TRUST = {"replay": 0.97, "noise": 0.85, "growth": 0.6, "weights": 0.99}
+_SHOWN = {
+    "replay": "replay",
+    "noise": "the noise runs",
+    "growth": "the growth of the error in its siblings",
+    "weights": "the weights themselves",
+}
+
+
+class Assembly:
+    """One diagnosis on its way."""
+
+    def __init__(self, table: Table, variants: Sequence[Variant], runs: Runs | None) -> None:
+        self.table = table
+        self.runs = runs
+        self.replay = runs.replay if runs is not None else None
+        self.notes: list[str] = []
+        self.sites = self._comparable(sites_of(table))
+        self.floor: Floor | None = noise_floor(variants) if variants else None
+        self.judged: dict[str, Judgement] = {}
+        if runs is not None and runs.replay is not None:
+            self.judged = self._replayed(runs, runs.replay)
+
+    def _comparable(self, sites: dict[Place, Site]) -> dict[Place, Site]:
+        """Without the steps in which the models were given different tokens."""
+        other: set[int] = set()
+        for place, site in sites.items():
+            if place.site in ROOTS and place.direction == "forward":
+                other |= {call.step for call in site.calls if call.changed_codes}
+        for row in self.table.rows:
+            is_given = row.key.site in ROOTS and row.key.port == "input"
+            is_code = row.reference_dtype.startswith(("int", "uint"))
+            if is_given and is_code and row.metrics.get("different"):
+                other.add(row.key.step)
+        if not other:
+            return sites
+        first = min(other)
+        self.notes.append(
+            f"from step {first} on the two models were given different tokens: "
+            "those steps say nothing about numbers and were left out"
+        )
+        kept: dict[Place, Site] = {}
+        for place, site in sites.items():
+            site.calls = [call for call in site.calls if call.step < first]
+            if site.calls:
+                kept[place] = site
+        return kept
+
+    def _replayed(self, runs: Runs, replay: Replay) -> dict[str, Judgement]:
+        allowed = quantised_sites(runs.reference, runs.candidate)
+        judged = judge(runs.candidate, replay, allowed=allowed)
+        if not judged:
+            raise BadInput(
+                "the replay has no tensor in common with the candidate",
+                hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
+            )
+        # Findings go by the reference's names.
+        names = {
+            pair.candidate.key.site: pair.reference.key.site
+            for pair in runs.plan.pairs
+            if pair.candidate.key.port == "output"
+        }
+        return {names.get(site, site): found for site, found in judged.items()}
+
+    def diagnosis(self) -> Diagnosis:
+        coverage = Coverage.of(self.table.rows)
+        if not self.sites:
+            why = self.notes[0] if self.notes else "no tensor could be set against another"
+            return Diagnosis(
+                "incomparable",
+                (f"Nothing could be judged: {why}.",),
+                coverage=coverage,
+                needs=needs(self.runs, self.table, self.floor, self.judged, None),
+            )
+        growth = growths(self.sites)
+        found = standings(self.sites, growth, self.floor, self.judged)
+        culprits = self._culprits(found)
+        order = {place: at for at, place in enumerate(self.sites)}
+        first = culprits[0] if culprits else None
+        named: dict[Place, Naming] = {}
+        if self.runs is not None:
+            for place in culprits[:3]:
+                judged = self.judged.get(place.site) if place.direction == "forward" else None
+                named[place] = name_cause(self.runs, self.sites, place, found[place], judged)
+        findings = tuple(
+            self._finding(place, found[place], order[place], named.get(place))
+            for place in self.sites
+        )
+        final, final_noise = self._final(found, first)
+        share = self._explains(final, final_noise) if first is not None else None
+        evidence = self._evidence(found, first, named, final, final_noise)
+        if first is None:
+            return self._clean(findings, found, final, evidence, coverage)
+        standing, finding = found[first], findings[order[first]]
+        naming = named.get(first, Naming("unknown", "no tensor was read"))
+        return Diagnosis(
+            "fail",
+            (
+                sentences.where(
+                    finding, standing.by, self._statistic(first), self._limit(first, standing)
+                ),
+                sentences.kind(naming.cause, naming.sentence),
+                sentences.share(share, final, final_noise),
+            ),
+            findings,
+            first.site,
+            str(standing.call.worst.key),
+            tuple(dict.fromkeys(place.site for place in culprits)),
+            naming.cause,
+            self._confidence(first, standing),
+            self._rate(),
+            share,
+            evidence,
+            coverage,
+            needs(self.runs, self.table, self.floor, self.judged, standing),
+        )
+
+    def _culprits(self, found: Mapping[Place, Standing]) -> list[Place]:
+        """Innermost sites that introduce error, in order of execution."""
+        guilty = [place for place, standing in found.items() if standing.status == "introduced"]
+        inner: list[Place] = []
+        for direction in DIRECTIONS:
+            names = innermost(place.site for place in guilty if place.direction == direction)
+            inner += [Place(direction, name) for name in names]
+        inner.sort(key=lambda place: self.sites[place].order)
+        return inner
+
+    def _finding(
+        self, place: Place, standing: Standing, order: int, naming: Naming | None
+    ) -> SiteFinding:
+        call = standing.call
+        row = call.worst
+        judged = self.judged.get(place.site) if place.direction == "forward" else None
+        effect = judged.found if judged is not None else None
+        return SiteFinding(
+            place.site,
+            order,
+            standing.status,
+            place.direction,
+            self.sites[place].class_name,
+            call.error,
+            call.error_in,
+            standing.noise,
+            standing.ratio,
+            effect.projection if effect else float(row.metrics.get("projection", math.nan)),
+            effect.z if effect else math.nan,
+            naming.cause if naming is not None else "",
+            standing.inside,
+            standing.reason,
+        )
+
+    def _statistic(self, place: Place) -> str:
+        judged = self.judged.get(place.site)
+        return _STATISTICS.get(judged.statistic, "error") if judged is not None else "error"
+
+    def _limit(self, place: Place, standing: Standing) -> str:
+        judged = self.judged.get(place.site) if place.direction == "forward" else None
+        if standing.by == "replay" and judged is not None:
+            return "what the trusted module's own arithmetic allows"
+        if standing.by == "noise" and self.floor is not None:
+            count = len(self.floor.used)
+            return f"what {count} trusted runs allow" if count > 1 else "what a trusted run allows"
+        return "what its input and its format explain"
+
+    def _final(self, found: Mapping[Place, Standing], first: Place | None) -> tuple[float, float]:
+        """Relative error of the final output, and how much of it noise explains."""
+        forward = [site for place, site in self.sites.items() if place.direction == "forward"]
+        if not forward:
+            return math.nan, math.nan
+        last = max(forward, key=lambda site: (site.name in ROOTS, site.order))
+        call = last.worst
+        error = math.inf if call.one_sided else call.error
+        if self.floor is not None and self.floor.used:
+            known = [
+                self.floor.errors[row.key] for row in call.outs if row.key in self.floor.errors
+            ]
+            if known:
+                return error, max(known)
+        if first is None or first.direction != "forward":
+            return error, math.nan
+        own = found.get(Place("forward", last.name))
+        noise = own.noise if own is not None and own.by == "replay" else math.nan
+        if math.isnan(noise):
+            before = [
+                site.error
+                for site in forward
+                if site.order < self.sites[first].order and math.isfinite(site.error)
+            ]
+            noise = max([*before, call.unit])
+        return error, noise
+
+    def _explains(self, final: float, noise: float) -> float | None:
+        """Share of the final error's energy that is there because of the culprits.
+
+        Noise and fault add up as energies, being unrelated: what noise explains is left to it.
+        """
+        if math.isnan(final) or math.isnan(noise):
+            return None
+        if not math.isfinite(final):
+            return 1.0
+        if final <= 0.0:
+            return 0.0
+        return round(min(max(1.0 - (noise / final) ** 2, 0.0), 1.0), 4)
+
+    def _confidence(self, place: Place, standing: Standing) -> float:
+        trust = _TRUST.get(standing.by, 0.5)
+        far = 1.0 - 0.5 * math.exp(-(min(standing.ratio, 50.0) - 1.0))
+        judged = self.judged.get(place.site) if standing.by == "replay" else None
+        if judged is not None and min(judged.halves) <= 1.0:
+            trust *= 0.8
+        return round(max(0.0, min(1.0, trust * far)), 4)
+
+    def _rate(self) -> float | None:
+        """How often a clean site would be called guilty, from what this very evidence shows.
+
+        By replay: sites that leave their limits on one half of the rows and not on the other are
+        false screens; a false alarm must happen on both. By noise runs: how often one of them
+        leaves the interval of the others.
+        """
+        tested = [found for found in self.judged.values() if not found.trouble]
+        if tested:
+            split = sum((found.halves[0] > 1.0) != (found.halves[1] > 1.0) for found in tested)
+            once = (split + 1) / (2 * len(tested))
+            return float(f"{min(once * once, 1.0):.3g}")
+        if self.floor is not None and self.floor.rate is not None:
+            return float(f"{self.floor.rate:.3g}")
+        return None
+
+    def _evidence(
+        self,
+        found: Mapping[Place, Standing],
+        first: Place | None,
+        named: Mapping[Place, Naming],
+        final: float,
+        noise: float,
+    ) -> dict[str, Any]:
+        counts: dict[str, int] = {}
+        for standing in found.values():
+            counts[standing.by] = counts.get(standing.by, 0) + 1
+        evidence: dict[str, Any] = {
+            "judged_by": counts,
+            "final_error": final,
+            "final_noise": noise,
+            "explains_by": "estimate: final error against noise, as energies",
+        }
+        if self.notes:
+            evidence["notes"] = list(self.notes)
+        if self.floor is not None:
+            evidence["noise_runs"] = {
+                "used": list(self.floor.used),
+                "excluded": [{"run": name, "reason": why} for name, why in self.floor.excluded],
+                "margin": self.floor.margin,
+            }
+        jump = jump_along_depth(self.sites)
+        if jump is not None:
+            evidence["jump"] = jump._asdict()
+        if first is not None:
+            evidence["by"] = found[first].by
+            judged = self.judged.get(first.site) if first.direction == "forward" else None
+            if judged is not None and judged.found is not None:
+                evidence["replay"] = {
+                    "statistic": judged.statistic,
+                    "value": getattr(judged.found, judged.statistic, math.nan),
+                    "trusted_low": judged.low,
+                    "trusted_high": judged.high,
+                    "times_its_limit": judged.excess,
+                    "halves": list(judged.halves),
+                    "unit_roundoff": judged.unit,
+                    "rows": judged.found.rows,
+                    "slot": judged.slot,
+                }
+            naming = named.get(first)
+            if naming is not None:
+                evidence["cause"] = {
+                    "sentence": naming.sentence,
+                    "explained": naming.score,
+                    "detail": naming.detail,
+                    "others": [list(other) for other in naming.others],
+                    "tensor": naming.picture,
+                }
+        return evidence
+
+    def _clean(
+        self,
+        findings: tuple[SiteFinding, ...],
+        found: Mapping[Place, Standing],
+        final: float,
+        evidence: dict[str, Any],
+        coverage: Coverage,
+    ) -> Diagnosis:
+        unknown = sum(finding.status == "unknown" for finding in findings)
+        judged = len(findings) - unknown
+        known = [finding for finding in findings if math.isfinite(finding.ratio)]
+        worst = max(known, key=lambda finding: finding.ratio, default=None)
+        by = ""
+        if worst is not None:
+            by = _SHOWN[found[Place(worst.direction, worst.site)].by]
+        if judged == 0:
+            said = ("Nothing could be judged: no site's evidence holds.",)
+            return Diagnosis("incomparable", said, findings, coverage=coverage, evidence=evidence)
+        trusts = [_TRUST.get(standing.by, 0.5) for standing in found.values()]
+        return Diagnosis(
+            "pass",
+            tuple(sentences.clean(judged, unknown, worst, by, final)),
+            findings,
+            cause="noise",
+            confidence=round(min(trusts) * coverage.share, 4),
+            false_alarm_rate=self._rate(),
+            evidence=evidence,
+            coverage=coverage,
+            needs=needs(self.runs, self.table, self.floor, self.judged, None),
+        )
+
+
+_STATISTICS = {
+    "error": "error",
+    "projection": "lean (signed projection of the error)",
+    "offset": "offset",
+    "worst_row": "worst token's error",
+    "nonfinite": "number of non-finite values",
+}
