@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from driftline.testing.atb import AtbDump, Operation, Value
+
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
 DECODERS = Path(__file__).parents[1] / "data" / "aiu" / "fixtures"
 PROGRAM = """
@@ -62,6 +64,10 @@ set_label("acl", data_id, data_val=numpy.ones(4))
 """
 
 
+AXES = {"axes": [-1]}
+NO = {"hasBias": False}
+
+
 def test_every_shown_command_works(tmp_path: Path) -> None:
     (tmp_path / "infer.py").write_text(PROGRAM)
     (tmp_path / "label.py").write_text(LABELS)
@@ -72,6 +78,14 @@ def test_every_shown_command_works(tmp_path: Path) -> None:
     torch.save(torch.ones(4), tmp_path / "b.pt")
     shutil.copytree(DECODERS / "tiny-llama", tmp_path / "tiny-llama")
     shutil.copy(DECODERS / "share_gpt_tiny.json", tmp_path / "share_gpt.json")
+    zeros = Value("x", np.zeros(4, np.float32))
+    operators = [
+        Operation("SoftmaxOperation", [zeros], [Value("p", np.full(4, 0.25, np.float32))], AXES),
+        Operation("LinearOperation", [zeros, Value("w", np.ones((4, 4), np.float32))], [zeros], NO),
+    ]
+    dump = AtbDump(tmp_path, "G2")
+    dump.execute(operators)
+    shutil.copy(dump.operation_csv(operators), tmp_path)
     shown = re.findall(r"^    driftline (.+)$", DOCS.read_text("utf-8"), re.MULTILINE)
     assert len(shown) >= 8
     for text in shown:
