@@ -335,6 +335,53 @@ trainer.train()
         assert (desk / "tmp_tensors" / "grads" / "compare_rst" / "rank_0_rst.csv").is_file()
 
 
+class TestErrorCheck:
+    """Watching a program for overflows: `ait llm errcheck`."""
+
+    PROGRAM = """
+import sys
+import torch
+from toy import Model
+model = Model().half()
+if "overflow" in sys.argv:
+    model.layers[1].linear.weight.data[:, :4] = 60000
+with torch.no_grad():
+    model(torch.arange(8.0).half().view(1, 8))
+print("went on")
+"""
+
+    @pytest.fixture
+    def infer(self, desk: Path) -> Path:
+        (desk / "infer.py").write_text(self.PROGRAM)
+        return desk
+
+    def test_an_overflow_leaves_the_documents_file_and_the_program_goes_on(
+        self, infer: Path
+    ) -> None:
+        said = shell(f'ait llm errcheck --exec "{sys.executable} infer.py overflow"', code=1)
+        (path,) = infer.glob("ait_overflow_res_*.txt")
+        assert path.read_text().startswith(
+            "Overflow detected! Operator name: layers.1.linear/aten.addmm"
+        )
+        assert "went on" in said and "layers.1.linear" in said
+
+    def test_type_exit_and_output_mean_what_the_document_says(self, infer: Path) -> None:
+        (infer / "res").mkdir()
+        said = shell(
+            f'ait llm errcheck --exec "{sys.executable} infer.py overflow" --type overflow --exit '
+            "--output res",
+            code=1,
+        )
+        assert "went on" not in said
+        assert list((infer / "res").glob("ait_overflow_res_*.txt"))
+        assert not list(infer.glob("ait_overflow_res_*"))
+
+    def test_without_an_overflow_there_is_no_file(self, infer: Path) -> None:
+        before = sorted(infer.iterdir())
+        shell(f'ait llm errcheck --exec "{sys.executable} infer.py"')
+        assert [p for p in sorted(infer.iterdir()) if p.name != "__pycache__"] == before
+
+
 def test_a_command_that_is_not_built_is_said_in_a_sentence(desk: Path) -> None:
     assert "does not answer" in shell("ait profile x", code=2)
     assert "usage" in shell("ait")

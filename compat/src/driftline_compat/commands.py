@@ -6,8 +6,8 @@ import sys
 
 from driftline.cli.main import main
 
-_LLM = ("dump", "compare", "opcheck")
-_USAGE = """usage: ait llm dump|compare|opcheck ...
+_LLM = ("dump", "compare", "opcheck", "errcheck")
+_USAGE = """usage: ait llm dump|compare|opcheck|errcheck ...
        ait debug compare aclcmp --exec COMMAND
 
 Answered by driftline; each takes the options of the original. More: driftline --help"""
