@@ -94,12 +94,11 @@ def _structure(empty: Flags) -> str:
     if whole.any() and float(flat[whole].sum()) > 0.95 * float(flat.sum()):
         count = int(whole.sum())
         return f"{count} tokens" if count > 1 else "one token"
-    if flat.sum() > 1:
-        high = np.flatnonzero(rows > 0.0)
-        wide = np.flatnonzero(columns > 0.0)
-        box = flat[high[0] : high[-1] + 1, wide[0] : wide[-1] + 1]
-        if float(box.mean()) > 0.95:
-            return f"a tile of {box.shape[0]} tokens x {box.shape[1]} channels"
+    high, wide = np.flatnonzero(rows > 0.0), np.flatnonzero(columns > 0.0)
+    if len(high) > 1 or len(wide) > 1:
+        box = flat[np.ix_(high, wide)]
+        if float(np.count_nonzero(box)) > 0.95 * box.size:
+            return f"a tile of {len(high)} tokens x {len(wide)} channels"
     return ""
 
 
