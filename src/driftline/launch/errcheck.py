@@ -86,7 +86,7 @@ class WatchOutcome:
     @property
     def exit_code(self) -> int:
         """The program's own failure wins, unless it is we who stopped it; then a finding."""
-        if self.stopped is not None:
+        if self.stopped is not None or (self.plan.exit and self.atb):
             return EXIT_DIFFERENT
         if self.program_status:
             return self.program_status
