@@ -371,3 +371,76 @@ def test_whatever_a_stranger_wrote_is_computed_or_refused_in_words(
         assert str(why)
     else:
         assert all(each.values.shape is not None for each in found)
+
+
+def test_a_cast_takes_the_type_of_its_parameter() -> None:
+    x = np.array([1.7, -1.7, 300.0], np.float32)
+    assert golden("Elewise", {"elewiseType": 1, "outTensorType": 1}, [x])[0].dtype == np.float16
+    (cut,) = golden("Elewise", {"elewiseType": 1, "outTensorType": 3}, [x])
+    assert (cut.dtype, cut.tolist()) == (np.int32, [1, -1, 300])
+    with pytest.raises(BadInput, match="outTensorType -1"):
+        golden("Elewise", {"elewiseType": 1}, [x])
+
+
+def test_a_quantised_layer_norm_is_scaled_and_clamped() -> None:
+    x, gamma, beta = draw(3, 8), draw(8), draw(8)
+    param = {"layerType": 1, "normParam": {"beginNormAxis": 1, "quantType": 2}}
+    given_all = [x, gamma, beta, np.array([0.02], np.float32), np.array([3], np.int8)]
+    (found,) = golden("LayerNormOperation", param, given_all)
+    normed = functional.layer_norm(wide(x), (8,), wide(gamma), wide(beta), 1e-5)
+    steps = np.rint(normed.numpy() / np.float64(np.float32(0.02)) + 3)
+    np.testing.assert_array_equal(found, np.clip(steps, -128, 127))
+
+
+def test_asymmetric_rows_use_all_steps_between_their_ends() -> None:
+    x = np.array([[0.0, 1.0, 2.55]], np.float32)
+    param = {"elewiseType": 19, "quantParam": {"asymmetric": True}}
+    steps, scale, offset = golden("ElewiseOperation", param, [x])
+    close(scale, [0.01])
+    close(offset, [-127.5], 1e-4)
+    assert steps[0, 0] in (-128, -127) and steps[0, 2] == 127
+
+
+def test_the_gradient_of_rope_is_the_one_its_library_defines() -> None:
+    grads = [draw(3, 8), draw(3, 8)]
+    cos, sin = draw(4, 4), draw(4, 4)
+    found = golden("RopeGradOperation", {"qSeqLen": [1, 2]}, [*grads, cos, sin])
+    rows = [0, 0, 1]
+    turned = np.concatenate([sin[:, 2:], -sin[:, :2]], 1)
+    factor = np.tile((cos + turned)[rows], (1, 2))
+    for mine, grad in zip(found, grads, strict=True):
+        close(mine, grad * factor, 1e-4)
+
+
+def test_a_cache_takes_new_tokens_behind_the_old_ones() -> None:
+    cache, new = np.zeros((2, 2, 4, 3), np.float16), draw(3, 3, dtype=np.float16)
+    numbers = [np.array(each, np.int32) for each in ([1], [4, 2], [1, 2])]
+    (found,) = golden("KvCacheOperation", {}, [new, numbers[0], cache, *numbers[1:]])
+    assert found[1, 0, 3].tolist() == new[0].tolist()
+    assert found[1, 1, :2].tolist() == new[1:].tolist()
+    assert np.count_nonzero(found.any(-1)) == 3
+
+
+@pytest.mark.parametrize("name", known_operators())
+def test_every_definition_can_be_written_into_a_script_of_its_own(name: str) -> None:
+    import ast
+
+    from driftline.operators.definition import definition_of
+    from driftline.operators.reproducing import source_of
+
+    definition = definition_of(name)
+    assert definition is not None
+    text = source_of(definition.__module__)
+    assert "driftline" not in text.replace("driftline opcheck", "")
+    defined: list[str] = []
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.append(node.name)
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                names = target.elts if isinstance(target, ast.Tuple) else [target]
+                defined += [each.id for each in names if isinstance(each, ast.Name)]
+    twice = {each for each in defined if defined.count(each) > 1}
+    assert not twice, "files of one script must not overwrite each other's names"
+    assert definition.__name__ in defined
+    assert not {"main", "decoded", "compared", "OPERATOR", "PARAM"} & set(defined)

@@ -102,7 +102,7 @@ def gating(call: Call) -> list[Result]:
     own = call.wholes("deviceExpert", [])
     found = [
         Result(order // per_token, call.out_dtype("int32"), exact=True),
-        Result(np.cumsum(counts), call.out_dtype(_counted(call), 1), exact=True),
+        Result(np.cumsum(counts), call.out_dtype(_count_dtype(call), 1), exact=True),
         Result(order, call.out_dtype("int32", 2), exact=True),
     ]
     if own:
@@ -111,7 +111,7 @@ def gating(call: Call) -> list[Result]:
     return found
 
 
-def _counted(call: Call) -> str:
+def _count_dtype(call: Call) -> str:
     return "int64" if call.flag("cumSumInt64", False) else "int32"
 
 
