@@ -105,6 +105,33 @@ def test_a_contiguous_host_tensor_is_not_copied() -> None:
     assert shot.data is not None and shot.data.view(np.float32).tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        ("bits1x8", "uint8"),
+        ("bits2x4", "uint8"),
+        ("bits4x2", "uint8"),
+        ("bits8", "uint8"),
+        ("bits16", "uint16"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_bits_without_a_meaning_are_stored_as_unsigned(dtype, stored, turned) -> None:
+    signed = torch.arange(6, dtype=getattr(torch, stored.removeprefix("u"))).reshape(2, 3)
+    plain = signed.view(getattr(torch, stored))
+    plain = plain.t() if turned else plain
+    shot = _take(plain.view(getattr(torch, dtype)))
+    assert shot.dtype == stored and shot.shape == tuple(plain.shape)
+    assert shot.data is not None
+    assert bytes(shot.data) == plain.contiguous().numpy().tobytes()
+
+
+def test_zeros_without_memory_are_stored_as_zeros() -> None:
+    shot = _take(torch._efficientzerotensor((2, 3)))
+    assert shot.dtype == "float32" and shot.shape == (2, 3)
+    assert shot.data is not None and bytes(shot.data) == bytes(24)
+
+
 def test_what_has_no_plain_values_is_refused_with_a_reason() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from driftline import compare
+
 PROJECT = Path(__file__).parents[2]
 
 
@@ -309,3 +311,12 @@ def test_isolated_python_is_reached_only_through_an_installation(dump, workshop,
     reached = dump(argv=["bash", "-c", lines])
     assert reached.code == 0, reached.err
     assert reached.folders == ["rank0", "rank0.p1"]
+
+
+def test_a_comparison_says_which_torch_computed_its_sides(dump):
+    dumped = dump(run=["infer.py"])
+    table = compare(dumped.path, dumped.path)
+    about = table.reference.about
+    assert about["versions"]["torch"] == torch.__version__
+    assert about["framework"] == "torch" and about["default_dtype"] == "float32"
+    assert about["command"][-1] == "infer.py"

@@ -42,7 +42,8 @@ Elementwise = Callable[[str, str], tuple[float, float]]
 
 _LARGE = 64 << 20
 """Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
-_ABOUT = ("id", "command", "argv", "created", "versions", "framework", "devices", "git", "seeds")
+_ABOUT = ("id", "command", "argv", "created", "git")
+_ABOUT_PROCESS = ("versions", "framework", "devices", "default_dtype", "seed")
 _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
 
 
@@ -381,5 +382,9 @@ def _summary(run: Run, record: Record) -> Summary | None:
 
 def _side(run: Run) -> Side:
     manifest: Mapping[str, Any] = run.manifest
+    processes = run.processes()
+    # What the program said of itself goes before what its launcher said.
+    said: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
+    about |= {name: said[name] for name in _ABOUT_PROCESS if name in said}
     return Side(run.name, about, tuple(str(loss) for loss in run.losses), run.ordered)

@@ -196,7 +196,9 @@ class _Part:
         where = f"{self.name}/{INDEX}:{number}"
         if not row.endswith(b"\n") and len(row) < _LONGEST_LINE:
             return Loss(
-                where, "the last line is cut in half; the process was killed while writing it"
+                where,
+                "the last line is cut in half; while it was written, the process was killed or the "
+                "disk was full",
             )
         return Loss(where, f"cannot be read: {reason_of(error)}")
 

@@ -107,13 +107,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Our name of a torch dtype; empty when its bytes mean nothing to us.
 
     torch's own sub-byte integers (`uint4`, `int3`, ...) use a whole byte per element and are stored
-    so.
+    so; its bits without a meaning (`bits8`, `bits4x2`, `bits16`, ...) are stored as unsigned.
     """
     name = _NAMES.get(dtype)
     if name is None:
         name = str(dtype).removeprefix("torch.")
         if name not in DTYPES or (name in ("int4", "uint4")):
-            if name.startswith("uint") or name == "bits8":
+            if name == "bits16":
+                name = "uint16"
+            elif name.startswith(("uint", "bits")):
                 name = "uint8"
             elif name.startswith("int"):
                 name = "int8"
