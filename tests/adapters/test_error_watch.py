@@ -183,6 +183,12 @@ class TestDeliberate:
             torch.full((3,), torch.finfo(torch.float32).min).half()
         assert clean(w, tmp_path)
 
+    def test_the_logarithm_of_a_zero_that_is_nobodys_mask_alarms(self, watch) -> None:
+        for values in (torch.zeros(20), torch.tensor([1.0, 0.0, 2.0]), torch.randn(64).relu()):
+            with watch() as w:
+                torch.log(values)
+            assert only(w).types == ("inf",)
+
     def test_a_row_that_is_masked_altogether_alarms(self, watch) -> None:
         with watch() as w:
             torch.full((2, 4), -INF).softmax(-1)

@@ -5,8 +5,8 @@ gave was not. With something that is not finite and nobody meant among its input
 on: a *propagator*. Deliberate are numbers written into the call (`full(-inf)`,
 `masked_fill(-inf)`), infinities that came from such a tensor, the lowest value of a 16-bit or wider
 format (masks are filled with it: one step further down it is minus infinity), minus infinities that
-came with data, and the logarithm of a mask of zeros and ones. A NaN out of deliberate infinities is
-nobody's intention, and is found.
+came with data, and the logarithm of a mask of zeros and ones, or of positions. A NaN out of
+deliberate infinities is nobody's intention, and is found.
 
 Reads no tensors: readings in, a verdict out.
 """
@@ -48,7 +48,7 @@ class Input(NamedTuple):
         name: The argument.
         reading: What stood in it before the call.
         origin: What is known of it.
-        mask: It holds zeros and ones only.
+        mask: It holds zeros and ones only, or positions.
     """
 
     name: str

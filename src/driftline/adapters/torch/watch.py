@@ -39,6 +39,7 @@ from driftline.adapters.torch.watched import WatchedOperator, numbers_in
 from driftline.adapters.torch.whereabouts import Spot, Whereabouts
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
+_FEW, _FRACTION = 16, 64
 COPIED = 64 << 20
 """Bytes that are copied, at most, of what one call is about to overwrite."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
@@ -360,9 +361,17 @@ class ErrorTap:
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Zeros and ones, both of them: zeros alone may be anybody's."""
+    """A mask of zeros and ones, or positions: whole numbers or simple fractions, sixteen or more.
+
+    The logarithm of either is taken for the sake of the others; zeros alone may be anybody's.
+    """
     ones = tensor == 1
-    return bool(ones.any()) and bool((ones | (tensor == 0)).all())
+    if bool(ones.any()) and bool((ones | (tensor == 0)).all()):
+        return True
+    if tensor.numel() < _FEW or tensor.is_complex() or not bool(tensor.any()):
+        return False
+    steps = tensor.double() * _FRACTION
+    return bool((steps == steps.round()).all()) and bool((tensor >= 0).all())
 
 
 hide_from_compiler(ErrorTap.around_backward)
