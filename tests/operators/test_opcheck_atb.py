@@ -43,7 +43,7 @@ def spoilt(whole: Operation, change: Any, output: int = 0) -> Operation:
 
 
 def layer(dtype: str = "float16") -> dict[str, Operation]:
-    """A norm, a linear layer, a rotary embedding, a softmax and a quantisation."""
+    """A norm, linear layers, a rotary embedding, a softmax and a quantisation."""
     rng = np.random.default_rng(0)
     kind = TYPES[dtype]
 
@@ -63,6 +63,16 @@ def layer(dtype: str = "float16") -> dict[str, Operation]:
         ),
         "softmax": operation("SoftmaxOperation", {"axes": [-1]}, [draw(6, 16)]),
         "quant": operation("ElewiseOperation", quant, [draw(6, 16)]),
+        "int8": operation(
+            "LinearOperation",
+            {"outDataType": {"float16": 1, "bfloat16": 27, "float32": 0}[dtype]},
+            [
+                rng.integers(-128, 128, (6, 32)).astype(np.int8),
+                rng.integers(-128, 128, (8, 32)).astype(np.int8),
+                rng.integers(-99, 99, 8).astype(np.int32),
+                rng.uniform(1e-4, 1e-3, 8).astype(np.float32).view(np.uint32).astype(np.int64),
+            ],
+        ),
     }
 
 
@@ -72,6 +82,7 @@ FAULTS = {
     "rope": lambda y: np.roll(y, 1, -1),
     "softmax": lambda y: y * 1.01,
     "quant": lambda y: y + 3,
+    "int8": lambda y: y * 1.1,
 }
 
 
@@ -103,7 +114,7 @@ def test_a_clean_dump_passes(
     if with_csv:
         words += ["-c", next(dump.root.rglob("operation_tensors_0.csv"))]
     found = check(capsys, *words, code=0)
-    assert found["coverage"]["operators"] == found["coverage"]["passed"] == 5
+    assert found["coverage"]["operators"] == found["coverage"]["passed"] == 6
     assert {row["dtype"] for row in found["rows"]} == {dtype, "int8"}
 
 
@@ -124,7 +135,50 @@ def test_a_planted_fault_is_named_and_nothing_else(
     assert [(row["ids"], row["output"]) for row in failing] == [(f"1_{at}", "0")]
     assert failing[0]["site"] == f"1_Decoder_layer.{at}_{operations[fault].kind}"
     assert failing[0]["site"] in found["verdict"]
-    assert found["coverage"]["passed"] == 4
+    assert found["coverage"]["passed"] == 5
+
+
+@pytest.mark.parametrize("generation", ["G0", "G1", "G2", "G2t", "G3", "G4"])
+def test_dumps_of_every_generation_are_checked(
+    generation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operations = layer()
+    operations["norm"] = spoilt(operations["norm"], FAULTS["norm"])
+    dump_of(tmp_path, list(operations.values()), generation=generation)
+    found = check(capsys, "-i", tmp_path, code=1)
+    assert [row["ids"] for row in found["rows"] if row["status"] == "fail"] == ["1_0"]
+    assert found["coverage"]["passed"] == 5
+
+
+@pytest.mark.parametrize("time", [1, 2, 3])
+def test_inputs_are_found_whenever_they_were_dumped(
+    time: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump_of(tmp_path, list(layer().values()), time=time)
+    assert check(capsys, "-i", tmp_path, code=0)["coverage"]["passed"] == 6
+
+
+def test_outputs_of_before_the_execution_are_not_taken_for_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump_of(tmp_path, list(layer().values()), time=0)
+    found = check(capsys, "-i", tmp_path, code=2)
+    assert "only what their memory held before the execution" in found["rows"][0]["reason"]
+
+
+def test_a_folder_whose_name_is_a_program_does_not_become_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = spoilt(layer()["softmax"], FAULTS["softmax"])
+    dump = AtbDump(tmp_path / "dump", "G3")
+    dump.execute([wrong])
+    folder = dump.execution(0)
+    name = '0_"""; print("OWNED"); """_SoftmaxOperation'
+    (folder / "0_SoftmaxOperation").rename(folder / name)
+    check(capsys, "-i", tmp_path / "dump", "--repro", tmp_path / "failing", code=1)
+    (place,) = (tmp_path / "failing").iterdir()
+    done = in_a_clean_interpreter(place / "repro.py")
+    assert done.returncode == 1 and "OWNED" not in done.stdout
 
 
 def test_a_linear_layer_of_8192_in_float16_that_sums_in_float16_passes(
@@ -152,12 +206,12 @@ def test_ids_and_names_must_both_match_and_are_read_as_the_seed_prints_them(
     kinds = lambda found: [row["op_type"] for row in found["rows"]]  # noqa: E731
     both = check(capsys, "-i", tmp_path, "-ids", "1_0,", "1_1", "-opname", "LINEAR", code=0)
     assert kinds(both) == ["LinearOperation"]
-    assert both["coverage"]["filtered"] == 4
+    assert both["coverage"]["filtered"] == 5
     found = check(capsys, "-i", tmp_path, "-opname", "max，norm", code=0)
     assert kinds(found) == ["RmsNormOperation", "SoftmaxOperation"]
-    assert len(kinds(check(capsys, "-i", tmp_path, "-ids", "1", code=0))) == 6, "rope has two"
+    assert len(kinds(check(capsys, "-i", tmp_path, "-ids", "1", code=0))) == 7, "rope has two"
     assert main(["opcheck", "-i", str(tmp_path), "-ids", "1_0", "-opname", "linear"]) == 2
-    assert "leave none of 5 operators" in capsys.readouterr().err
+    assert "leave none of 6 operators" in capsys.readouterr().err
 
 
 def test_the_csv_has_the_originals_columns_and_the_metrics_asked_for(
@@ -169,7 +223,7 @@ def test_the_csv_has_the_originals_columns_and_the_metrics_asked_for(
     words = ["-i", str(tmp_path / "dump"), "-o", str(tmp_path / "out"), "-metric", "kl", "abs"]
     assert main(["opcheck", *words, "cos_sim"]) == 1
     said = capsys.readouterr().out
-    assert "1 of 5 checked operators is not right; first 1_Decoder_layer.3_SoftmaxOperation" in said
+    assert "1 of 6 checked operators is not right; first 1_Decoder_layer.3_SoftmaxOperation" in said
     (path,) = (tmp_path / "out").iterdir()
     assert path.name.startswith("opcheck_result_") and path.suffix == ".csv"
     with path.open(newline="", encoding="utf-8") as stream:

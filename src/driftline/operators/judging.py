@@ -7,7 +7,7 @@ their positions must agree, whatever share of the other elements is within the b
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ def judge(
     dtype: str,
     *,
     terms: int = 1,
-    scale: AnyArray | float | None = None,
+    scale: AnyArray | Callable[[], AnyArray | None] | float | None = None,
     exact: bool = False,
     metrics: Collection[Metric] = (),
 ) -> Figures:
@@ -37,7 +37,8 @@ def judge(
         dtype: Element type of the output; a name of `numerics.dtypes.DTYPES`.
         terms: Length of the reduction behind one element (K of a matmul); 1 if there is none.
         scale: For `terms` > 1, the size of the terms: root of the sum of their squares, for each
-            element or for all. Default: the root mean square of the golden values.
+            element or for all; or what computes it, called only where the plain bound does not do.
+            Default: the root mean square of the golden values.
         exact: The operator only moves or selects; nothing is rounded.
         metrics: Figures to compute besides.
     """
@@ -69,7 +70,7 @@ def _decided(
     size: AnyArray,
     bound: Allowed,
     terms: int,
-    scale: AnyArray | float | None,
+    scale: AnyArray | Callable[[], AnyArray | None] | float | None,
     finite: AnyArray,
 ) -> Figures:
     plain = bound.error * np.maximum(size, bound.floor) if bound.relative else bound.error
@@ -78,6 +79,8 @@ def _decided(
     share = _percent(inside)
     growth = bound.growth(terms)
     if growth and share < bound.share:
+        if callable(scale):
+            scale = scale()
         if scale is None:
             kept = size[finite]
             scale = math.sqrt(float(np.mean(kept * kept))) if kept.size else 0.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from driftline.operators.atb_tensors import Dumped, Given
 from driftline.operators.definition import results
-from driftline.operators.families.calling import Result, Unfit
+from driftline.operators.families.calling import Result, Unfit, scale_of
 from driftline.operators.families.moving import from_tiles
 from driftline.operators.judging import judge
 from driftline.operators.rows import Figures, Metric, OperatorCall, OutputRow, unchecked
@@ -65,7 +65,7 @@ def _figures(
         output.tensor.values,
         output.tensor.dtype,
         terms=result.terms,
-        scale=result.scale,
+        scale=lambda: scale_of(result),
         exact=result.exact,
         metrics=metrics,
     )
@@ -92,19 +92,26 @@ def _in_place(inputs: Given, output: Dumped) -> bool:
 
 def fitted(result: Result, shape: tuple[int, ...], *, tiled: bool) -> Result:
     """A golden output in the shape of the dumped one, where only padding or ones differ."""
-    values, scale = result.values, result.scale
+    values = result.values
     if values.shape == shape:
         return result
-    if tiled and values.ndim == 4:
-        values, scale = from_tiles(values), None if scale is None else from_tiles(scale)
+
+    def also(change: Callable[[AnyArray], AnyArray]) -> Result:
+        def scale() -> AnyArray | None:
+            found = scale_of(result)
+            return None if found is None else change(found)
+
+        lazily = None if result.scale is None else cast("Callable[[], AnyArray]", scale)
+        return result._replace(values=change(values), scale=lazily)
+
+    if tiled and values.ndim == 4 and len(shape) != 4:
+        return fitted(also(from_tiles), shape, tiled=True)
     if _sizes(values.shape) == _sizes(shape):
-        scale = None if scale is None else scale.reshape(shape)
-        return result._replace(values=values.reshape(shape), scale=scale)
+        return also(lambda each: each.reshape(shape))
     if tiled and values.ndim == len(shape):
         part = tuple(slice(0, size) for size in shape)
         if all(size <= full for size, full in zip(shape, values.shape, strict=True)):
-            scale = None if scale is None else scale[part]
-            return result._replace(values=values[part], scale=scale)
+            return also(lambda each: each[part])
     return result
 
 

@@ -76,7 +76,8 @@ def compared(golden, actual, result, bound):
         size = np.where(np.isfinite(golden), np.abs(golden.astype(float)), 0.0)
     limit = error * np.maximum(size, floor) if relative else np.full(off.shape, error)
     if roundoff and result.terms > 1:
-        scale = size if result.scale is None else result.scale.reshape(off.shape)
+        scale = scale_of(result)
+        scale = size if scale is None else scale.reshape(off.shape)
         limit = limit + np.sqrt(result.terms) * roundoff * np.abs(scale)
     inside = 100.0 * np.count_nonzero(off <= limit) / max(1, off.size)
     return inside, off, inside >= required and not np.isinf(off).any()
@@ -146,7 +147,9 @@ def reproduction_of(
             bounds[f"output{output.slot}"] = numbers
     given = {f"input{number}": each for number, each in enumerate(inputs.tensors)}
     produced = {f"output{each.slot}": each for each in outputs}
-    title = f"{call.op_type} at {call.site} (operation {call.ids}): its output is not right."
+    # A folder's name comes from a stranger, and goes into a program: letters and digits only.
+    place = _UNSAFE.sub("_", call.site)[:200]
+    title = f"{call.op_type} at {place} (operation {call.ids}): its output is not right."
     head = _HEAD.format(title=title, tensors=TENSORS, script=SCRIPT)
     tail = _TAIL.format(
         operator=call.op_type,

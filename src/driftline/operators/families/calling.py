@@ -31,7 +31,8 @@ class Result(NamedTuple):
         values: As the definition gives them.
         dtype: Format of the output.
         terms: How many terms were added up for one element.
-        scale: For `terms` > 1: root of the sum of the squared terms, per element.
+        scale: For `terms` > 1: root of the sum of the squared terms, per element; or what computes
+            it, because a result that is accurate anyway does not need it.
         exact: Nothing was computed: values were moved, selected, compared or counted.
         note: Why this output cannot be held to the values (it is random, say); empty if it can.
     """
@@ -39,9 +40,15 @@ class Result(NamedTuple):
     values: AnyArray
     dtype: str
     terms: int = 1
-    scale: AnyArray | None = None
+    scale: AnyArray | Callable[[], AnyArray] | None = None
     exact: bool = False
     note: str = ""
+
+
+def scale_of(result: Result) -> AnyArray | None:
+    """The size of the terms, computed if it has to be."""
+    with np.errstate(all="ignore"):
+        return result.scale() if callable(result.scale) else result.scale
 
 
 class Call(NamedTuple):

@@ -5,6 +5,9 @@ The scale behind the growing bound is the root of the sum of the squared product
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 
 from driftline.operators.families.calling import (
@@ -23,7 +26,11 @@ _EIN_SUM = 1
 _PER_TOKEN = 2
 
 
-def product(x: AnyArray, y: AnyArray) -> tuple[AnyArray, AnyArray, int]:
+Sized: TypeAlias = Callable[[], AnyArray]
+"""Computes the size of the terms of a product, which costs as much as the product."""
+
+
+def product(x: AnyArray, y: AnyArray) -> tuple[AnyArray, Sized, int]:
     """A matrix product, the size of its terms, and how many there are."""
     fits(x.ndim >= 1 and y.ndim >= 1, "a matrix product needs matrices")
     inner = y.shape[-2] if y.ndim > 1 else y.shape[0]
@@ -34,7 +41,7 @@ def product(x: AnyArray, y: AnyArray) -> tuple[AnyArray, AnyArray, int]:
         x.shape[-1] == inner,
         f"{list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, but {inner} rows",
     )
-    return np.matmul(x, y), np.sqrt(np.matmul(x * x, y * y)), int(inner)
+    return np.matmul(x, y), lambda: np.sqrt(np.matmul(x * x, y * y)), int(inner)
 
 
 def _turned(values: AnyArray, turn: bool) -> AnyArray:
@@ -65,8 +72,9 @@ def linear(call: Call) -> list[Result]:
         added = call.at(2, "bias")
     else:
         return [Result(values, call.out_dtype(usual), terms, scale)]
-    total = values + _row(added, values)
-    return [Result(total, call.out_dtype(usual), terms + 1, np.hypot(scale, _row(added, values)))]
+    row = _row(added, values)
+    dtype = call.out_dtype(usual)
+    return [Result(values + row, dtype, terms + 1, lambda: np.hypot(scale(), row))]
 
 
 def _row(added: Tensor, values: AnyArray) -> AnyArray:
@@ -89,7 +97,8 @@ def _einsum(call: Call) -> list[Result]:
         y = np.swapaxes(y, -1, -2)
     values, scale, terms = product(np.swapaxes(x, 0, 1), y)
     dtype = call.out_dtype(call.at(0).dtype)
-    return [Result(np.swapaxes(values, 0, 1), dtype, terms, np.swapaxes(scale, 0, 1))]
+    turned = np.swapaxes(values, 0, 1)
+    return [Result(turned, dtype, terms, lambda: np.swapaxes(scale(), 0, 1))]
 
 
 def _dequantised(call: Call, x: AnyArray, y: AnyArray) -> Result:
@@ -155,7 +164,8 @@ def strided_batch_matmul(call: Call) -> list[Result]:
             shape_a, shape_b = ((k, m) if turn_a else (m, k)), ((n, k) if turn_b else (k, n))
             left = _turned(_block(a, start_a + head * stride_a, lda, shape_a), turn_a)
             right = _turned(_block(b, start_b + head * stride_b, ldb, shape_b), turn_b)
-            values, sizes, _ = product(left, right)
+            values, sized, _ = product(left, right)
+            sizes = sized()
             for row in range(m):
                 at = start_c + head * stride_c + row * ldc
                 fits(at + n <= found.size, "a block lies outside of the result")

@@ -15,7 +15,7 @@ from driftline.operators.families.calling import (
     is_float,
     real,
 )
-from driftline.operators.families.products import product
+from driftline.operators.families.products import Sized, product
 
 _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALONE = range(4)
 
@@ -83,7 +83,7 @@ def linear_parallel(call: Call) -> list[Result]:
     if kind in (_ALL_REDUCE, _REDUCE_SCATTER):
         parts = [_product(call, inputs[0], inputs) for inputs in ranks]
         values = np.sum([part[0] for part in parts], 0)
-        scale = np.sqrt(np.sum([part[1] ** 2 for part in parts], 0))
+        scale = np.sqrt(np.sum([part[1]() ** 2 for part in parts], 0))
         terms = sum(part[2] for part in parts)
         if call.flag("hasResidual", False):
             added = real(ranks[rank][-1])
@@ -107,7 +107,7 @@ def linear_parallel(call: Call) -> list[Result]:
     raise Unfit(f"type {kind} of a parallel layer is not defined here")
 
 
-def _product(call: Call, x: Tensor, inputs: list[Tensor]) -> tuple[AnyArray, AnyArray, int]:
+def _product(call: Call, x: Tensor, inputs: list[Tensor]) -> tuple[AnyArray, Sized, int]:
     fits(len(inputs) > 1, "needs a weight")
     weight = real(inputs[1])
     if call.flag("transWeight", True):
