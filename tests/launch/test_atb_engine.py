@@ -225,9 +225,16 @@ def test_a_topology_without_tensors_is_a_dump_too(dump, atb: Installed) -> None:
     assert "layer topology" in done.err and not list(done.path.glob("ait_dump*/tensors"))
 
 
-def test_types_of_the_probe_need_the_engine(dump) -> None:
-    done = dump("--engine", "torch", "--type", "op", run=["infer.py"])
-    assert done.code == 2 and "--engine atb" in done.err
+def test_the_probe_s_topology_is_drawn_beside_itself(dump, atb: Installed) -> None:
+    import onnx
+
+    done = dump("--engine", "atb", "--type", "layer", "onnx", argv=[str(atb.program)])
+    assert done.code == 0, done.err
+    drawn = sorted(only_dump(done.path).glob("layer/*/*.onnx"))
+    assert drawn and len(drawn) == len(list(only_dump(done.path).glob("layer/*/*.json")))
+    for path in drawn:
+        onnx.checker.check_model(onnx.load(path), full_check=True)
+    assert f"{len(drawn)} ONNX graph" in done.err
 
 
 def test_a_library_that_is_preloaded_already_stays(

@@ -75,15 +75,27 @@ def _graph(graph: SeenGraph) -> bytes:
         for name in node.outputs
         if name in graph.tensors and name not in graph.outputs
     ]
+    names = {name for node in graph.nodes for name in (*node.inputs, *node.outputs)}
     return b"".join(
         (
-            *(_bytes(1, _node(node, graph.domain)) for node in graph.nodes),
+            *(_bytes(1, _node(_with_edge(node, names), graph.domain)) for node in graph.nodes),
             _text(2, graph.name or "graph"),
             *(_bytes(11, _value(name, graph.tensors.get(name))) for name in graph.inputs),
             *(_bytes(12, _value(name, graph.tensors.get(name))) for name in graph.outputs),
             *(_bytes(13, _value(name, graph.tensors.get(name))) for name in inside),
         )
     )
+
+
+def _with_edge(node: SeenNode, names: set[str]) -> SeenNode:
+    """The format refuses a node that neither reads nor writes: it is given something to write."""
+    if node.inputs or node.outputs:
+        return node
+    name = f"{node.name}_done"
+    while name in names:
+        name += "_"
+    names.add(name)
+    return node._replace(outputs=(name,))
 
 
 def _node(node: SeenNode, domain: str) -> bytes:
