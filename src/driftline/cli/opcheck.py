@@ -68,7 +68,7 @@ def opcheck(
     nothing could be checked.
 
     Args:
-        input: An ATB dump or a folder inside it, or a run of `driftline dump --level operators`.
+        input: An ATB dump or a folder inside it, or a run of `driftline dump --level ops`.
         csv_path: The operation csv of an ATB dump: checks what it lists. Without it, every operator
             that the folders hold.
         output: Where opcheck_result_{time}.csv goes; the current folder unless given.
@@ -81,7 +81,7 @@ def opcheck(
             that change from run to run from inaccurate ones. Not for ATB dumps without an NPU.
         repro: Write a stand-alone script with its inputs for each operator that is not right.
         format: table for people; json, csv and markdown print the whole result.
-        all: Show every output, not only those that are not right.
+        all: Show every output, not only those that are not right (with -metric, the first twenty).
     """
     if input is None:
         raise BadInput(

@@ -1,22 +1,28 @@
 """Single operators: what one should have computed, and whether what it gave is that.
 
 `golden(op_type, param, inputs)` is the definition of an operator in float64, rounded to the type of
-its output; `driftline opcheck` holds the operators of a dump to it. Opened on first use.
+its output; `check(path)`, and `driftline opcheck`, hold the operators of a dump to it. Opened on
+first use.
 """
 
 from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from driftline.operators.checking import check as check
     from driftline.operators.definition import golden as golden
     from driftline.operators.definition import known_operators as known_operators
 
-__all__ = ["golden", "known_operators"]
+__all__ = ["check", "golden", "known_operators"]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'driftline.operators' has no attribute {name!r}")
+    if name == "check":
+        from driftline.operators.checking import check
+
+        return check
     from driftline.operators import definition
 
     return getattr(definition, name)

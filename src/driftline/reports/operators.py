@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -86,9 +87,14 @@ def view(report: Report, *, everything: bool = False) -> View:
     cover = report.coverage
     tone: Tone = "bad" if cover.failed else "good" if cover.passed else "doubtful"
     blocks: list[Block] = [Sentence(verdict(report), tone)]
-    chosen = [row for row in report.rows if everything or row.status == "fail"]
-    if chosen:
-        blocks.append(_grid(report, chosen, everything=everything))
+    failing = [row for row in report.rows if row.status == "fail"]
+    rest = [row for row in report.rows if row.status != "fail" and row.slot]
+    if everything:
+        blocks.append(_grid(report, report.rows, "Outputs", everything=True))
+    elif report.metrics:
+        blocks.append(_grid(report, failing + rest, "Outputs"))
+    elif failing:
+        blocks.append(_grid(report, failing, "Not right"))
     if cover.unchecked:
         lines = [Line((count, reason), "doubtful") for reason, count in cover.reasons]
         shown = lines if everything else lines[:SHOWN]
@@ -96,6 +102,14 @@ def view(report: Report, *, everything: bool = False) -> View:
         headings = (Heading("operators"), Heading("reason", stretch=True))
         left = len(lines) - len(shown)
         blocks.append(Grid(title, headings, tuple(shown), left, "--all shows every reason"))
+    near = [row for row in report.rows if row.status == "pass" and row.figures.reason]
+    if near and not everything:
+        outputs = "1 output passes" if len(near) == 1 else f"{len(near)} outputs pass"
+        blocks.append(
+            Sentence(
+                f"{outputs} with elements outside the bound, as its share allows (--all)", "quiet"
+            )
+        )
     if used := _bounds(report.rows):
         blocks.append(Sentence(f"bounds: {used}", "quiet"))
     if cover.filtered:
@@ -124,12 +138,15 @@ def _bounds(rows: Sequence[OutputRow]) -> str:
     return ", ".join(parts)
 
 
-def _grid(report: Report, rows: Sequence[OutputRow], *, everything: bool) -> Grid:
+def _grid(
+    report: Report, rows: Sequence[OutputRow], title: str, *, everything: bool = False
+) -> Grid:
+    mixed = title == "Outputs"
     shown = rows if everything else rows[:SHOWN]
     titles = ["operator", "type", "id", "output", "dtype", "shape", "within %", "needed %"]
     titles += ["max rel", "max abs", "bound"]
     titles += [name for metric in report.metrics for name in _SHORT[metric]]
-    titles += ["status"] if everything else []
+    titles += ["status"] if mixed else []
     titles.append("reason")
     essential = ("operator", "output", "within %", "max rel", "status", "reason")
     headings = tuple(
@@ -137,9 +154,8 @@ def _grid(report: Report, rows: Sequence[OutputRow], *, everything: bool) -> Gri
     )
     several = len({(row.call.step, row.call.rank) for row in report.rows}) > 1
     lines = tuple(
-        Line(tuple(_cells(report, row, several, everything)), _TONES[row.status]) for row in shown
+        Line(tuple(_cells(report, row, several, mixed)), _TONES[row.status]) for row in shown
     )
-    title = "Outputs" if everything else "Not right"
     return Grid(title, headings, lines, len(rows) - len(shown), "--all shows every output")
 
 
@@ -150,21 +166,26 @@ _SHORT: dict[Metric, tuple[str, ...]] = {
 }
 
 
-def _cells(report: Report, row: OutputRow, several: bool, everything: bool) -> list[Value]:
+def _cells(report: Report, row: OutputRow, several: bool, mixed: bool) -> list[Value]:
     call, found = row.call, row.figures
     where = f"rank{call.rank}/step{call.step}/{call.site}" if several else call.site
     cells: list[Value] = [where, call.op_type, call.ids, row.slot, row.dtype]
-    cells += [shape(row.shape) if row.slot else "", found.share, found.required]
+    cells += [shape(row.shape) if row.slot else "", _share(found.share), found.required]
     cells += [found.max_rel_error, found.max_abs_error, found.bound_name]
     figures: dict[Metric, Value] = {
-        "abs": found.abs_share,
+        "abs": _share(found.abs_share),
         "cos_sim": found.cos_sim,
         "kl": found.kl,
     }
     cells += [figures[metric] for metric in report.metrics]
-    cells += [row.status] if everything else []
+    cells += [row.status] if mixed else []
     cells.append(found.reason)
     return cells
+
+
+def _share(percent: float | None) -> str | None:
+    """Percent with four decimals, never rounded up to all of them."""
+    return None if percent is None else f"{math.floor(percent * 1e4) / 1e4:g}"
 
 
 def write_csv(report: Report, folder: Path) -> Path:

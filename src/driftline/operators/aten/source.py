@@ -1,4 +1,4 @@
-"""The seam for runs of `driftline dump --level operators`: replay of aten calls."""
+"""The seam for runs of `driftline dump --level ops`: replay of aten calls."""
 
 from __future__ import annotations
 
