@@ -94,7 +94,7 @@ def _decided(
         figures = _passed(bound, name, share, worst, largest, int(g.size))
         outside = int(g.size - np.count_nonzero(inside))
         if outside:
-            figures = figures._replace(reason=f"{_elements(outside)} outside the bound, as allowed")
+            figures = figures._replace(reason=f"{_elements(outside)} outside, as allowed")
         return figures
     reason = f"{_elements(int(g.size - np.count_nonzero(inside)))} of {g.size} outside the bound"
     return Figures(

@@ -148,7 +148,8 @@ def _grid(
     titles += [name for metric in report.metrics for name in _SHORT[metric]]
     titles += ["status"] if mixed else []
     titles.append("reason")
-    essential = ("operator", "output", "within %", "max rel", "status", "reason")
+    asked = {name for metric in report.metrics for name in _SHORT[metric]}
+    essential = {"operator", "output", "within %", "max rel", "status", "reason"} | asked
     headings = tuple(
         Heading(title, title in essential, title in ("operator", "reason")) for title in titles
     )
