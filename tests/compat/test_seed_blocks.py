@@ -7,6 +7,7 @@ the documents' own. Programs are started as their readers would start them.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from driftline import open_run
@@ -225,6 +227,54 @@ class TestDumpAndCompare:
         (process,) = (desk / "ait_dump" / "ait_dump" / "torch_tensors").iterdir()
         assert (process / "0" / "root" / "output.pth").is_file()
         assert "layers.2.norm" in {r.key.site for r in open_run(process / "0").records}
+
+    def test_operators_kernels_times_and_graphs_are_where_the_document_says(
+        self, desk: Path
+    ) -> None:
+        (desk / "infer.py").write_text(self.PROGRAM)
+        shell(
+            'ait llm dump --exec "python infer.py" '
+            "--type model layer op kernel tensor cpu_profiling onnx"
+        )
+        root = desk / "ait_dump"
+        (tensors,) = (root / "torch_tensors").iterdir()
+        pid = tensors.name.removeprefix("cpu_")
+        for name in (
+            f"operation_io_tensors/{pid}/operation_tensors_0.csv",
+            f"kernel_io_tensors/{pid}/kernel_tensors_0.csv",
+            f"cpu_profiling/{pid}/operation_statistic_0.txt",
+            f"model/{pid}/Model.json",
+            f"model/{pid}/Model.onnx",
+            f"layer/{pid}/Block_0_1.json",
+            f"layer/{pid}/Block_0_1.onnx",
+        ):
+            assert (root / name).is_file(), name
+        assert "neither is given" in shell(
+            'ait llm dump --exec "python infer.py" --type onnx -o x', code=2
+        )
+
+    def test_a_topology_becomes_onnx_as_the_document_writes(self, desk: Path) -> None:
+        layer = {
+            "opName": "XXX_layer",
+            "opType": "Layer",
+            "inTensors": ["a"],
+            "outTensors": ["c"],
+            "nodes": [
+                {"opName": "n_0", "opType": "N", "inTensors": ["a"], "outTensors": ["b"]},
+                {"opName": "n_1", "opType": "N", "inTensors": ["b"], "outTensors": ["c"]},
+            ],
+        }
+        (desk / "XXX_layer.json").write_text(json.dumps(layer))
+        (desk / "draw.py").write_text(
+            "from ait_llm.common.json_fitter import atb_json_to_onnx\n\n"
+            "model_level = 1\n"
+            'layer_topo_info = "./XXX_layer.json"\n'
+            "atb_json_to_onnx(layer_topo_info, model_level)\n"
+        )
+        shell(f"{sys.executable} draw.py")
+        model = onnx.load(desk / "XXX_layer.onnx")
+        onnx.checker.check_model(model, full_check=True)
+        assert [node.name for node in model.graph.node] == ["n_0", "n_1"]
 
     def test_two_dumps_are_compared(self, desk: Path) -> None:
         (desk / "infer.py").write_text(self.PROGRAM)
