@@ -12,6 +12,7 @@ from driftline.comparison.row import Row
 from driftline.gating.quantised import Quantised
 from driftline.runs.key import TensorKey
 from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
+from driftline.testing.runs import run_of
 
 PROMPT = np.array([3, 1, 4, 1, 5])
 
@@ -62,3 +63,21 @@ def test_a_mask_of_integers_quantises_nothing():
     assert Quantised([result, *mask]).at(result) == ""
     assert Quantised([result, *weight]).at(result) == "int8"
     assert Quantised([result, weight[1]]).at(result) == ""  # in the place of no float
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize(("spread", "most"), [("normal", 0.013), ("uniform", 0.0045)])
+def test_what_8_bits_lose_is_what_the_page_says(axis: int | None, spread: str, most: float) -> None:
+    rng = np.random.default_rng(0)
+    exact = (
+        rng.standard_normal((256, 512)) if spread == "normal" else rng.uniform(-1, 1, (256, 512))
+    )
+    values = exact.astype(np.float32)
+    scale = np.abs(values).max(axis=axis, keepdims=True) / 127
+    codes = np.rint(values / scale).astype(np.int8)
+    stored = scale.reshape(1) if axis is None else scale
+    theirs = run_of({"fc/param/weight": codes, "fc/param/weight_scale": stored.astype(np.float32)})
+    table = driftline.compare(run_of({"fc/param/weight": values}), theirs)
+    (row,) = (row for row in table.rows if row.compared)
+    assert 0.003 < row.metrics["relative_l2"] < most
+    assert (row.status, row.limit) == ("pass", 0.05)
