@@ -67,3 +67,41 @@ def test_a_baseline_is_made_on_the_gpu_by_default(
     lines = next(tmp_path.glob("*.diff_mean.csv")).read_text().splitlines()
     assert len(lines) == 33
     assert max(map(float, lines[1:])) < 1e-3
+
+
+@pytest.mark.parametrize("backend", ["", ",compile=inductor"])
+def test_validate_passes_on_the_gpu_and_notices_a_changed_one(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch._dynamo.reset()
+    words = [
+        *("validate", f"--model_paths={LLAMA}", f"--sharegpt_path={PROMPTS}"),
+        *("--batch_sizes=2", "--seq_lengths=32", "--max_new_tokens=8"),
+        *("--cumulative_test_tokens_per_sequence=16", "--force_validation_level_1", "--explain"),
+        f"--candidate=device=cuda,dtype=fp16{backend}",
+    ]
+    code = main([*words, "--metrics_threshold=4.0,0.001"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "passed validation level 1" in said.out
+    code = main([*words, "--metrics_threshold=4.0,1e-9"])
+    said = capsys.readouterr()
+    assert code == 1, said.err
+    assert "first failing token" in said.out
+    assert "layers, on the text before the first failing token" in said.out
+    if backend:
+        assert "without the compiler" in said.out
+
+
+def test_the_gpu_is_validated_where_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(
+        [
+            *("validate", f"--model_paths={LLAMA}", f"--sharegpt_path={PROMPTS}"),
+            *("--batch_sizes=1", "--seq_lengths=32", "--max_new_tokens=4", "--explain"),
+            *("--cumulative_test_tokens_per_sequence=4", "--force_validation_level_1"),
+            "--metrics_threshold=4.0,1e-9",
+        ]
+    )
+    said = capsys.readouterr()
+    assert code == 1, said.err
+    assert "device=cuda,dtype=fp16" in said.out

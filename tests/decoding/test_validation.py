@@ -383,6 +383,26 @@ def test_a_compiled_candidate_is_validated_like_any_other():
     assert any(re.search(r"aiu generation took [\d.]+s", line) for line in lines)
 
 
+def test_layers_of_a_compiled_candidate_are_shown_without_its_compiler():
+    own = Subjects()
+    verdict, _ = run(
+        own,
+        CANDIDATE="device=cpu,dtype=fp16,compile=aot_eager",
+        FORCE_VALIDATION_LEVEL_1="1",
+        COMMON_MAX_NEW_TOKENS="2",
+        CUMULATIVE_TEST_TOKENS_PER_SEQUENCE="2",
+        METRICS_THRESHOLD="4.0,1e-9",
+    )
+    assert verdict.first is not None
+    table = judge(explain(verdict.ask, verdict.first, own))
+    assert any(row.site == "model.layers.1.mlp.down_proj" for row in table.rows)
+    (note,) = table.notes
+    figures = re.search(r"logits is ([\d.e-]+) compiled and ([\d.e-]+) so", note)
+    assert figures, note
+    assert 0 < float(figures[1]) < 0.01
+    assert 0 < float(figures[2]) < 0.01
+
+
 def test_the_device_of_the_documents_goes_by_its_backend(stand_in):
     verdict, _ = run(Subjects(), CANDIDATE="device=aiu,dtype=fp16", COMMON_MAX_NEW_TOKENS="2")
     assert verdict.tokens_equal

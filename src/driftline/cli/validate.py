@@ -160,7 +160,7 @@ def validate(
         # The documented variable is on by default; a command line that says nothing is not.
         return found or ("0" if name == "USE_MICRO_MODELS" else "")
 
-    asks = asks_from(read, say=_say)
+    asks = asks_from(read, say=_say if settings.job_place().rank == 0 else _nothing)
     if not asks:
         raise BadInput(
             "no model is named",
@@ -170,26 +170,33 @@ def validate(
 
 
 def _run(asks: list[ValidateAsk], *, explain: bool) -> int:
-    from driftline.decoding.telling import lines_of
+    from driftline.decoding.job import join_job
+    from driftline.decoding.telling import SPLIT_UP, lines_of
     from driftline.decoding.validation import Subjects
     from driftline.decoding.validation import validate as check
 
     subjects = Subjects()
     failed: list[str] = []
+    job = join_job(asks[0].distributed)
+    say = _say if job.writes else _nothing
     for ask in asks:
         verdict = check(ask, say=_say, subjects=subjects)
         for line in lines_of(verdict, subjects.tokenizer(ask)):
-            _say(line)
+            say(line)
         if verdict.passed:
-            _say(f"PASSED {ask.id} in {verdict.seconds:.1f} s")
+            say(f"PASSED {ask.id} in {verdict.seconds:.1f} s")
             continue
-        _say(f"FAILED {ask.id} - {verdict.complaint}")
+        say(f"FAILED {ask.id} - {verdict.complaint}")
         failed.append(ask.id)
-        if explain:
+        if explain and ask.split(job.size):
+            say(SPLIT_UP)
+        elif explain and job.writes:
             _explain(ask, verdict, subjects)
     if len(asks) > 1:
-        _say(f"{len(asks) - len(failed)} of {len(asks)} passed")
-    return EXIT_DIFFERENT if failed else EXIT_FINE
+        say(f"{len(asks) - len(failed)} of {len(asks)} passed")
+    job.leave()
+    # Rank 0 speaks for all: when another one fails first, torchrun stops it in mid-sentence.
+    return EXIT_DIFFERENT if failed and job.writes else EXIT_FINE
 
 
 def _explain(ask: ValidateAsk, verdict: Verdict, subjects: Subjects) -> None:
@@ -204,3 +211,7 @@ def _explain(ask: ValidateAsk, verdict: Verdict, subjects: Subjects) -> None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _nothing(line: str) -> None:
+    del line

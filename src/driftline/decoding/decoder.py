@@ -10,7 +10,7 @@ behind `forward`, which takes a padded batch and gives logits. It does not know 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from driftline.decoding.targets import Target, ready
@@ -155,6 +155,16 @@ def eos_of(*holders: Any) -> tuple[int, ...]:
                 if isinstance(token, int) and token >= 0:
                     found.add(token)
     return tuple(sorted(found))
+
+
+def ended_by(ends: Sequence[int]) -> str:
+    """The ids that end a text, in a few words: a tokenizer may have hundreds of them.
+
+    >>> ended_by((2, 7)), ended_by(range(100, 400))
+    ('ids 2, 7', 'ids 100, 101, 102, 103, … of 300')
+    """
+    few = ", ".join(map(str, ends[:4]))
+    return f"ids {few}" + (f", … of {len(ends)}" if len(ends) > 4 else "")
 
 
 def _vocabulary(config: Any) -> int:

@@ -4,10 +4,14 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
+import math
+
 from driftline.comparison.table import Side, Table
+from driftline.decoding.decoder import DecoderModel
 from driftline.decoding.failing import FirstFailure
 from driftline.decoding.job import Job
-from driftline.decoding.layer_walk import METRICS, walk_layers
+from driftline.decoding.layer_names import ROOT
+from driftline.decoding.layer_walk import METRICS, Walk, walk_layers
 from driftline.decoding.prompts import Padded
 from driftline.decoding.row_figures import Figures
 from driftline.decoding.validate_ask import ValidateAsk
@@ -20,7 +24,8 @@ def explain(ask: ValidateAsk, first: FirstFailure, subjects: Subjects) -> Table:
     Args:
         ask: What was validated.
         first: The token.
-        subjects: The loaded models. A compiled candidate shows its own ends only.
+        subjects: The loaded models. Of a compiled candidate, which shows its own ends only, the
+            layers are those of one that is not.
 
     Raises:
         DriftlineError: No layer could be compared.
@@ -40,20 +45,46 @@ def explain(ask: ValidateAsk, first: FirstFailure, subjects: Subjects) -> Table:
     job = Job()
     candidate = subjects.candidate(ask, job)
     reference = subjects.reference(ask, job)
-    walk = walk_layers(reference, candidate, batch, take=_nothing, mode="model-forward")
+    walk = _walked(reference, candidate, batch)
     notes: list[str] = []
-    if ask.candidate.compile:
+    target = ask.candidate
+    if target.compile and target.device == "aiu":
         notes.append(
-            "the candidate is compiled as a whole: what lies inside it cannot be seen; "
-            "driftline layer-metrics --compile_unit leaf shows it"
+            "the candidate is compiled as a whole and shows nothing but its ends, and this device "
+            "runs nothing that is not compiled; driftline layer-metrics compiles block by block"
+        )
+    elif target.compile:
+        whole = _root(walk)
+        target = target._replace(compile="")
+        plain = subjects.uncompiled(ask)
+        walk = _walked(reference, plain, batch)
+        notes.append(
+            f"the candidate is compiled as a whole ({ask.candidate.compile}) and shows nothing but "
+            "its ends, so these layers are of the same candidate without the compiler; relative_l2 "
+            f"of its logits is {whole:.4g} compiled and {_root(walk):.4g} so: what differs between "
+            "the two is the compiler's (driftline layer-metrics --compile_unit block shows where)"
         )
     return Table(
         rows=walk.rows,
         columns=tuple(metric.column for metric in METRICS),
         reference=Side(f"{ask.model} ({ask.reference})"),
-        candidate=Side(f"{ask.model} ({ask.candidate})"),
+        candidate=Side(f"{ask.model} ({target})"),
         notes=tuple(notes),
     )
+
+
+def _walked(reference: DecoderModel, candidate: DecoderModel, batch: Padded) -> Walk:
+    return walk_layers(reference, candidate, batch, take=_nothing, mode="model-forward")
+
+
+def _root(walk: Walk) -> float:
+    """How far the logits of the model as a whole are apart; NaN if that is not known."""
+    found = [
+        row.metrics.get("relative_l2")
+        for row in walk.rows
+        if row.site == ROOT and row.key.port == "output" and row.key.slot == "logits"
+    ]
+    return next((value for value in found if value is not None), math.nan)
 
 
 def _nothing(figures: Figures) -> None:

@@ -25,7 +25,7 @@ from driftline.decoding.layer_files import LayerFiles, LayerSum
 from driftline.decoding.layer_names import ROOT
 from driftline.decoding.layer_walk import METRICS, Progress, Walk, walk_layers
 from driftline.decoding.layers_ask import OPTION, WHAT, LayersAsk
-from driftline.decoding.models import load_model, load_tokenizer
+from driftline.decoding.models import find_model, load_model, load_tokenizer
 from driftline.decoding.prompts import Prompt, PromptPool, pad_left
 from driftline.decoding.targets import Target, ready
 from driftline.errors import DriftlineError
@@ -128,6 +128,7 @@ def run_layers(
     require_writable(ask.output_path, OPTION)
     for target in (ask.reference, ask.candidate):
         ready(target)  # a device that is not there is told before a model is loaded
+    find_model(ask.source, ask.architecture)
     own = models or LayerModels()
     batch = pad_left(own.prompts(ask), ask.length)
     with (

@@ -19,6 +19,7 @@ from driftline.decoding import out_files
 from driftline.decoding.models import HF_ARCHITECTURE, library_for, model_name
 from driftline.decoding.prompts import Order
 from driftline.decoding.targets import Target
+from driftline.decoding.weights import weights_of
 from driftline.errors import AlreadyThere, BadFile, BadInput
 from driftline.runs.manifest import plain_json, provenance
 from driftline.settings import job_place
@@ -26,9 +27,6 @@ from driftline.settings import job_place
 Keep = Literal["full", "topk"]
 TABLE = "tokens.parquet"
 SIDECAR = "provenance.json"
-_WHOLE = 64 << 20
-_PIECES = 1024
-_PIECE = 1 << 16
 DONE = "prob_mean"
 """The metric whose file is written last: where it is, everything is."""
 
@@ -183,28 +181,6 @@ def described(ask: MetricsAsk, content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def weights_of(source: str) -> str | None:
-    """Tells a local model from one that was trained on, or is set up in another way.
-
-    The config is read whole, and weights too unless they are large: then the beginning and pieces
-    all over the file, so that it is noticed when a single matrix has changed.
-    """
-    folder = Path(source)
-    if not folder.is_dir():
-        return None
-    made = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin") or path.name == "config.json":
-            size = path.stat().st_size
-            step = _PIECE if size <= _WHOLE else -(-size // _PIECES)
-            made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
-            with path.open("rb") as file:
-                for start in range(0, size, step):
-                    file.seek(start)
-                    made.update(file.read(_PIECE))
-    return made.hexdigest()[:32]
-
-
 def _digest(path: Path | None) -> str | None:
     if path is None or not path.is_file():
         return None
@@ -218,7 +194,7 @@ def differences(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]
     return [
         f"{name} was {kept.get(name)!r}, is {value!r}"
         for name, value in plain.items()
-        if name in kept and kept[name] != value
+        if name in kept and kept[name] != value and not (name == "weights" and not kept[name])
     ]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from driftline.decoding import metrics_ask, out_files, score_table, top_logits
-from driftline.decoding.decoder import DecoderModel
+from driftline.decoding.decoder import DecoderModel, ended_by
 from driftline.decoding.desk import kept_desk, require_writable
 from driftline.decoding.generation import generate
 from driftline.decoding.job import Job, join_job
@@ -23,6 +23,7 @@ from driftline.decoding.metrics_ask import MetricsAsk
 from driftline.decoding.metrics_outcome import Outcome
 from driftline.decoding.models import (
     end_ids,
+    find_folder,
     find_library,
     find_model,
     load_model,
@@ -60,13 +61,15 @@ def run_metrics(
     """
     metrics_ask.check(ask)
     if not ask.skip_computation:
-        find_model(ask.source)
+        find_folder(ask.source)
     own = models or Models(ask)
     job = own.job
     quiet = say if job.writes else _nothing
     if job.share(metrics_ask.is_done(ask) if job.writes else None):
         quiet(f"skipping metric generation as it has already been done: {ask.prefix}")
         return Outcome(ask.prefix, ask.output_dir, skipped=True)
+    if not ask.skip_computation:
+        find_model(ask.source, ask.architecture)
     if not job.writes:
         _help(ask, own, job)
         return Outcome(ask.prefix, ask.output_dir)
@@ -325,8 +328,8 @@ class _Work:
         if not tokens:
             ask.table.unlink()
             raise BadInput(
-                f"no token was kept: all {ask.batch_size * ask.rounds} texts end at once (ids "
-                f"{', '.join(map(str, self.ends))})",
+                f"no token was kept: all {ask.batch_size * ask.rounds} texts end at once "
+                f"({ended_by(self.ends)})",
                 hint="other prompts, or another sequence length, may give longer texts",
             )
         files = [out_files.csv_name(ask.prefix, metric) for metric in METRICS]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftline.decoding.decoder import DecoderModel, Library, eos_of
+from driftline.decoding.hub import find_id
 from driftline.decoding.targets import Target, ready
 from driftline.errors import BadInput, DriftlineError
 from driftline.registry import require
@@ -105,7 +106,7 @@ def load_model(
     source = source.rstrip("/") or source
     kind = library_for(architecture, library)
     place = ready(target)
-    find_model(source)
+    find_model(source, architecture)
     find_library(architecture, library)
     ask = _Ask(
         source,
@@ -144,8 +145,23 @@ class _Ask(NamedTuple):
     extra: dict[str, Any]
 
 
-def find_model(source: str) -> None:
-    """Refuse a folder that is not there; whether an id can be found is seen when it is loaded.
+def find_model(source: str, architecture: str = "") -> None:
+    """Refuse a folder that is not there, or an id that nobody has.
+
+    Args:
+        source: The folder or id.
+        architecture: One of ibm-fms has variants of its own, which no hub knows.
+
+    Raises:
+        BadInput: There is no such model.
+    """
+    find_folder(source)
+    if not Path(source).is_dir() and architecture in ("", HF_ARCHITECTURE):
+        find_id(source)
+
+
+def find_folder(source: str) -> None:
+    """Refuse a folder that is not there; an id may be anything.
 
     Raises:
         BadInput: There is no such folder.
@@ -318,6 +334,8 @@ def load_tokenizer(path: str) -> Any:
             f"there is no tokenizer folder {source}",
             hint="give the folder that holds tokenizer.json, usually the model's own",
         )
+    if not Path(source).is_dir():
+        find_id(source, "tokenizer")
     transformers = require("transformers", install=TRANSFORMERS)
     try:
         return transformers.AutoTokenizer.from_pretrained(source)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from driftline.decoding.metrics_ask import weights_of
 from driftline.decoding.out_files import Saved
 from driftline.decoding.prompts import Padded
+from driftline.decoding.weights import weights_of
 from driftline.errors import BadInput
 
 if TYPE_CHECKING:

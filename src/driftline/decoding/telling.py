@@ -11,6 +11,10 @@ from driftline.decoding.validation import Verdict
 
 SHOWN = 8
 """Prompts that are listed one by one."""
+SPLIT_UP = (
+    "layers of a candidate that is split over ranks are not compared: run it in one process, or "
+    "driftline layer-metrics"
+)
 _LONGEST = 24
 
 

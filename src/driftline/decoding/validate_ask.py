@@ -126,6 +126,10 @@ class ValidateAsk(NamedTuple):
     def rounds(self) -> int:
         return max(1, self.tokens_per_sequence // self.new_tokens)
 
+    def split(self, ranks: int) -> bool:
+        """Whether the candidate's matrices lie apart on so many ranks; drawn ones never do."""
+        return ranks > 1 and not self.random_weights
+
     @property
     def id(self) -> str:
         return f"{self.model}-{self.batch_size}-{self.length}-{self.new_tokens}"

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftline.decoding import out_files
-from driftline.decoding.decoder import DecoderModel
+from driftline.decoding.decoder import DecoderModel, ended_by
 from driftline.decoding.desk import require_writable
 from driftline.decoding.failing import METRICS, FirstFailure, PromptCount, Rate, Tally
 from driftline.decoding.few_threads import few_threads
 from driftline.decoding.generation import Validation, generate
 from driftline.decoding.job import Job, join_job
-from driftline.decoding.metrics_ask import weights_of
 from driftline.decoding.models import end_ids, find_model, load_model, load_tokenizer, model_layers
 from driftline.decoding.out_files import REFERENCE, Saved
 from driftline.decoding.prompts import Padded, Prompt, PromptPool, pad_left
@@ -28,6 +27,7 @@ from driftline.decoding.round_scores import score_round
 from driftline.decoding.saved_reference import require_fitting
 from driftline.decoding.targets import ready
 from driftline.decoding.validate_ask import ValidateAsk
+from driftline.decoding.weights import weights_of
 from driftline.errors import BadInput, DriftlineError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Subjects:
     def candidate(self, ask: ValidateAsk, job: Job) -> DecoderModel:
         how = (ask.source, ask.candidate, ask.micro_layers, ask.random_weights, ask.library)
         return self._once(
-            "candidate", how, lambda: _load(ask, candidate=True, distributed=job.size > 1)
+            "candidate", how, lambda: _load(ask, candidate=True, distributed=ask.split(job.size))
         )
 
     def reference(self, ask: ValidateAsk, job: Job) -> DecoderModel:
@@ -109,7 +109,7 @@ class Subjects:
 
         def load() -> DecoderModel:
             model = _load(ask, candidate=False, distributed=False)
-            if ask.micro and job.size == 1:
+            if ask.micro and not ask.split(job.size):
                 # The same weights, as the candidate has rounded them: its arithmetic is in
                 # question, not what was lost when a random number was stored.
                 theirs = self.candidate(ask, job).module.state_dict()
@@ -117,6 +117,14 @@ class Subjects:
             return model
 
         return self._once("reference", weights, load)
+
+    def uncompiled(self, ask: ValidateAsk) -> DecoderModel:
+        """The candidate as it is without its compiler; not kept, as it is wanted once."""
+        return _load(
+            ask._replace(candidate=ask.candidate._replace(compile="")),
+            candidate=True,
+            distributed=False,
+        )
 
     def _once(self, name: str, how: Any, make: Callable[[], Any]) -> Any:
         if name not in self._kept or self._kept[name][0] != how:
@@ -178,6 +186,8 @@ class _Work:
         self._look_ahead()
         drawn = "randomly initialized" if ask.random_weights else "trained"
         self.say(f"using {drawn} model")
+        if self.job.size > 1 and not ask.split(self.job.size):
+            self.say("drawn weights are not split: every rank runs the whole candidate")
         batch = self._batch(0)
         self._warm_up(batch)
         reference = self._reference(0, batch)
@@ -221,7 +231,15 @@ class _Work:
         self.say(f"PT compile complete, took {time.monotonic() - start:.3f}s")
 
     def _reference(self, seed: int, batch: Padded) -> Saved:
-        """The reference of a round, saved before or computed now."""
+        """The reference of a round; ranks other than 0 are told its tokens."""
+        if not self.job.writes:
+            return Saved(self.job.share(None), [], [], {})
+        saved = self._own_reference(seed, batch)
+        self.job.share(list(saved.tokens))
+        return saved
+
+    def _own_reference(self, seed: int, batch: Padded) -> Saved:
+        """What was saved before, or is computed now."""
         place = self.ask.out(REFERENCE, seed)
         if place is not None and place.is_dir():
             self.say(f"cpu validation info found for seed={seed} -- loading it")
@@ -277,6 +295,9 @@ class _Work:
         made = self._generated(model, batch, "aiu", keep_logits=False)
         self._save(DEVICE, 0, Saved(list(made.tokens), [], [], {}))
         self.say("aiu validation info extracted for validation level 0")
+        return self.job.share(self._first_other(made, reference) if self.job.writes else None)
+
+    def _first_other(self, made: Validation, reference: Saved) -> tuple[int, int] | None:
         width = made.prompt_length
         for prompt, tokens in enumerate(reference.tokens):
             differ = (tokens != made.tokens[prompt]).nonzero()
@@ -297,11 +318,15 @@ class _Work:
                 reference = self._reference(seed, batch)
                 self.say(f"cpu validation info extracted for validation level 1 - iter={seed}")
             self._round(seed, batch, reference, ends)
+        return self.job.share(self._judged(verdict, ends) if self.job.writes else None)
+
+    def _judged(self, verdict: Verdict, ends: tuple[int, ...]) -> Verdict:
+        ask = self.ask
         tally, kept = self.tally, self.tally.kept
         if not kept:
             raise BadInput(
-                f"no token was kept: all {ask.batch_size * ask.rounds} texts end at once (ids "
-                f"{', '.join(map(str, ends))})",
+                f"no token was kept: all {ask.batch_size * ask.rounds} texts end at once "
+                f"({ended_by(ends)})",
                 hint="other prompts, or another sequence length, may give longer texts",
             )
         rates = tuple(
@@ -335,6 +360,8 @@ class _Work:
         candidate = _saved(made)
         self._save(DEVICE, seed, candidate)
         self.say(f"aiu validation info extracted for validation level 1 - iter={seed}")
+        if not self.job.writes:
+            return
         scored = score_round(
             reference,
             candidate,

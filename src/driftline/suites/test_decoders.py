@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 
 from driftline import settings
-from driftline.decoding.telling import layer_lines, lines_of
+from driftline.decoding.telling import SPLIT_UP, layer_lines, lines_of
 from driftline.decoding.validate_ask import ValidateAsk, asks_from
 from driftline.decoding.validation import Subjects, Verdict, validate
 from driftline.errors import DriftlineError
@@ -32,7 +32,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ask" not in metafunc.fixturenames:
         return
     try:
-        asks = asks_from(settings.shapes_variable)
+        say = print if settings.job_place().rank == 0 else _nothing
+        asks = asks_from(settings.shapes_variable, say=say)
     except DriftlineError as trouble:
         hint = f" ({trouble.hint})" if trouble.hint else ""
         raise pytest.UsageError(f"{trouble}{hint}") from None
@@ -40,6 +41,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not listed:
         listed = [pytest.param(None, id="none", marks=pytest.mark.skip(reason=_NO_MODEL))]
     metafunc.parametrize("ask", listed)
+
+
+def _nothing(line: str) -> None:
+    del line
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +62,8 @@ def test_common_shapes(
     except DriftlineError as trouble:
         hint = f"\n  hint: {trouble.hint}" if trouble.hint else ""
         pytest.fail(f"{trouble}{hint}", pytrace=False)
+    if settings.job_place().rank:
+        return  # rank 0 tells, and its verdict is all ranks'
     _tell(ask, verdict, subjects)
     threshold = ask.failure_threshold
     for rate in verdict.rates:
@@ -73,6 +80,9 @@ def _tell(ask: ValidateAsk, verdict: Verdict, subjects: Subjects) -> None:
         print(line)
     first = verdict.first
     if verdict.passed or first is None or settings.shapes_variable("EXPLAIN") != "1":
+        return
+    if ask.split(settings.job_place().world_size):
+        print(SPLIT_UP)
         return
     from driftline.decoding.explaining import explain
     from driftline.gating.judge import judge
