@@ -120,6 +120,36 @@ def test_packed_attention_keeps_sequences_apart_and_hides_what_comes_later() -> 
     close(causal[3:], attention(q[3:], k[3:], v[3:], later))
 
 
+def test_a_mask_of_ones_hides_and_a_small_one_stands_for_the_triangle() -> None:
+    q, k, v = draw(4, 2, 8), draw(4, 2, 8), draw(4, 2, 8)
+    lengths = np.array([4], np.int32)
+    param = {"calcType": 3, "headNum": 2, "qkScale": 0.5, "maskType": 1}
+    later = attention(q, k, v, np.triu(np.full((4, 4), -np.inf), 1))
+    for mask in (np.triu(np.ones((4, 4)), 1), np.triu(np.full((2, 2), -1e4), 1)):
+        given_all = [q, k, v, mask.astype(np.float32), lengths]
+        (found,) = golden("SelfAttentionOperation", param, given_all)
+        close(found, later)
+
+
+@pytest.mark.parametrize("kind", [4, 5, 6])
+def test_packed_alibi_masks_are_those_of_their_slopes(kind: int) -> None:
+    q, k, v = draw(6, 2, 8), draw(6, 2, 8), draw(6, 2, 8)
+    slopes = np.array([0.5, 0.25])
+    places = np.arange(6)
+    away = (places[None] - places[:, None]).astype(float)
+    if kind == 5:
+        away = np.sqrt(np.abs(away)) * np.sign(away)
+    elif kind == 6:
+        away = np.broadcast_to(places.astype(float), (6, 6))
+    hidden = np.triu(np.full((6, 6), -np.inf), 1)
+    whole = away * slopes[:, None, None] + hidden
+    corner = (-away + np.triu(np.full((6, 6), 6e4), 1))[:4, :4]
+    param = {"calcType": 3, "headNum": 2, "qkScale": 0.5, "maskType": kind}
+    given_all = [q, k, v, corner.astype(np.float32), np.array([6], np.int32)]
+    (found,) = golden("SelfAttentionOperation", param, [*given_all, -slopes.astype(np.float32)])
+    close(found, attention(q, k, v, whole))
+
+
 def test_attention_over_a_cache_puts_the_new_tokens_in_first() -> None:
     heads, size, longest = 2, 4, 6
     cache_k, cache_v = draw(3, 2, longest, 8), draw(3, 2, longest, 8)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,14 +14,17 @@ from driftline.operators.families.calling import (
     Definition,
     Result,
     Tensor,
+    Unfit,
     fits,
     real,
 )
 
 _NO_MASK, _NORM, _ALIBI, _NORM_COMPRESS = 0, 1, 2, 3
-_SLIDING, _CAUSAL = 7, 9
-_WITH_MASK = (_NORM, _ALIBI, _SLIDING)
-_IMPLIED = (_NORM_COMPRESS, _CAUSAL)
+_ALIBI_COMPRESS, _ALIBI_SQRT, _ALIBI_LEFT, _SLIDING, _CAUSAL = 4, 5, 6, 7, 9
+_PLAIN = (_NORM, _ALIBI, _SLIDING)
+_SLOPED = (_ALIBI_COMPRESS, _ALIBI_SQRT, _ALIBI_LEFT)
+_HIDDEN = -3e38
+"""What a mask of zeros and ones is multiplied with."""
 _ROWS_AT_ONCE = 256
 _PACKED = 3
 _BYPASS = 1
@@ -34,7 +38,10 @@ class Setting(NamedTuple):
     scale: float
     low: float | None
     high: float | None
-    causal: bool
+
+
+Mask: TypeAlias = Callable[[int, slice], AnyArray]
+"""What is added to the scores of one head, for some rows of queries."""
 
 
 class _Piled(NamedTuple):
@@ -59,12 +66,11 @@ def _setting(call: Call) -> Setting:
         call.number("qkScale", 1.0) * q_scale,
         call.number("clampMin", 0.0) if clamped else None,
         call.number("clampMax", 0.0) if clamped else None,
-        call.whole("maskType", 0) in _IMPLIED,
     )
 
 
 def attend(
-    q: AnyArray, k: AnyArray, v: AnyArray, mask: AnyArray | None, setting: Setting
+    q: AnyArray, k: AnyArray, v: AnyArray, mask: Mask | None, setting: Setting
 ) -> tuple[AnyArray, AnyArray]:
     """Attention of one sequence: (tokens, heads, size) each; the result and its terms' size."""
     shared = setting.heads // setting.kv_heads
@@ -79,9 +85,7 @@ def attend(
                 scores = np.clip(scores, setting.low, setting.high)
             size = 1.0 + np.abs(scores)
             if mask is not None:
-                scores = scores + mask[min(head, mask.shape[0] - 1), rows]
-            elif setting.causal:
-                scores = np.where(_later(q.shape[0], k.shape[0])[rows], -np.inf, scores)
+                scores = scores + mask(head, rows)
             raised = np.exp(scores - scores.max(-1, keepdims=True))
             shares = raised / raised.sum(-1, keepdims=True)
             found[rows, head] = shares @ values
@@ -90,29 +94,71 @@ def attend(
     return found, scale
 
 
-def _later(rows: int, columns: int) -> AnyArray:
-    """Which keys come after each query, when both end with the same token."""
-    return np.triu(np.ones((rows, columns), np.bool_), columns - rows + 1)
+def causal(rows: int, columns: int) -> Mask:
+    """Hides the keys after each query, where both end with the same token."""
+    later = np.triu(np.full((rows, columns), -np.inf), columns - rows + 1)
+    return lambda head, part: later[part]
 
 
-def _mask_of(
-    mask: Tensor | None, batch: int, batches: int, rows: int, columns: int
-) -> AnyArray | None:
-    """The part of a mask for one sequence, as (heads or 1, rows, columns)."""
-    if mask is None:
-        return None
-    values = real(mask)
-    if values.ndim == 4:
-        values = values[min(batch, values.shape[0] - 1)]
-    elif values.ndim == 3 and values.shape[0] == batches and batches > 1:
-        values = values[batch : batch + 1]
-    elif values.ndim == 2:
-        values = values[None]
-    fits(
-        values.ndim == 3 and values.shape[1] >= rows and values.shape[2] >= columns,
-        f"the mask {list(mask.values.shape)} is too small for {rows} by {columns}",
-    )
-    return values[:, :rows, :columns]
+class Masking(NamedTuple):
+    """The mask of an operator: its kind, its tensor, and the slopes of its heads."""
+
+    kind: int
+    tensor: Tensor | None = None
+    slopes: AnyArray | None = None
+
+    def of(self, batch: int, batches: int, rows: int, columns: int) -> Mask | None:
+        """The mask of one sequence; None where nothing is hidden."""
+        if self.kind in _SLOPED:
+            return self._sloped(rows, columns)
+        if self.kind in (_NORM_COMPRESS, _CAUSAL):
+            return causal(rows, columns)
+        if self.kind == _NO_MASK or self.tensor is None:
+            return None
+        values = real(self.tensor)
+        if values.ndim == 4:
+            values = values[min(batch, values.shape[0] - 1)]
+        elif values.ndim == 3 and values.shape[0] == batches and batches > 1:
+            values = values[batch : batch + 1]
+        elif values.ndim == 2:
+            values = values[None]
+        if self.kind == _NORM and values.shape[-1] < columns:
+            return causal(rows, columns)  # a small one stands for the whole triangle
+        shape = list(self.tensor.values.shape)
+        fits(
+            values.ndim == 3 and values.shape[1] >= rows and values.shape[2] >= columns,
+            f"the mask {shape} is too small for {rows} by {columns}",
+        )
+        found = values[:, :rows, :columns]
+        if self.kind != _ALIBI and values.min(initial=0.0) >= 0.0:
+            found = found * _HIDDEN
+        return lambda head, part: found[min(head, found.shape[0] - 1), part]
+
+    def _sloped(self, rows: int, columns: int) -> Mask:
+        """Biases that fall with the distance, from a corner of the mask and a slope per head."""
+        values = None if self.tensor is None else real(self.tensor)
+        slopes = self.slopes
+        if values is None or slopes is None or values.ndim != 2 or min(values.shape) < 2:
+            raise Unfit("a packed mask needs its corner as a matrix, and a slope for each head")
+        behind = np.arange(rows)[:, None] + (columns - rows) - np.arange(columns)
+        if self.kind == _ALIBI_LEFT:
+            bias = np.broadcast_to(np.arange(columns) * values[-1, 1], behind.shape)
+        elif self.kind == _ALIBI_SQRT:
+            bias = np.sqrt(np.maximum(behind, 0)) * values[1, 0]
+        else:
+            bias = behind * values[1, 0]
+        hidden = behind < 0
+        return lambda head, part: np.where(hidden[part], -np.inf, bias[part] * slopes[head])
+
+
+def _masking(call: Call, place: int) -> tuple[Masking, int]:
+    """The mask at a place among the inputs, and the place behind it."""
+    kind = call.whole("maskType", 0)
+    if kind in (_NO_MASK, _CAUSAL):
+        return Masking(kind), place
+    known = kind in _PLAIN or kind in _SLOPED or kind == _NORM_COMPRESS
+    fits(known, f"maskType {kind} packs its mask in a way that is not defined here")
+    return Masking(kind, call.at(place, "mask")), place + 1
 
 
 def _lengths(tensor: Tensor) -> tuple[list[int], list[int]]:
@@ -121,15 +167,6 @@ def _lengths(tensor: Tensor) -> tuple[list[int], list[int]]:
     if values.ndim == 2 and values.shape[0] == 2:
         return values[0].tolist(), values[1].tolist()
     return values.reshape(-1).tolist(), values.reshape(-1).tolist()
-
-
-def _takes_mask(call: Call) -> bool:
-    kind = call.whole("maskType", 0)
-    fits(
-        kind == _NO_MASK or kind in _WITH_MASK or kind in _IMPLIED,
-        f"maskType {kind} packs its mask in a way that is not defined here",
-    )
-    return kind in _WITH_MASK or kind == _NORM_COMPRESS
 
 
 def self_attention(call: Call) -> list[Result]:
@@ -147,11 +184,11 @@ def _packed(call: Call) -> list[Result]:
     setting = _setting(call)
     merged = call.whole("mlaVHeadSize", 0)
     query, key = call.at(0, "query"), call.at(1, "key")
-    place = 2 if merged else 3
-    mask = call.at(place, "mask") if _takes_mask(call) else None
-    place += mask is not None
-    if setting.causal:
-        mask = None  # packed or implied: nothing later is seen
+    masking, place = _masking(call, 2 if merged else 3)
+    if masking.kind in _SLOPED:
+        slopes = real(call.at(place + 1, "slopes")).reshape(-1)
+        fits(slopes.size == setting.heads, f"{slopes.size} slopes for {setting.heads} heads")
+        masking = masking._replace(slopes=slopes)
     q = _by_heads(query, setting.heads)
     k = _by_heads(key, setting.kv_heads)
     v = k[..., :merged] if merged else _by_heads(call.at(2, "value"), setting.kv_heads)
@@ -164,7 +201,7 @@ def _packed(call: Call) -> list[Result]:
     at_q = at_k = 0
     for batch, (rows, columns) in enumerate(zip(q_lengths, k_lengths, strict=True)):
         if rows and columns:
-            part = _mask_of(mask, batch, len(q_lengths), rows, columns)
+            part = masking.of(batch, len(q_lengths), rows, columns)
             _add(piled, q[at_q : at_q + rows], (k, v), slice(at_k, at_k + columns), part, setting)
         at_q, at_k = at_q + rows, at_k + columns
     return [_result(call, query, piled, max(k_lengths, default=1))]
@@ -177,9 +214,8 @@ def _cached(call: Call) -> list[Result]:
     bypass = call.whole("kvcacheCfg", 0) == _BYPASS
     place = 1 if bypass else 3
     k_cache, v_cache = call.at(place, "key cache"), call.at(place + 1, "value cache")
-    place += 2
-    mask = call.at(place, "mask") if _takes_mask(call) else None
-    place += mask is not None
+    masking, place = _masking(call, place + 2)
+    fits(masking.kind not in _SLOPED, "a packed mask belongs to packed sequences (calcType 3)")
     offsets, lengths = call.at(place, "token offsets"), call.at(place + 1, "sequence lengths")
     layer_at = call.at(place + 2, "layer")
     fits(k_cache.values.ndim == 4, f"a cache of {k_cache.values.ndim} dimensions is not defined")
@@ -198,9 +234,7 @@ def _cached(call: Call) -> list[Result]:
         if rows:
             k = keys[layer, batch].reshape(keys.shape[2], setting.kv_heads, -1)
             v = values[layer, batch].reshape(values.shape[2], setting.kv_heads, -1)
-            part = None
-            if not setting.causal:
-                part = _mask_of(mask, batch, len(sizes), rows, end)
+            part = masking.of(batch, len(sizes), rows, end)
             _add(piled, q[at : at + rows], (k, v), slice(0, end), part, setting)
         at += rows
     return [_result(call, query, piled, max(ends, default=1))]
@@ -219,8 +253,7 @@ def paged_attention(call: Call) -> list[Result]:
     tables, lengths = call.at(place, "block table"), call.at(place + 1, "context lengths")
     kind = call.whole("maskType", 0)
     fits(kind in (0, 1, 2), f"maskType {kind} is not defined here")
-    mask = call.at(place + 2, "mask") if kind else None
-    place += 2 + (mask is not None)
+    masking, place = _masking(call, place + 2)
     fits(keys.values.ndim == 4, f"a cache of {keys.values.ndim} dimensions is not defined here")
     k = real(keys)
     v = k[..., :merged] if merged else real(call.at(2, "value cache"))
@@ -238,7 +271,7 @@ def paged_attention(call: Call) -> list[Result]:
             f"the block table of token {token} leaves the cache",
         )
         own = tuple(each[used].reshape(-1, *each.shape[2:])[:size] for each in (k, v))
-        part = _mask_of(mask, token, len(sizes), 1, size)
+        part = masking.of(token, len(sizes), 1, size)
         _add(piled, q[token : token + 1], (own[0], own[1]), slice(0, size), part, setting)
     return [_result(call, query, piled, max(sizes, default=1))]
 
@@ -277,7 +310,7 @@ def _add(
     q: AnyArray,
     cache: tuple[AnyArray, AnyArray],
     place: slice,
-    mask: AnyArray | None,
+    mask: Mask | None,
     setting: Setting,
 ) -> None:
     values, scale = attend(q, cache[0][place], cache[1][place], mask, setting)
