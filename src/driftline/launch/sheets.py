@@ -142,7 +142,7 @@ def _draw(plan: CapturePlan, folder: Path, calls: list[Call]) -> list[str]:
                 (folder / f"layer_{number}.onnx").write_bytes(content)
     except DriftlineError as problem:
         return [f"the model is not drawn: {problem}"]
-    return list(graph.notes)
+    return []
 
 
 # --- in the seed's tree

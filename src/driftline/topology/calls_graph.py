@@ -40,8 +40,10 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
             nodes = (*nodes[:at], *nodes[at].children, *nodes[at + 1 :])
         name = kind = root.class_name
         inputs = tuple(dict.fromkeys(building.name_of(one) for one in root.inputs))
-        after = [name for call in tops[at:] for name in building.made(call)]
-        outputs = tuple(dict.fromkeys(after))
+        after = tops[at + 1 :]
+        read = {building.name_of(one) for call in after for one in call.inputs}
+        last = [name for call in after for name in building.made(call) if name not in read]
+        outputs = tuple(dict.fromkeys((*building.made(root), *last)))
     later = sum(call.phase != "forward" for call in calls if call.step == chosen)
     notes = [f"{later} calls of backward passes are not in the graph"] if later else []
     if len(steps) > 1:
