@@ -222,3 +222,14 @@ def test_an_index_outside_of_a_table_is_said_and_reads_nothing(
     AtbDump(tmp_path, "G3").execute([made])
     rows = check.rows("-i", tmp_path, code=2)
     assert rows[0]["reason"] == "an index lies outside of 0 to 3"
+
+
+def test_a_csv_speaks_for_its_own_process_only(tmp_path: Path, check: Checker) -> None:
+    for device in (0, 1):
+        made = AtbDump(tmp_path, "G3", device=device, pid=100 + device)
+        made.execute([linear() if device == 0 else softmax()])
+        made.operation_csv([linear() if device == 0 else softmax()])
+    for pid, kind in ((100, "LinearOperation"), (101, "SoftmaxOperation")):
+        (table,) = tmp_path.rglob(f"{pid}/operation_tensors_0.csv")
+        rows = check.rows("-i", tmp_path, "-c", table, code=0)
+        assert [(row["op_type"], row["status"]) for row in rows] == [(kind, "pass")]

@@ -205,6 +205,10 @@ class AtbRun(TreeRun):
                     if operation.site:
                         yield rank, process, execution.number, operation
 
+    def pids(self) -> dict[tuple[int, int], str]:
+        """The process id of each rank and process."""
+        return {place: tops[0][0].pid for place, tops in self._tops.items() if tops}
+
     def own_param(self, operation: OperationFolder) -> Mapping[str, Any] | None:
         """The parameters in an operation's own op_param.json; None when it has none.
 

@@ -140,6 +140,10 @@ class AtbSource:
     def _listed(self, csv: Path) -> Iterator[_Found]:
         lines = listed(csv)
         places = self._tensors.by_ids()
+        own = csv.resolve().parent.name.rpartition("_")[2]  # it lies in a folder of its process
+        pids = self.run.pids()
+        if own in pids.values():
+            places = {at: place for at, place in places.items() if pids[at[0], at[1]] == own}
         known = {(line.execution, line.ids) for line in lines}
         executions = {step for _, _, step, _ in places}
         here = [line for line in lines if line.execution in executions] or lines

@@ -118,7 +118,7 @@ class Masking(NamedTuple):
         values = real(self.tensor)
         if values.ndim == 4:
             values = values[min(batch, values.shape[0] - 1)]
-        elif values.ndim == 3 and values.shape[0] == batches and batches > 1:
+        elif values.ndim == 3 and self.kind != _ALIBI and values.shape[0] == batches > 1:
             values = values[batch : batch + 1]
         elif values.ndim == 2:
             values = values[None]
