@@ -36,19 +36,20 @@ _REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class _Value:
     """One state of a storage: its extremes, on the device and, later, here."""
 
-    __slots__ = ("before", "count", "extremes", "origin", "pattern", "reading", "single")
+    __slots__ = ("asked", "before", "count", "origin", "pattern", "reading", "single")
 
     def __init__(
         self,
         pattern: Pattern,
         count: int,
-        extremes: torch.Tensor | None,
         origin: Origin = Origin.UNKNOWN,
         before: _Value | None = None,
+        *,
+        asked: bool = True,
     ) -> None:
         self.pattern = pattern
         self.count = count
-        self.extremes = extremes
+        self.asked = asked
         self.origin = origin
         self.before = before
         self.reading: Reading | None = None
@@ -61,7 +62,61 @@ class _Value:
             self.reading = earlier  # only a part of it was written
         if self.before is not None:
             self.origin = max(self.origin, self.before.origin)
-        self.extremes = self.before = None
+        self.before = None
+
+
+class _Sheet:
+    """Room for extremes on one device, in one type: kernels write straight into it."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.rows = torch.empty((TOGETHER, 2), device=device, dtype=dtype)
+        cells = self.rows.view(-1).unbind(0)
+        self.places = list(zip(cells[0::2], cells[1::2], strict=True))
+        self.values: list[_Value] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.values) >= TOGETHER
+
+    def take(self, tensor: torch.Tensor, value: _Value) -> None:
+        torch.aminmax(tensor, out=self.places[len(self.values)])
+        self.values.append(value)
+
+
+class _Flight:
+    """Sheets on their way to the host, and the calls that wait for them."""
+
+    def __init__(self, sheets: list[_Sheet], values: list[_Value], calls: list[_Waiting]) -> None:
+        self.sheets = sheets
+        self.values = values
+        self.calls = calls
+        self.hosts: list[torch.Tensor] = []
+        self.arrivals: list[Any] = []
+        for sheet in sheets:
+            used = sheet.rows[: len(sheet.values)]
+            if used.is_cuda:
+                host = torch.empty(used.shape, dtype=used.dtype, pin_memory=True)
+                host.copy_(used, non_blocking=True)
+                arrival = torch.cuda.Event()
+                arrival.record(torch.cuda.current_stream(used.device))
+                self.arrivals.append(arrival)
+            else:  # no events here: the copy waits
+                host = used.cpu()
+            self.hosts.append(host)
+
+    def arrived(self, *, wait: bool) -> bool:
+        for arrival in self.arrivals:
+            if wait:
+                arrival.synchronize()
+            elif not arrival.query():
+                return False
+        return True
+
+    def extremes(self) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for sheet, host in zip(self.sheets, self.hosts, strict=True):
+            found.update(zip(map(id, sheet.values), host.double().tolist(), strict=True))
+        return found
 
 
 class _Waiting:
@@ -91,7 +146,9 @@ class DeviceWatch:
         self._values: ByStorage[_Value] = ByStorage()
         self._gathering: list[_Value] = []
         self._calls: list[_Waiting] = []
-        self._flights: deque[tuple[list[Any], list[_Value], list[_Waiting]]] = deque()
+        self._sheets: dict[tuple[torch.device, torch.dtype], _Sheet] = {}
+        self._spare: dict[tuple[torch.device, torch.dtype], list[_Sheet]] = {}
+        self._flights: deque[_Flight] = deque()
         self._held = 0
         self._since = 0
         self.added = 0
@@ -102,7 +159,7 @@ class DeviceWatch:
         """Memory was allocated; what stands there means nothing until it is written."""
         pattern = pattern_of(tensor.dtype)
         if pattern is not None:
-            self._values.put(tensor, _Value(pattern, tensor.numel(), None, Origin.RAW))
+            self._values.put(tensor, _Value(pattern, tensor.numel(), Origin.RAW, asked=False))
 
     def add(
         self,
@@ -159,11 +216,11 @@ class DeviceWatch:
         if value is None or pattern is None or not value.numel():
             return None
         if value.is_cpu:  # a number beside device tensors
-            known = _Value(pattern, value.numel(), None)
+            known = _Value(pattern, value.numel())
             known.reading = read(value, pattern)
             return known
         known = self._values.get(value)
-        if known is None or (known.origin is Origin.RAW and known.extremes is None):
+        if known is None or not known.asked:
             origin = known.origin if known is not None else Origin.UNKNOWN
             known = self._ask(value, pattern, origin, None)
             self._values.put(value, known)
@@ -176,7 +233,9 @@ class DeviceWatch:
             return None
         before = None if is_whole(value) else self._values.get(value)
         known = self._ask(value, pattern, Origin.UNKNOWN, before)
-        self._values.put(value, known)
+        if is_whole(value) or (before is not None and before.asked):
+            self._values.put(value, known)
+        # Else the rest of the storage was never looked at: whoever reads it has to.
         return known
 
     def _ask(
@@ -185,9 +244,16 @@ class DeviceWatch:
         shown = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         if shown.dtype not in _REDUCED:
             shown = shown.to(torch.float32)
-        extremes = torch.stack(torch.aminmax(shown.detach()))
-        value = _Value(pattern, tensor.numel() * pattern.reals, extremes, origin, before)
+        key = (shown.device, shown.dtype)
+        sheet = self._sheets.get(key)
+        if sheet is None:
+            spare = self._spare.get(key)
+            sheet = self._sheets[key] = spare.pop() if spare else _Sheet(*key)
+        value = _Value(pattern, tensor.numel() * pattern.reals, origin, before)
+        sheet.take(shown, value)
         self._gathering.append(value)
+        if sheet.full:
+            self._send()
         return value
 
     # --- inputs for replay
@@ -200,7 +266,8 @@ class DeviceWatch:
             version: int | None = tensor._version
         except RuntimeError:  # inference mode counts no versions
             version = None
-        waiting.held[slot] = tensor.detach(), version
+        # The graph behind it must not live longer than it does without us.
+        waiting.held[slot] = tensor if tensor.grad_fn is None else tensor.detach(), version
         waiting.size += size
         self._held += size
 
@@ -209,42 +276,21 @@ class DeviceWatch:
     def _send(self) -> None:
         values, self._gathering = self._gathering, []
         calls, self._calls = self._calls, []
-        if not values and not calls:
-            return
-        copies: list[Any] = []
-        groups: dict[tuple[torch.device, torch.dtype], list[_Value]] = {}
-        for value in values:
-            assert value.extremes is not None
-            groups.setdefault((value.extremes.device, value.extremes.dtype), []).append(value)
-        for (device, _), members in groups.items():
-            asked = [one.extremes for one in members if one.extremes is not None]
-            together = torch.stack(asked).to(torch.float64)
-            if device.type == "cuda":
-                host = torch.empty(together.shape, dtype=torch.float64, pin_memory=True)
-                host.copy_(together, non_blocking=True)
-                arrival = torch.cuda.Event()
-                arrival.record(torch.cuda.current_stream(device))
-                copies.append((arrival, host, members))
-            else:  # no events here: the copy waits
-                copies.append((None, together.cpu(), members))
-        self._flights.append((copies, values, calls))
+        sheets, self._sheets = list(self._sheets.values()), {}
+        if values or calls:
+            self._flights.append(_Flight(sheets, values, calls))
 
     def _collect(self, *, wait: bool) -> None:
-        while self._flights:
-            copies, values, calls = self._flights[0]
-            for arrival, _, _ in copies:
-                if arrival is not None:
-                    if wait:
-                        arrival.synchronize()
-                    elif not arrival.query():
-                        return
-            self._flights.popleft()
-            extremes: dict[int, list[float]] = {}
-            for _, host, members in copies:
-                extremes.update(zip(map(id, members), host.tolist(), strict=True))
-            for value in values:  # in their order: one may be a part of the one before
+        while self._flights and self._flights[0].arrived(wait=wait):
+            flight = self._flights.popleft()
+            extremes = flight.extremes()
+            for value in flight.values:  # in their order: one may be a part of the one before
                 value.arrived(*extremes[id(value)])
-            for waiting in calls:
+            for sheet in flight.sheets:
+                sheet.values = []
+                key = (sheet.rows.device, sheet.rows.dtype)
+                self._spare.setdefault(key, []).append(sheet)
+            for waiting in flight.calls:
                 self._judge(waiting)
 
     def _judge(self, waiting: _Waiting) -> None:
