@@ -30,11 +30,14 @@ class ReplayedSite(NamedTuple):
         status: replayed, unknown or skipped.
         reason: Why it is not `replayed`, in words.
         reproduced: Whether its replay on the reference's own inputs gave its own output.
+        applied: leaf, whole, or `own code` for a container whose parts were answered with what the
+            candidate's gave.
     """
 
     status: str = "replayed"
     reason: str = ""
     reproduced: bool = True
+    applied: str = ""
 
     @property
     def trouble(self) -> str:
@@ -57,7 +60,7 @@ class Replay(NamedTuple):
         exact: Their outputs in float32, under the candidate's keys.
         native: The same in the candidate's number format; None when that was not done.
         sites: What became of each site; a site that is not named counts as replayed.
-        of: Identity of the candidate it was made for; empty when not known.
+        of: Id of the candidate it was made for; empty when not known.
     """
 
     exact: Run
@@ -103,6 +106,7 @@ def open_replay(source: Replay | StrPath) -> Replay:
             str(fields.get("status", "replayed")),
             str(fields.get("reason") or ""),
             fields.get("reproduced") is not False,
+            str(fields.get("applied") or ""),
         )
     exact = _inner(folder, "exact")
     if exact is None:
@@ -149,7 +153,7 @@ def _inner(folder: Path, name: str) -> Run | None:
 def _identity(candidate: Any) -> str:
     if isinstance(candidate, dict):
         fields = cast("dict[str, Any]", candidate)
-        return str(fields.get("id") or fields.get("digest") or "")
+        return str(fields.get("id") or "")
     return ""
 
 

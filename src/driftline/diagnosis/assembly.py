@@ -73,6 +73,12 @@ class Assembly:
 
     def _replayed(self, runs: Runs, replay: Replay) -> dict[str, Judgement]:
         allowed = quantised_sites(runs.reference, runs.candidate)
+        own = str(runs.candidate.manifest.get("id") or "")
+        if own and replay.of and own != replay.of:
+            raise BadInput(
+                f"the replay was made for another run than '{runs.candidate.name}'",
+                hint="driftline replay CAND makes one for this run",
+            )
         judged = judge(runs.candidate, replay, allowed=allowed)
         if not judged:
             raise BadInput(
@@ -111,7 +117,7 @@ class Assembly:
             self._finding(place, found[place], order[place], named.get(place))
             for place in self.sites
         )
-        final, final_noise = self._final(found, first)
+        final, final_noise = self._final(first)
         share = self._explains(final, final_noise) if first is not None else None
         evidence = self._evidence(found, first, named, final, final_noise)
         if first is None:
@@ -187,7 +193,7 @@ class Assembly:
             return f"what {count} trusted runs allow" if count > 1 else "what a trusted run allows"
         return "what its input and its format explain"
 
-    def _final(self, found: Mapping[Place, Standing], first: Place | None) -> tuple[float, float]:
+    def _final(self, first: Place | None) -> tuple[float, float]:
         """Relative error of the final output, and how much of it noise explains."""
         forward = [site for place, site in self.sites.items() if place.direction == "forward"]
         if not forward:
@@ -203,15 +209,15 @@ class Assembly:
                 return error, max(known)
         if first is None or first.direction != "forward":
             return error, math.nan
-        own = found.get(Place("forward", last.name))
-        noise = own.noise if own is not None and own.by == "replay" else math.nan
-        if math.isnan(noise):
-            before = [
-                site.error
-                for site in forward
-                if site.order < self.sites[first].order and math.isfinite(site.error)
-            ]
-            noise = max([*before, call.unit])
+        # Rounding adds up along the depth as a random walk does: what was there before the first
+        # culprit, carried on to the end.
+        before = [
+            site.error
+            for site in forward
+            if site.order < self.sites[first].order and math.isfinite(site.error)
+        ]
+        further = min(math.sqrt(len(forward) / max(len(before), 1)), 4.0)
+        noise = max([further * max(before, default=0.0), call.unit])
         return error, noise
 
     def _explains(self, final: float, noise: float) -> float | None:

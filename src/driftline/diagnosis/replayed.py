@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from driftline.diagnosis.artefacts import Replay
-from driftline.diagnosis.calls import parts_of
+from driftline.diagnosis.calls import ancestors, parts_of
 from driftline.diagnosis.effects import Effect, Sums, effect_of, halves, joined, sums
 from driftline.diagnosis.reading import (
     chosen_rows,
@@ -50,7 +50,8 @@ class Judgement(NamedTuple):
         noise: Relative error of the trusted execution that errs most.
         unit: Unit roundoff of the candidate's format.
         slot: Which output.
-        steps: Steps it was seen in.
+        own_code_only: Whether its output alone was looked at while its own code was repeated: what
+            it hands to its parts is then not known from here.
         trouble: Why nothing can be said; empty otherwise.
     """
 
@@ -64,6 +65,7 @@ class Judgement(NamedTuple):
     noise: float = math.nan
     unit: float = 0.0
     slot: str = "0"
+    own_code_only: bool = False
     trouble: str = ""
 
 
@@ -101,16 +103,33 @@ def judge(
         if record.key.port == "output":
             by_site.setdefault(name, []).append(record)
     parts = parts_of(by_site)
+    handed = _handed_to_parts(candidate, exact, by_site)
     judged: dict[str, Judgement] = {}
     for name, records in by_site.items():
         about = replay.sites.get(name)
         if about is not None and about.trouble:
             judged[name] = Judgement(False, trouble=about.trouble)
         elif any(record.key in exact for record in records):
-            unit = coarsest[name]
-            found = _streams(candidate, replay, records, exact, native, unit)
-            judged[name] = _site(found, unit, parts.get(name, 0), (allowed or {}).get(name, 0.0))
+            unit, given = coarsest[name], handed.get(name, ())
+            found = _streams(candidate, replay, [*records, *given], exact, native, unit)
+            alone = about is not None and about.applied == "own code"
+            inside = 0 if alone else parts.get(name, 0)
+            judgement = _site(found, unit, inside, (allowed or {}).get(name, 0.0))
+            judged[name] = judgement._replace(own_code_only=alone and not given)
     return judged
+
+
+def _handed_to_parts(
+    candidate: Run, exact: Mapping[TensorKey, Record], sites: Mapping[str, object]
+) -> dict[str, list[Record]]:
+    """Inputs of parts that a replay made too: results of the own code of what contains them."""
+    found: dict[str, list[Record]] = {}
+    for record in candidate.records:
+        if record.key.port == "input" and record.key in exact:
+            owner = next((each for each in ancestors(record.key.site) if each in sites), None)
+            if owner is not None:
+                found.setdefault(owner, []).append(record)
+    return found
 
 
 def _streams(
@@ -140,7 +159,10 @@ def _streams(
         if r is None or c is None:
             continue
         _, channels = rows_and_channels(record.shape)
-        stream = streams.setdefault((record.key.slot, channels), _Stream([], [], []))
+        slot = record.key.slot
+        if record.key.port == "input":
+            slot = f"{record.key.site}/input/{slot}"
+        stream = streams.setdefault((slot, channels), _Stream([], [], []))
         stream.candidate.append(sums(r, c))
         stream.once.append(sums(r, rounded(r, coarse)))
         trusted = native.get(record.key)

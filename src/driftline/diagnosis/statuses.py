@@ -13,7 +13,8 @@ from typing import NamedTuple
 from driftline.diagnosis.calls import DIRECTIONS, Call, Place, Site, ancestors, innermost, parts_of
 from driftline.diagnosis.finding import Status
 from driftline.diagnosis.floor import Floor
-from driftline.diagnosis.growth import Growth, rounding
+from driftline.diagnosis.growth import Growth, growths, rounding
+from driftline.diagnosis.handed import own_code
 from driftline.diagnosis.replayed import Judgement
 
 _STEP_UP = 1.3
@@ -51,6 +52,7 @@ def standings(
     judged: Mapping[str, Judgement],
 ) -> dict[Place, Standing]:
     """Status of every site."""
+    within = _within(sites, floor, judged)
     parts = parts_of(place.site for place in sites)
     by_noise = floor is not None and bool(floor.used)
     found: dict[Place, Standing] = {}
@@ -58,6 +60,8 @@ def standings(
         judgement = judged.get(place.site) if place.direction == "forward" else None
         if judgement is not None:
             found[place] = _by_replay(site, judgement)
+            if found[place].status == "clean" and place in within:
+                found[place] = within[place]
         elif place.direction == "param":
             found[place] = _weights(site)
         elif by_noise and floor is not None and _known(floor, site):
@@ -76,11 +80,37 @@ def standings(
     found = {
         place: standing
         if standing.status == "unknown"
-        or (standing.by == "noise" or (standing.by == "replay" and standing.status == "introduced"))
+        or standing.by == "noise"
+        or (standing.by == "replay" and standing.status == "introduced")
+        or standing.call.outs[0].key.port == "input"
         else _handed_on(standing, level, parts.get(place.site, 0))
         for place, standing in found.items()
     }
     return _named_parts(found)
+
+
+def _within(
+    sites: Mapping[Place, Site], floor: Floor | None, judged: Mapping[str, Judgement]
+) -> dict[Place, Standing]:
+    """Containers whose own code hands on more error than it was given.
+
+    Only asked where a replay of that code looked at its output alone.
+    """
+    blind = {site for site, found in judged.items() if found.own_code_only}
+    if not blind:
+        return {}
+    handed = {place: site for place, site in own_code(sites).items() if place.site in blind}
+    reason = "what its own code hands to a part is off while nothing it was given is"
+    found: dict[Place, Standing] = {}
+    grown = growths(handed)
+    for place, site in handed.items():
+        if floor is not None and floor.used and _known(floor, site):
+            standing = _by_noise(site, floor)
+        else:
+            standing = _by_growth(grown[place])
+        if standing.status == "introduced":
+            found[place] = standing._replace(reason=reason)
+    return found
 
 
 def _by_replay(site: Site, judgement: Judgement) -> Standing:

@@ -1,0 +1,75 @@
+"""What a container's own code hands to its parts: the place where attention does its work.
+
+A replay of a container's own code answers the calls of its parts with what the candidate's parts
+gave, so its output says nothing of what it computed in between; that went into a part. Lays out,
+for every container, what went in (its inputs, what its parts had made by then) and what it handed
+on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from driftline.comparison.row import Row
+from driftline.diagnosis.calls import Call, Place, Site, ancestors, error_of
+
+
+class _Event(NamedTuple):
+    order: int
+    is_source: bool
+    row: Row
+
+
+def own_code(sites: Mapping[Place, Site]) -> dict[Place, Site]:
+    """For every container, calls whose outputs are what it handed to its parts."""
+    names = {place.site for place in sites if place.direction == "forward"}
+    events: dict[tuple[str, int, int], list[_Event]] = {}
+    for place, site in sites.items():
+        if place.direction != "forward":
+            continue
+        parent = next((outer for outer in ancestors(place.site) if outer in names), None)
+        if parent is None:
+            continue
+        for call in site.calls:
+            found = events.setdefault((parent, call.rank, call.step), [])
+            found += [_Event(row.order, False, row) for row in call.ins]
+            found += [_Event(row.order, True, row) for row in call.outs]
+    made: dict[Place, Site] = {}
+    for place, site in sites.items():
+        if place.direction != "forward":
+            continue
+        calls: list[Call] = []
+        for call in site.calls:
+            inside = events.get((place.site, call.rank, call.step))
+            if inside:
+                calls += _handed(call, inside)
+        if calls:
+            made[place] = Site(place, site.class_name, site.candidate_class, calls)
+    return made
+
+
+def _handed(call: Call, events: list[_Event]) -> list[Call]:
+    """One call for each tensor that was handed on; the worst source so far is what went in."""
+    worst = max(call.ins, key=error_of, default=None)
+    handed: list[Call] = []
+    for event in sorted(events):
+        if not call.begin <= event.order <= call.order:
+            continue
+        if event.is_source:
+            if worst is None or error_of(event.row) > error_of(worst):
+                worst = event.row
+            continue
+        handed.append(
+            Call(
+                call.step,
+                call.rank,
+                event.order,
+                call.begin,
+                [worst] if worst is not None else [],
+                [event.row],
+                error_in=error_of(worst) if worst is not None else 0.0,
+                error=error_of(event.row),
+            )
+        )
+    return handed
