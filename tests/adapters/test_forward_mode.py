@@ -198,6 +198,7 @@ def test_a_capture_that_begins_inside_a_level_sees_what_comes_after_it():
         fwAD.exit_dual_level(level=level)
         x.neg()
     assert [key.site for key in captured.of("output")] == ["(program)/aten.neg"]
+    assert "operators-unseen" in {event["kind"] for event in captured.events}
     assert _get_current_dispatch_mode_stack() == []
 
 

@@ -26,6 +26,7 @@ _stack: Any = _python_dispatch
 
 _NOT_THERE = frozenset({"FakeTensor", "FunctionalTensor", "ProxyTensor"})
 """Tensors of a compiler at work: they have shapes, no values."""
+_TANGENTS = "forward-mode differentiation (torch.func.jvp, dual levels)"
 
 
 def hide_from_compiler(*functions: Any, callees: bool = True) -> None:
@@ -56,8 +57,11 @@ class Watcher(Protocol):
 @contextmanager
 def watching(watcher: Watcher) -> Generator[None]:
     """Show every operator of this thread to `watcher`, once, until the block is left."""
-    # Recomputation calls modules inside a backward pass.
-    if forward_mode.is_open() or not begin_watching(watcher):
+    if forward_mode.is_open():
+        watcher.unseen(_TANGENTS)
+        yield
+        return
+    if not begin_watching(watcher):  # recomputation calls modules inside a backward pass
         yield
         return
     try:
@@ -78,6 +82,7 @@ def begin_watching(watcher: Watcher) -> bool:
         if _is_of(_stack._get_dispatch_stack_at(index), watcher):
             return False
     if forward_mode.is_open():
+        watcher.unseen(_TANGENTS)
         _waiting.add(watcher)
         return False
     above = _take_off()
@@ -214,7 +219,7 @@ _waiting = _Waiting()
 def _level_opened() -> None:
     """Tangents are about to be computed: their formulas are others as soon as a mode is on."""
     for watcher in _watchers:
-        watcher.unseen("forward-mode differentiation (torch.func.jvp, dual levels)")
+        watcher.unseen(_TANGENTS)
     modes = _take_off()
     for mode in modes:
         if isinstance(mode, _OperatorMode):
