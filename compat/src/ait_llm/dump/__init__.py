@@ -1,0 +1,1 @@
+"""Parts of `ait_llm` that its document imports from here."""
