@@ -39,19 +39,25 @@ class _Thread(threading.local):
 class ModuleTap:
     """Looks at what modules give; see `taps.Tap`."""
 
-    def __init__(self, session: Any, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        session: Any,
+        reporter: Reporter,
+        origins: Origins | None = None,
+        device: DeviceWatch | None = None,
+    ) -> None:
         self.session = session
         self.reporter = reporter
-        self._origins = Origins()
-        self._device = DeviceWatch(reporter)
+        self._origins = origins if origins is not None else Origins()
+        self._device = device or DeviceWatch(reporter)
         self._found = 0
         self._thread = _Thread()
         self._hook: Any = None
         self._saturation = "saturation" in reporter.options.types
-        if "underflow" in reporter.options.types:
-            reporter.remarks.setdefault("underflow is looked for at operator level only")
 
     def install(self) -> None:
+        if "underflow" in self.reporter.options.types:
+            self.reporter.remarks.setdefault("underflow is looked for at operator level only")
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     def remove(self) -> None:
@@ -125,10 +131,14 @@ class ModuleTap:
                 parts += own
                 judged += seen
         outs, _ = self._read(outputs, known=False)
-        if found != self._found:
+        if found != self._found or any(self._known(out) is Origin.MADE for out in outs):
             # Something inside has been found already; this is its consequence.
             judged = [*judged, *(Input("", o.reading, Origin.MADE) for o in outs if o.reading)]
-        readings = [out.reading for out in outs if out.reading is not None]
+        readings = [
+            out.reading
+            for out in outs
+            if out.reading is not None and self._known(out) is not Origin.MEANT
+        ]
         allowed = self.reporter.allows(frame.site, frame.class_name)
         types = self.reporter.options.types
         verdict = judge("", judged, readings, None, types, allowed=allowed)
@@ -143,6 +153,10 @@ class ModuleTap:
         else:
             self._found += int(verdict.propagates)
             self.reporter.note(verdict, frame.site)
+
+    def _known(self, part: Part) -> Origin:
+        value = plain(part.tensor) if part.tensor is not None else None
+        return self._origins.of(value) if value is not None else Origin.UNKNOWN
 
     def _read(self, tensors: Named, *, known: bool) -> tuple[list[Part], list[Input]]:
         parts: list[Part] = []

@@ -4,7 +4,7 @@ One reporter serves all levels and devices of a process. What is a finding was d
 a run is stored is the session's sink's.
 """
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 from __future__ import annotations
 
 import fnmatch
@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,11 @@ from driftline.adapters.findings import Finding, FindingsFile, Side
 from driftline.adapters.torch.judging import Verdict
 from driftline.adapters.torch.origins import Origin
 from driftline.adapters.torch.screen import Reading
-from driftline.adapters.torch.snapshot import undisturbed
+from driftline.adapters.torch.snapshot import dtype_name, undisturbed
 from driftline.adapters.torch.stacklines import Line
+from driftline.runs.calls import CALLS, CallTensor
+from driftline.runs.calls import Call as CallLine
+from driftline.runs.sink import Sheets, Sink
 
 _ONCE = frozenset({"saturation", "underflow"})
 """Said once per site: a layer that does it does it in every step."""
@@ -47,6 +50,7 @@ class Call(NamedTuple):
         site: `{module}/{operator}`, or a module.
         module: The module's path.
         operator: Full name, or the module's class.
+        param: Arguments that are no tensors, as JSON; None for a module.
     """
 
     site: str
@@ -57,6 +61,7 @@ class Call(NamedTuple):
     visit: int
     lines: Sequence[Line] = ()
     forward_line: str = ""
+    param: Mapping[str, Any] | None = None
 
 
 class Part(NamedTuple):
@@ -209,13 +214,32 @@ class Reporter:
                             moment,
                             call.step,
                         )
-        session.shielded(call.site, self._flush, finding)
+        session.shielded(call.site, self._flush, finding, call, inputs, outputs)
 
-    def _flush(self, finding: Finding) -> None:
+    def _flush(
+        self, finding: Finding, call: Call, inputs: Sequence[Part], outputs: Sequence[Part]
+    ) -> None:
+        sink: Sink = self.session.intake._open_sink()
+        if call.param is not None and isinstance(sink, Sheets):
+            line = CallLine(
+                finding.number - 1,
+                "operator",
+                call.site,
+                call.operator,
+                step=call.step,
+                visit=call.visit,
+                phase=call.phase,
+                inputs=tuple(map(_described, inputs)),
+                outputs=tuple(map(_described, outputs)),
+                param=call.param,
+            )
+            sink.sheet(CALLS, line.to_line())
         self.session.event("finding", finding.sentence(), number=finding.number, site=finding.site)
-        sink = self.session.sink
-        if sink is not None:
-            sink.flush()
+        self.session.intake._open_sink().flush()
+
+
+def _described(part: Part) -> CallTensor:
+    return CallTensor(part.name, dtype_name(part.dtype) or str(part.dtype), part.shape, part.alias)
 
 
 def _side(part: Part) -> Side:

@@ -45,7 +45,7 @@ def _is_theirs(code: CodeType) -> bool:
     found = _foreign.get(code)
     if found is None:
         name = code.co_filename
-        found = not name.startswith((*_NOT_THEIRS, "<frozen"))
+        found = not name.startswith((*_NOT_THEIRS, "<frozen", "<eval_with_key>"))
         if found and "/driftline/" in name:  # through the link a launched program sees us by
             found = not str(Path(name).resolve()).startswith(_NOT_THEIRS)
         _foreign[code] = found

@@ -29,13 +29,15 @@ from driftline.adapters.torch.dispatch import (
     watching,
 )
 from driftline.adapters.torch.judging import CLAMPS, LOGARITHMS, UNDERFLOWS, Input, judge
+from driftline.adapters.torch.module_watch import ModuleTap
+from driftline.adapters.torch.names import is_compiled
 from driftline.adapters.torch.ops import _NUMBERS, _with_tensor
 from driftline.adapters.torch.origins import Origin, Origins
 from driftline.adapters.torch.reporting import Call, Part, Reporter
 from driftline.adapters.torch.screen import Reading, pattern_of, peak, plain, read, tensors_in
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.stacklines import LineMarks, here, line_of, stack
-from driftline.adapters.torch.watched import WatchedOperator, numbers_in
+from driftline.adapters.torch.watched import WatchedOperator, numbers_in, parameters_in
 from driftline.adapters.torch.whereabouts import Spot, Whereabouts
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -60,6 +62,7 @@ class ErrorTap:
         self._where = Whereabouts(session)
         self._origins = Origins()
         self._device = DeviceWatch(reporter)
+        self._regions = ModuleTap(session, reporter, self._origins, self._device)
         self._lines = LineMarks()
         types = reporter.options.types
         self._saturation = "saturation" in types
@@ -117,6 +120,8 @@ class ErrorTap:
 
     def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
         self._where.leave(frame.site)
+        if is_compiled(frame.module):  # its operators are not seen, what it gives is
+            self._regions.on_forward(frame, inputs, outputs)
         self._device.step_may_be_over()
 
     # --- one operator
@@ -200,7 +205,8 @@ class ErrorTap:
             if operator.mutates and origins:
                 origins.overwritten(value)
         if elsewhere:
-            call = self._call(spot, operator, visit, whole=False)
+            param = parameters_in(operator, args, kwargs)
+            call = self._call(spot, operator, visit, param, whole=False)
             inputs = list(self._inputs(operator, args, kwargs))
             outputs = list(self._outputs(operator, args, kwargs, result))
             allowed = reporter.allows(spot.site, operator.full_name)
@@ -265,7 +271,8 @@ class ErrorTap:
         for name in verdict.entered:
             origins.add(read_from[name], Origin.MADE)
         if verdict.types:
-            call = self._call(spot, operator, visit, whole=True)
+            param = parameters_in(operator, args, kwargs)
+            call = self._call(spot, operator, visit, param, whole=True)
             reporter.report(verdict, call, parts, outs)
         else:
             reporter.note(verdict, spot.site)
@@ -331,7 +338,15 @@ class ErrorTap:
 
     # --- where
 
-    def _call(self, spot: Spot, operator: WatchedOperator, visit: int, *, whole: bool) -> Call:
+    def _call(
+        self,
+        spot: Spot,
+        operator: WatchedOperator,
+        visit: int,
+        param: dict[str, Any],
+        *,
+        whole: bool,
+    ) -> Call:
         if whole:
             lines = stack()
         else:
@@ -346,6 +361,7 @@ class ErrorTap:
             visit,
             lines,
             self._forward_line() if spot.phase == "backward" else "",
+            param,
         )
 
     def _forward_line(self) -> str:

@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from driftline.adapters.torch.arguments import plain
 from driftline.adapters.torch.judging import Numbers
 from driftline.adapters.torch.schemas import Operator
 
@@ -27,18 +30,25 @@ class WatchedOperator(Operator):
         allocates: Its result is memory that nobody has written.
         overwrites: Position and name of arguments that it reads and writes.
         mutates: It writes into something that was there before.
+        defaults: Arguments that are no tensors and need not be given.
     """
 
-    __slots__ = ("allocates", "mutates", "overwrites", "short")
+    __slots__ = ("allocates", "defaults", "mutates", "overwrites", "short")
 
     def __init__(self, func: Any) -> None:
         super().__init__(func)
         self.short = self.name.partition(".")[2]
         self.allocates = self.name in _ALLOCATES
         schema = getattr(func, "_schema", None)
+        arguments = schema.arguments if schema is not None else ()
+        self.defaults: dict[str, Any] = {
+            one.name: one.default_value
+            for one in arguments
+            if one.has_default_value() and "Tensor" not in str(one.type)
+        }
         written = [
             (index, argument)
-            for index, argument in enumerate(schema.arguments if schema is not None else ())
+            for index, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         self.mutates = bool(written or self.written)
@@ -63,3 +73,21 @@ def numbers_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Numbers:
         any(abs(one) == infinite for one in found),
         tuple(abs(one) for one in found if abs(one) < infinite),
     )
+
+
+def parameters_in(
+    operator: WatchedOperator, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call that are no tensors, as JSON: what a replay needs besides."""
+    names = operator.arguments
+    found = dict(operator.defaults)
+    for index, value in enumerate(args):
+        found[names[index] if index < len(names) else str(index)] = value
+    found |= kwargs
+    return {name: plain(value) for name, value in found.items() if not _has_tensors(value)}
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, torch.Tensor)
