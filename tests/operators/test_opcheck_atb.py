@@ -330,6 +330,34 @@ def test_weights_in_tiles_are_multiplied_as_matrices(
     assert check(capsys, "-i", tmp_path, code=0)["coverage"]["passed"] == 2
 
 
+def test_attention_that_sees_what_comes_later_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((6, 2, 8)).astype(np.float16) for _ in range(3))
+    inputs = [q, k, v, np.triu(np.full((6, 6), -1e4, np.float16), 1), np.array([6], np.int32)]
+    param = {"calcType": 3, "headNum": 2, "qkScale": 0.35, "maskType": 1}
+    (seeing,) = golden("SelfAttentionOperation", {**param, "maskType": 0}, [q, k, v, inputs[4]])
+    right = operation("SelfAttentionOperation", param, inputs)
+    AtbDump(tmp_path, "G3").execute([right, spoilt(right, lambda y: seeing)])
+    found = check(capsys, "-i", tmp_path, code=1)
+    assert [row["status"] for row in found["rows"]] == ["pass", "fail"]
+
+
+def test_a_rotary_embedding_of_the_wrong_kind_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = layer()["rope"]
+    inputs = [value.values for value in right.inputs]
+    interleaved = golden("RopeOperation", {"rotaryCoeff": 64}, inputs)[1]
+    AtbDump(tmp_path, "G3").execute([spoilt(right, lambda y: interleaved, output=1)])
+    found = check(capsys, "-i", tmp_path, code=1)
+    assert [(row["output"], row["status"]) for row in found["rows"]] == [
+        ("0", "pass"),
+        ("1", "fail"),
+    ]
+
+
 def test_kernels_and_graphs_are_counted_not_checked_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ class AtbRun(TreeRun):
         self._tops: Tops = {}
         self._notes: Counter[str] = Counter()
         self._known: dict[tuple[int, int], Mapping[str, JSON]] = {}
+        self._built: dict[tuple[int, int], Topology] = {}
         self._unreadable: dict[str, str] = {}
         self._beside: list[str] | None = None
         super().__init__(path, NAME, list(self._leaves_of(place)))
@@ -222,11 +223,9 @@ class AtbRun(TreeRun):
         except (OSError, ValueError, RecursionError) as trouble:
             why = reason_of(trouble) if isinstance(trouble, OSError) else "is no JSON"
             raise BadFile(f"{self._walk.below(operation.param)} {why}") from None
-        if value is None or value == "":
-            return {}
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) and value not in (None, ""):
             raise BadFile(f"{self._walk.below(operation.param)} holds no parameters")
-        return cast("Mapping[str, Any]", value)
+        return cast("Mapping[str, Any]", value or {})
 
     def tables(self) -> Sequence[DumpTable]:
         """cpu profiling: times of operations on the host, in µs."""
@@ -242,6 +241,10 @@ class AtbRun(TreeRun):
             for operation in top.walk():
                 if operation.site == site and operation.param:
                     return self._object(operation.param, LARGEST_PARAM)
+        return self.listed_param(site, rank, process)
+
+    def listed_param(self, site: str, rank: int, process: int) -> Mapping[str, Any] | None:
+        """The parameters of an operation that the topology has."""
         node = self._topology(rank, process).node(site)
         return node.param if node else None
 
@@ -262,8 +265,10 @@ class AtbRun(TreeRun):
         return self._known[rank, process]
 
     def _topology(self, rank: int, process: int) -> Topology:
+        if (known := self._built.get((rank, process))) is not None:
+            return known
         tops = self._tops.get((rank, process), [])
-        built = Topology()
+        built = self._built[rank, process] = Topology()
         for _, top in tops:
             built.add_folders(top)
         pids = {f"{e.device}_{e.pid}" for e, _ in tops} | {e.pid for e, _ in tops}

@@ -15,7 +15,7 @@ from driftline.errors import BadFile, BadInput, DriftlineError
 from driftline.formats import atb_tree
 from driftline.formats.atb_walk import OperationFolder
 from driftline.operators.atb_lines import ListedOperator, listed
-from driftline.operators.atb_tensors import Missing, Tensors
+from driftline.operators.atb_tensors import Missing, Place, Tensors
 from driftline.operators.definition import definition_of, plain_name
 from driftline.operators.matching import rows_of
 from driftline.operators.rows import OperatorCall, OutputRow, unchecked
@@ -134,7 +134,8 @@ class AtbSource:
                 return _Found(call, folder, line, f"its parameters are damaged: {trouble}")
             param = None
         if param is None:
-            param = line.param if line is not None else self.run.param(folder.site, rank, process)
+            param = line.param if line is not None else None
+            param = self.run.listed_param(folder.site, rank, process) if param is None else param
         return _Found(call._replace(param=dict(param or {})), folder, line)
 
     def _listed(self, csv: Path) -> Iterator[_Found]:
@@ -149,12 +150,11 @@ class AtbSource:
         here = [line for line in lines if line.execution in executions] or lines
         one = len(executions) == 1
         matched = 0
+        by_id: dict[str, list[tuple[Place, OperationFolder]]] = {}
+        for place, folder in places.items():
+            by_id.setdefault(place[3], []).append((place, folder))
         for line in here:
-            hits = [
-                (place, folder)
-                for place, folder in places.items()
-                if place[3] == line.ids and (one or place[2] == line.execution)
-            ]
+            hits = [hit for hit in by_id.get(line.ids, ()) if one or hit[0][2] == line.execution]
             hits = [hit for hit in hits if hit[1].kind == line.kind] or hits
             if not hits:
                 call = OperatorCall(line.name, type_of(line.kind), line.ids, line.execution)
