@@ -86,6 +86,25 @@ def test_the_table_beside_the_files_can_be_shown(layers: Command, driftline: Com
     assert "tensors compared" in said.out
 
 
+def test_a_run_keeps_the_averages_that_were_made_of_it(layers: Command, driftline: Command) -> None:
+    """A threshold is of all outputs and iterations of a layer, and so is what is held to it."""
+    assert layers(mode="generate").code == 0
+    made = driftline(
+        *("thresholds", "--models", "tiny", "--metrics", "abs_diff", "cos_sim"),
+        *("--file_base", "out", "--layer_io"),
+    )
+    assert made.code == 0, made.err
+    table = f"out/{PREFIX.format(2, 1, 24)}.layers"
+    said = driftline("check", table, "--thresholds", "out/tiny-thresholds.json")
+    assert said.code == 0, said.out
+    assert "(0 of " in said.out
+    stricter = driftline(
+        "check", table, "--thresholds", "out/tiny-thresholds.json", "--slack", "0.5"
+    )
+    assert stricter.code == 1
+    assert "model.embed_tokens" in stricter.out
+
+
 def test_the_environment_says_what_the_options_do_not(
     driftline: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,13 +245,14 @@ def test_a_number_that_overflows_on_the_device_is_said_and_not_hidden(
     assert not np.isnan(clean).any()
 
 
-def test_a_nan_on_both_sides_is_said(layers: Command, place: Path) -> None:
+def test_a_nan_on_both_sides_fails_and_is_said(layers: Command, place: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(place / "tiny" / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 0] = float("nan")
     save_file(weights, place / "tiny" / "model.safetensors", metadata={"format": "pt"})
     said = layers()
+    assert said.code == 1, "both sides are as bad as each other, and that is not good"
     assert "NaN on both sides, in no figure: " in said.out
     assert "first model.layers.1.mlp.up_proj" in said.out
     told = json.loads((place / "out" / f"{PREFIX.format(2, 1, 24)}.layers.json").read_text())

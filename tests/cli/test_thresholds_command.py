@@ -8,6 +8,7 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 DATA = Path(__file__).parents[1] / "data" / "aiu"
@@ -293,3 +294,50 @@ def test_what_could_be_had_is_kept_when_another_metric_or_model_cannot(driftline
     assert "line 2 is 'oops'" in said.err
     assert "no metric files of the model 'n'" in said.err
     assert json.loads((tmp_path / "m-thresholds.json").read_text())["ce"] == 0.5
+
+
+def test_scores_over_the_whole_vocabulary_have_thresholds_too(driftline, tmp_path):
+    from driftline.decoding import score_table
+
+    pytest.importorskip("pyarrow")
+    prefix = "acme--tiny_max-new-tokens-8_batch-size-1_seq-length-64_dtype-fp16"
+    rng = np.random.default_rng(3)
+    scores = {name: rng.random(40) for name in ("kl_rc", "kl_cr", "total_variation")}
+    scores |= {"top1_agree": np.arange(40) != 7, "rank_of_reference": np.ones(40, np.int64)}
+    rows = score_table.rows_of(0, 0, "c1", np.arange(40), scores, 40)
+    score_table.write_part(tmp_path / f"{prefix}.tokens.parquet", [rows], {})
+    metrics = ["kl_rc", "kl_cr", "total_variation", "top1_agree", "rank_of_reference"]
+    words = ["thresholds", "--models", "acme/tiny", "--metrics", *metrics]
+    said = driftline(*words, "--file_base", tmp_path)
+    assert said.code == 0
+    assert f"acme--tiny kl_rc {np.percentile(scores['kl_rc'], 99.0)}" in said.out
+    assert "found 1 metric files" in said.out
+    assert said.err.count("the p99 of 40 values hangs on the worst 1 of them") == 1
+    written = json.loads((tmp_path / "acme--tiny-thresholds.json").read_text())
+    assert set(metrics) < set(written)
+    assert written["top1_agree"] < 1.0
+
+
+def test_a_table_without_the_score_gives_no_threshold(driftline, tmp_path):
+    from driftline.decoding import score_table
+
+    pytest.importorskip("pyarrow")
+    prefix = "acme--tiny_max-new-tokens-8_batch-size-1_seq-length-64_dtype-fp16"
+    rows = score_table.rows_of(0, 0, "c1", np.arange(4), {"ce": np.ones(4)}, 4)
+    score_table.write_part(tmp_path / f"{prefix}.tokens.parquet", [rows], {})
+    words = ["thresholds", "--models", "acme/tiny", "--metrics", "kl_rc", "--file_base"]
+    said = driftline(*words, tmp_path)
+    assert said.code == 2
+    assert "4 of 4 values are NaN" in said.err
+
+
+def test_hashed_names_among_good_ones_are_said(driftline, tmp_path):
+    good = "acme--tiny_max-new-tokens-8_batch-size-1_seq-length-64_dtype-fp16.ce.csv"
+    (tmp_path / good).write_text("ce\n" + "1.0\n" * 1000)
+    for end in ("ce", "diff_mean"):
+        (tmp_path / f"{'ab' * 32}_0.9.0.{end}.csv").write_text(f"{end}\n9.0\n")
+    words = ["thresholds", "--models", "acme/tiny", "--metrics", "ce", "--file_base"]
+    said = driftline(*words, tmp_path)
+    assert said.code == 0
+    assert "2 files have hashed names" in said.err
+    assert "hangs on" not in said.err, "1000 values are enough"

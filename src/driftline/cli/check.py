@@ -85,6 +85,13 @@ def check(
 def _open(path: Path, known: Thresholds | None) -> Table:
     from driftline.comparison.storage import TABLE_FILE, is_table, open_table
 
+    if known is not None and is_table(path):
+        from driftline.decoding.layer_table import table_of_files
+
+        files = table_of_files(path, known)
+        if files is not None:
+            return files
+
     if path.is_dir() and not is_table(path):
         from driftline.decoding.layer_table import layer_table
         from driftline.decoding.metric_files import find_metric_files

@@ -71,7 +71,7 @@ def layer_metrics(
     with commas between them: device=cuda,dtype=fp16. MODEL_PATHS, BATCH_SIZES, SEQ_LENGTHS,
     MAX_NEW_TOKENS, OUTPUT_PATH and SHARE_GPT_DATASET_PATH in the environment are taken where the
     option is not given. All combinations of several values are run; what is there already is not
-    computed again. Exit code 1 if anything is NaN or infinite on one side only.
+    computed again. Exit code 1 if anything is NaN, or infinite on one side only.
 
     Args:
         mode: generate: token by token, with a cache; model-forward: one call on the prompts.
@@ -178,7 +178,7 @@ def _run(asks: list[LayersAsk], *, quiet: bool) -> int:
         if not quiet and not outcome.skipped:
             sys.stdout.write(_summary(outcome))
             sys.stdout.flush()
-        if outcome.nonfinite:
+        if outcome.nonfinite or any(layer.nan for layer in outcome.layers):
             code = EXIT_DIFFERENT
     return code
 

@@ -41,7 +41,8 @@ def thresholds(
 
     Args:
         models: Ids or paths of the models, as they were given when the files were made.
-        metrics: ce, diff_mean, prob_mean, prob_std; with --layer_io abs_diff, cos_sim.
+        metrics: ce, diff_mean, prob_mean, prob_std, and over the whole vocabulary kl_rc, kl_cr,
+            total_variation, top1_agree, rank_of_reference; with --layer_io abs_diff, cos_sim.
         file_base: The folder of the metric files.
         layer_io: One threshold per layer, from the files of layers.
         statistic: p99 (per token) and average (per layer) unless given: any percentile such as
@@ -64,6 +65,8 @@ def thresholds(
     for model in wanted:
         fits(f"{flat(model)}-thresholds.json")
     found = find_metric_files(file_base)
+    if found.hashed and found.files:
+        _said(found.passed_over)
     complaints: list[str] = []
     say = Say(_result, complaints.append)
     unusable: list[str] = []

@@ -6,6 +6,7 @@ layers ran, that of usual decoders is taken.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from driftline.decoding.metric_files import (
     Found,
     MetricFile,
     by_layer,
+    find_metric_files,
     read_values,
 )
 from driftline.decoding.told import told_beside
@@ -26,6 +28,8 @@ from driftline.tolerance.statistic import AVERAGE, Statistic, parse_statistic
 
 if TYPE_CHECKING:
     from driftline.tolerance.thresholds import Thresholds
+
+_LAYERS = ".layers"
 
 
 def layer_table(found: Found, path: str, known: Thresholds | None = None) -> Table:
@@ -70,6 +74,24 @@ def layer_table(found: Found, path: str, known: Thresholds | None = None) -> Tab
         for metric, direction in LAYER_METRICS.items()
     )
     return Table(tuple(rows), columns, reference=Side(path), candidate=Side(path))
+
+
+def table_of_files(table: Path, known: Thresholds) -> Table | None:
+    """The layer files beside a `….layers` table, where thresholds are of such files.
+
+    A threshold that was made of all values of a layer's file is held to all values of a layer's
+    file: single outputs and iterations, which are the table's rows, lie on both sides of it.
+
+    Returns:
+        None for other tables and other thresholds, and where the files are gone.
+    """
+    named = {entry.metric for entry in known.entries if entry.site}
+    if table.suffix != _LAYERS or not named or not named <= set(LAYER_METRICS):
+        return None
+    start = table.name.removesuffix(_LAYERS) + "--"
+    found = find_metric_files(table.parent, below=False)
+    mine = [file for file in found.files if file.layer and file.path.name.startswith(start)]
+    return layer_table(Found(mine, 0), str(table), known) if mine else None
 
 
 def _values(files: list[MetricFile], metric: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -1,9 +1,10 @@
 """Metric files of a folder: which belong to a model, and the values in them.
 
 `{model}_max-new-tokens-N_batch-size-B_seq-length-S_dtype-D.ce.csv` holds a number per token,
-`…--{layer}.abs_diff.csv` a number per element or token row of one layer. A name is taken apart,
-never matched by its beginning: `tiny-v1` does not own the files of `tiny-v1-instruct`. What is made
-of the values is not known here.
+`…--{layer}.abs_diff.csv` a number per element or token row of one layer. Scores over the whole
+vocabulary have no csv files: they are columns of `….tokens.parquet`. A name is taken apart, never
+matched by its beginning: `tiny-v1` does not own the files of `tiny-v1-instruct`. What is made of
+the values is not known here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ TOKEN_METRICS: dict[str, Direction] = {
     "diff_mean": "lower",
     "prob_mean": "lower",
     "prob_std": "lower",
+    "kl_rc": "lower",
+    "kl_cr": "lower",
+    "total_variation": "lower",
+    "top1_agree": "higher",
+    "rank_of_reference": "lower",
 }
+COMPANIONS = ("kl_rc", "kl_cr", "total_variation", "top1_agree", "rank_of_reference")
+"""Those of them that only the table of tokens has."""
 LAYER_METRICS: dict[str, Direction] = {"abs_diff": "lower", "cos_sim": "higher"}
 SPELLINGS = {"mean_diff": "diff_mean", "cos_sim_avg": "cos_sim", "cos_sim_mean": "cos_sim"}
 """Other names of these metrics that are in use."""
@@ -39,6 +47,8 @@ _LONGEST_LINE = 1 << 12
 _ITERATION = re.compile(r"\.iter-\d+$")
 _HEADING = re.compile(rb"(?:GPU|CPU|Metric|Reference|Candidate) shape .*", re.IGNORECASE)
 _HASHED = re.compile(r"[0-9a-f]{64}(_\d+\.\d+\.\d+)?[.-].*\.csv")
+_TABLE = ".tokens.parquet"
+_UNFINISHED = ".driftline-"
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -77,6 +87,18 @@ class Found(NamedTuple):
     def models(self) -> list[str]:
         return sorted({file.named.model for file in self.files})
 
+    @property
+    def passed_over(self) -> str:
+        """What is to be said of hashed names; empty if there are none."""
+        if not self.hashed:
+            return ""
+        if self.hashed == 1:
+            return "1 file has a hashed name, which does not say its model or shape: it is not used"
+        return (
+            f"{self.hashed} files have hashed names, which do not say their model or shape: they "
+            "are not used"
+        )
+
     def of(self, model: str, metric: str, *, layers: bool) -> list[MetricFile]:
         """The files of one model and metric, in the order of their names.
 
@@ -99,7 +121,7 @@ class Found(NamedTuple):
                 )
             raise BadInput(f"there are no {what} of {metric} for the model '{model}'", hint=hint)
         if self.hashed and not self.files:
-            hint = f"{self.hashed} files have hashed names, which do not say their model or shape"
+            hint = self.passed_over
         elif self.files:
             hint = did_you_mean(flat(model), self.models())
         else:
@@ -125,8 +147,12 @@ def metric_name(word: str, *, layers: bool) -> str:
     raise BadInput(f"there is no metric '{word}'", hint=did_you_mean(word, known))
 
 
-def find_metric_files(folder: Path) -> Found:
+def find_metric_files(folder: Path, *, below: bool = True) -> Found:
     """Look for metric files in a folder and all below it; links to folders are not followed.
+
+    Args:
+        folder: Where.
+        below: Whether folders below it count.
 
     Raises:
         BadInput: There is no such folder.
@@ -139,7 +165,10 @@ def find_metric_files(folder: Path) -> Found:
         )
     found = Found([], 0)
     hashed = 0
-    for path in _csv_files(folder):
+    for path in _metric_files(folder, below=below):
+        if path.name.endswith(_TABLE):
+            found.files.extend(_columns(path))
+            continue
         file = _read_name(path)
         if file is not None:
             found.files.append(file)
@@ -149,17 +178,28 @@ def find_metric_files(folder: Path) -> Found:
     return found._replace(hashed=hashed)
 
 
-def _csv_files(folder: Path) -> Iterator[Path]:
-    for count, (place, below, names) in enumerate(os.walk(folder, onerror=_refuse)):
+def _metric_files(folder: Path, *, below: bool) -> Iterator[Path]:
+    for count, (place, inside, names) in enumerate(os.walk(folder, onerror=_refuse)):
         if count > MOST_FOLDERS:
             raise BadInput(f"{folder} has more than {MOST_FOLDERS} folders below it")
-        # Saved logits are folders too, and hold no csv.
-        below[:] = sorted(name for name in below if not name.endswith(".out"))
-        yield from (Path(place, name) for name in sorted(names) if name.endswith(".csv"))
+        # Saved logits are folders too, and hold no csv; hidden ones hold what is not finished.
+        inside[:] = sorted(
+            name
+            for name in inside
+            if below and not name.endswith(".out") and not name.startswith(_UNFINISHED)
+        )
+        yield from (Path(place, name) for name in sorted(names) if name.endswith((".csv", _TABLE)))
 
 
 def _refuse(trouble: OSError) -> None:
     raise BadInput(f"{trouble.filename} cannot be read: {trouble.strerror}")
+
+
+def _columns(path: Path) -> Iterator[MetricFile]:
+    """The table of tokens, once for each score that nothing else holds."""
+    named = parse(path.name)
+    if named is not None and named.rest == _TABLE and path.is_file():
+        yield from (MetricFile(path, named, metric, "") for metric in COMPANIONS)
 
 
 def _read_name(path: Path) -> MetricFile | None:
@@ -170,7 +210,7 @@ def _read_name(path: Path) -> MetricFile | None:
     _, dashes, layer = start.partition("--")
     if metric in LAYER_METRICS and dashes and layer:
         return MetricFile(path, named, metric, _ITERATION.sub("", layer))
-    if metric in TOKEN_METRICS and not dashes:
+    if metric in TOKEN_METRICS and metric not in COMPANIONS and not dashes:
         return MetricFile(path, named, metric, "")
     return None
 
@@ -232,6 +272,10 @@ def read_values(path: Path, metric: str) -> Values:
     Raises:
         BadFile: It cannot be read, begins with another metric, or a line is no number.
     """
+    if path.name.endswith(_TABLE):
+        from driftline.decoding.score_table import read_columns
+
+        return read_columns(path, [metric])[metric]
     parts: list[Values] = []
     try:
         with path.open("rb") as file:

@@ -7,6 +7,7 @@ to print is handed to the caller line by line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ from driftline.runs.manifest import provenance
 from driftline.tolerance.statistic import AVERAGE, CONFIDENCE, P99, RESAMPLES, Statistic
 from driftline.tolerance.thresholds import OUTPUT, PerShape, Threshold, Thresholds
 
+_ENOUGH_BEYOND = 10
+"""Values beyond a percentile that make it a limit rather than an accident."""
 _KEPT_PROVENANCE = ("created", "driftline", "command", "cwd", "git", "python", "platform")
 
 
@@ -105,6 +108,10 @@ def make_thresholds(
         targets += [target for target in told.targets if target not in targets]
     if not entries:
         raise refused[0]
+    for size in dict.fromkeys(entry.samples for entry in entries if not layers and entry.samples):
+        if few := _few(chosen, size):
+            of = ", ".join(entry.metric for entry in entries if entry.samples == size)
+            say.trouble(f"{of}: {few}")
     if mixed := differing(targets):
         say.trouble(f"the files were made with more than one {' and '.join(mixed)}; all are pooled")
     facts = provenance()
@@ -178,6 +185,24 @@ def _threshold(
         inf=int(np.isinf(pooled).sum()),
         dtypes=tuple(dict.fromkeys(file.named.dtype for file in files)),
         shapes=tuple(per_shape),
+    )
+
+
+def _few(statistic: Statistic, samples: int) -> str:
+    """What to say of a percentile that hangs on a few values; nothing if it does not.
+
+    >>> _few(P99, 200)
+    'the p99 of 200 values hangs on the worst 2 of them; 1000 or more are needed for a limit'
+    """
+    if statistic.percentile is None or not 50.0 < statistic.percentile < 100.0:
+        return ""
+    beyond = 1.0 - statistic.percentile / 100.0
+    if samples * beyond >= _ENOUGH_BEYOND:
+        return ""
+    needed = math.ceil(round(_ENOUGH_BEYOND / beyond, 6))
+    return (
+        f"the {statistic.name} of {samples} values hangs on the worst "
+        f"{max(1, round(samples * beyond))} of them; {needed} or more are needed for a limit"
     )
 
 
