@@ -18,14 +18,12 @@ help:
 	@echo "make bench-faults  plant faults, print how many are found, where, and how they are called"
 	@echo "make clean     remove what the above made"
 
-# torch comes first and by plain pip: with the pin satisfied nothing later pulls another build. What ibm-fms needs is
-# there by then; what it asks for would pull other versions.
+# torch comes first and by plain pip: with the pin satisfied nothing later pulls another build.
 $(VENV)/.packages: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "driftline needs Python 3.11 or newer: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(BUILD_PACKAGES) $(DEV_PACKAGES)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps ibm-fms
 	touch $@
 
 # Not an editable install: its import hook would add 40 ms to every Python that is started here,
