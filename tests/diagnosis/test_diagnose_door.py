@@ -97,7 +97,7 @@ def test_the_command_prints_three_sentences_and_exits_by_the_verdict(
 ) -> None:
     words = ["diagnose", str(folder / "ref"), str(folder / "cand")]
     assert main([*words, "--replay", str(folder / "replay")]) == 1
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "the drift starts at model.layers.2.mlp.act_fn, cause: activation" in said
     assert "computes relu where the reference computes silu" in said
     assert main([*words, "--noise", str(folder / "noises")]) == 1

@@ -13,6 +13,7 @@ from driftline.comparison.table import Coverage, Table
 from driftline.diagnosis import sentences
 from driftline.diagnosis.artefacts import Replay
 from driftline.diagnosis.calls import DIRECTIONS, ROOTS, Place, Site, innermost, sites_of
+from driftline.diagnosis.confirming import Confirmation, confirmed
 from driftline.diagnosis.finding import Diagnosis, SiteFinding
 from driftline.diagnosis.floor import Floor, Variant, noise_floor
 from driftline.diagnosis.growth import growths, jump_along_depth
@@ -23,6 +24,7 @@ from driftline.diagnosis.replayed import Judgement, judge
 from driftline.diagnosis.statuses import Standing, standings
 from driftline.errors import BadInput
 
+_SECOND_LOOKS = 16
 _TRUST = {"replay": 0.97, "noise": 0.85, "growth": 0.6, "weights": 0.99}
 _SHOWN = {
     "replay": "replay",
@@ -43,6 +45,7 @@ class Assembly:
         self.sites = self._comparable(sites_of(table))
         self.floor: Floor | None = noise_floor(variants) if variants else None
         self.judged: dict[str, Judgement] = {}
+        self.seen: dict[Place, Confirmation] = {}
         if runs is not None and runs.replay is not None:
             self.judged = self._replayed(runs, runs.replay)
 
@@ -97,15 +100,16 @@ class Assembly:
         coverage = Coverage.of(self.table.rows)
         if not self.sites:
             why = self.notes[0] if self.notes else "no tensor could be set against another"
-            return Diagnosis(
-                "incomparable",
-                (f"Nothing could be judged: {why}.",),
-                coverage=coverage,
-                needs=needs(self.runs, self.table, self.floor, self.judged, None),
+            what = (
+                "run both programs on the same inputs"
+                if self.notes
+                else ("dump tensors that both runs have, with --keep full or summary")
             )
+            said = (f"Nothing could be judged: {why}.",)
+            return Diagnosis("incomparable", said, coverage=coverage, needs=(what,))
         growth = growths(self.sites)
         found = standings(self.sites, growth, self.floor, self.judged)
-        culprits = self._culprits(found)
+        found, culprits = self._looked_at_again(found)
         order = {place: at for at, place in enumerate(self.sites)}
         first = culprits[0] if culprits else None
         named: dict[Place, Naming] = {}
@@ -146,6 +150,28 @@ class Assembly:
             needs(self.runs, self.table, self.floor, self.judged, standing),
         )
 
+    def _looked_at_again(
+        self, found: dict[Place, Standing]
+    ) -> tuple[dict[Place, Standing], list[Place]]:
+        """Without suspicions that one half of the tokens does not bear out."""
+        while True:
+            culprits = self._culprits(found)
+            doubtful = None
+            for place in culprits[:_SECOND_LOOKS] if self.runs is not None else ():
+                if found[place].by not in ("noise", "growth") or place in self.seen:
+                    continue
+                assert self.runs is not None
+                again = confirmed(self.runs, found[place], self.floor)
+                if again is not None:
+                    self.seen[place] = again
+                    if not again.holds:
+                        doubtful = place
+                        break
+            if doubtful is None:
+                return found, culprits
+            reason = "seen on one half of the tokens only"
+            found = {**found, doubtful: found[doubtful]._replace(status="clean", reason=reason)}
+
     def _culprits(self, found: Mapping[Place, Standing]) -> list[Place]:
         """Innermost sites that introduce error, in order of execution."""
         guilty = [place for place, standing in found.items() if standing.status == "introduced"]
@@ -163,6 +189,8 @@ class Assembly:
         row = call.worst
         judged = self.judged.get(place.site) if place.direction == "forward" else None
         effect = judged.found if judged is not None else None
+        if effect is None and place in self.seen:
+            effect = self.seen[place].whole
         return SiteFinding(
             place.site,
             order,
@@ -237,7 +265,10 @@ class Assembly:
         trust = _TRUST.get(standing.by, 0.5)
         far = 1.0 - 0.5 * math.exp(-(min(standing.ratio, 50.0) - 1.0))
         judged = self.judged.get(place.site) if standing.by == "replay" else None
-        if judged is not None and min(judged.halves) <= 1.0:
+        halves = judged.halves if judged is not None else None
+        if standing.by != "replay" and place in self.seen:
+            halves = self.seen[place].halves
+        if halves is not None and min(halves) <= 1.0:
             trust *= 0.8
         return round(max(0.0, min(1.0, trust * far)), 4)
 
@@ -300,6 +331,8 @@ class Assembly:
                     "rows": judged.found.rows,
                     "slot": judged.slot,
                 }
+            if first in self.seen:
+                evidence["halves"] = list(self.seen[first].halves)
             naming = named.get(first)
             if naming is not None:
                 evidence["cause"] = {

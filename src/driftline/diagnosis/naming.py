@@ -211,7 +211,7 @@ class _Desk:
             noise = max(standing.noise if math.isfinite(standing.noise) else 0.0, unit)
         leaning = (
             judged is not None and judged.statistic == "projection" and _sub_noise(judged)
-        ) or bool(standing.by == "noise" and standing.reason)
+        ) or standing.leaning
         return Case(
             right,
             c,

@@ -10,7 +10,16 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from driftline.diagnosis.calls import DIRECTIONS, Call, Place, Site, ancestors, innermost, parts_of
+from driftline.diagnosis.calls import (
+    DIRECTIONS,
+    Call,
+    Place,
+    Site,
+    ancestors,
+    contains,
+    innermost,
+    parts_of,
+)
 from driftline.diagnosis.finding import Status
 from driftline.diagnosis.floor import Floor
 from driftline.diagnosis.growth import Growth, growths, rounding
@@ -34,6 +43,7 @@ class Standing(NamedTuple):
         call: The call that decided.
         reason: In words.
         inside: The part of it that is to blame.
+        leaning: Whether it is the lean of its error that is outside, not its size.
     """
 
     status: Status
@@ -43,6 +53,7 @@ class Standing(NamedTuple):
     call: Call
     reason: str = ""
     inside: str = ""
+    leaning: bool = False
 
 
 def standings(
@@ -83,7 +94,9 @@ def standings(
         or standing.by == "noise"
         or (standing.by == "replay" and standing.status == "introduced")
         or standing.call.outs[0].key.port == "input"
-        else _handed_on(standing, level, parts.get(place.site, 0))
+        else _handed_on(
+            standing, level, parts.get(place.site, 0), contains(place.site, guilty.site)
+        )
         for place, standing in found.items()
     }
     return _named_parts(found)
@@ -151,7 +164,7 @@ def _by_noise(site: Site, floor: Floor) -> Standing:
         before = max(ins, default=0.0 if not call.ins else math.nan)
         noise = floor.errors[row.key]
         status: Status = "clean"
-        reason = ""
+        reason, leaning = "", False
         if out > 1.0 and before > 1.0:
             status = "amplified" if out > _AMPLIFIED * before else "inherited"
         elif out > 1.0:
@@ -161,10 +174,10 @@ def _by_noise(site: Site, floor: Floor) -> Standing:
         lean, lean_in = _leans(call, floor)
         if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
             status, reason = "introduced", "its error leans to one side as no trusted run's does"
-            out = lean / LEAN
+            out, leaning = lean / LEAN, True
         rank = _WEIGHT[status] * 1e9 + min(out, 1e8)
         if best is None or rank > best[0]:
-            best = rank, Standing(status, "noise", out, noise, call, reason)
+            best = rank, Standing(status, "noise", out, noise, call, reason, "", leaning)
     assert best is not None
     return best[1]
 
@@ -216,8 +229,15 @@ def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
     return max(before, default=0.0)
 
 
-def _handed_on(standing: Standing, level: float, parts: int) -> Standing:
-    """What a site that is not proven guilty does with error that comes in."""
+def _handed_on(standing: Standing, level: float, parts: int, around: bool) -> Standing:
+    """What a site that is not proven guilty does with error that comes in.
+
+    Args:
+        standing: What is known of it.
+        level: Error that was there before the first culprit.
+        parts: How many sites lie in it.
+        around: Whether the first culprit does.
+    """
     call = standing.call
 
     def beyond(error: float) -> bool:
@@ -236,7 +256,7 @@ def _handed_on(standing: Standing, level: float, parts: int) -> Standing:
         status = "inherited" if standing.by == "replay" else "introduced"
     elif before:
         status = "masked"
-    if status == "introduced" and standing.status != "introduced":
+    if status == "introduced" and standing.status != "introduced" and not around:
         status = "inherited"
     return standing._replace(status=status)
 
