@@ -21,7 +21,14 @@ import torch
 from driftline.adapters.torch.judging import LOGARITHMS, Input, Numbers, judge
 from driftline.adapters.torch.origins import ByStorage, Origin, is_whole
 from driftline.adapters.torch.reporting import Call, Part, Reporter
-from driftline.adapters.torch.screen import Reading, from_extremes, pattern_of, plain, read
+from driftline.adapters.torch.screen import (
+    Reading,
+    from_extremes,
+    pattern_of,
+    plain,
+    read,
+    shape_of,
+)
 from driftline.numerics.peaks import Pattern
 
 TOGETHER = 512
@@ -181,13 +188,13 @@ class DeviceWatch:
             self.added += 1
             for slot, alias, tensor in inputs:
                 value = self._input(tensor)
-                shape = tuple(tensor.shape)
+                shape = shape_of(tensor)
                 waiting.inputs.append((slot, alias, tensor.dtype, shape, value))
                 self._hold(waiting, slot, tensor)
             for slot, tensor in outputs:
                 value = self._output(tensor)
                 if value is not None:
-                    waiting.outputs.append((slot, tensor.dtype, tuple(tensor.shape), value))
+                    waiting.outputs.append((slot, tensor.dtype, shape_of(tensor), value))
             self._calls.append(waiting)
             self._since += 1
             if len(self._gathering) >= TOGETHER or self._held > HELD // 2:

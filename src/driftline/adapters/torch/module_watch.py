@@ -22,7 +22,7 @@ from driftline.adapters.torch.device_watch import DeviceWatch
 from driftline.adapters.torch.judging import Input, Numbers, judge
 from driftline.adapters.torch.origins import Origin, Origins
 from driftline.adapters.torch.reporting import Call, Part, Reporter
-from driftline.adapters.torch.screen import pattern_of, peak, plain, read
+from driftline.adapters.torch.screen import pattern_of, peak, plain, read, shape_of
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.stacklines import here, line_of, stack
 
@@ -165,7 +165,7 @@ class ModuleTap:
             value = plain(tensor)
             pattern = pattern_of(value.dtype) if value is not None else None
             reading = read(value, pattern) if value is not None and pattern is not None else None
-            parts.append(Part(slot, tensor, reading, tensor.dtype, tuple(tensor.shape), alias))
+            parts.append(Part(slot, tensor, reading, tensor.dtype, shape_of(tensor), alias))
             if known and value is not None and reading is not None:
                 judged.append(Input(slot, reading, self._origins.of(value)))
         return parts, judged

@@ -18,6 +18,7 @@ from driftline.adapters.torch.dispatch import has_values
 from driftline.numerics.peaks import PATTERNS, Pattern, peak_at, tally_at
 
 _BY_DTYPE: dict[torch.dtype, Pattern | None] = {}
+_FEW, _FRACTION = 16, 64
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -77,13 +78,20 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
         if isinstance(inner, snapshots.Refusal):
             return None
         tensor = inner[0]
-    if tensor.layout is not torch.strided:
-        if tensor.is_nested or tensor.layout is torch._mkldnn:  # pyright: ignore
+    if tensor.is_nested:
+        tensor = tensor.values()  # what all its parts hold, one after the other
+    elif tensor.layout is not torch.strided:
+        if tensor.layout is torch._mkldnn:  # pyright: ignore
             return None
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    if tensor.is_nested or tensor.is_quantized or not has_values(tensor):
+    if tensor.is_quantized or not has_values(tensor):
         return None
     return tensor
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its shape; none for a nested tensor, which has several."""
+    return () if tensor.is_nested else tuple(tensor.shape)
 
 
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,6 +150,20 @@ def from_extremes(pattern: Pattern, count: int, low: float, high: float) -> Read
         top=int(high == pattern.largest),
         bottom=int(low == -pattern.largest),
     )
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """A mask of zeros and ones, or positions: whole numbers or simple fractions, sixteen or more.
+
+    The logarithm of either is taken for the sake of the others; zeros alone may be anybody's.
+    """
+    ones = tensor == 1
+    if bool(ones.any()) and bool((ones | (tensor == 0)).all()):
+        return True
+    if tensor.numel() < _FEW or tensor.is_complex() or not bool(tensor.any()):
+        return False
+    steps = tensor.double() * _FRACTION
+    return bool((steps == steps.round()).all()) and bool((tensor >= 0).all())
 
 
 def _where(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:

@@ -34,14 +34,21 @@ from driftline.adapters.torch.names import is_compiled
 from driftline.adapters.torch.ops import _NUMBERS, _with_tensor
 from driftline.adapters.torch.origins import Origin, Origins
 from driftline.adapters.torch.reporting import Call, Part, Reporter
-from driftline.adapters.torch.screen import Reading, pattern_of, peak, plain, read, tensors_in
+from driftline.adapters.torch.screen import (
+    Reading,
+    pattern_of,
+    peak,
+    plain,
+    read,
+    shape_of,
+    tensors_in,
+)
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.stacklines import LineMarks, here, line_of, stack
 from driftline.adapters.torch.watched import WatchedOperator, numbers_in, parameters_in
 from driftline.adapters.torch.whereabouts import Spot, Whereabouts
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
-_FEW, _FRACTION = 16, 64
 COPIED = 64 << 20
 """Bytes that are copied, at most, of what one call is about to overwrite."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
@@ -183,7 +190,11 @@ class ErrorTap:
         elsewhere = False
         for _, tensor in self._outputs(operator, args, kwargs, result):
             value = tensor
-            if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided:
+            if (
+                type(tensor) not in _ORDINARY
+                or tensor.layout is not torch.strided
+                or tensor.is_nested
+            ):
                 value = plain(tensor)
                 if value is None:
                     continue
@@ -234,19 +245,19 @@ class ErrorTap:
             value = plain(tensor)
             pattern = pattern_of(value.dtype) if value is not None else None
             if value is None or pattern is None:
-                parts.append(Part(name, tensor, None, tensor.dtype, tuple(tensor.shape), alias))
+                parts.append(Part(name, tensor, None, tensor.dtype, shape_of(tensor), alias))
                 continue
             source, reading = tensor, None
             if before is not None and name in before:
                 source, reading = before[name]
             if reading is None:
                 reading = read(value if source is None or source is tensor else source, pattern)
-            parts.append(Part(name, source, reading, tensor.dtype, tuple(tensor.shape), alias))
+            parts.append(Part(name, source, reading, tensor.dtype, shape_of(tensor), alias))
             read_from[name] = value
             origin = origins.of(value)
             if origin is Origin.UNKNOWN and value.numel() == 1:
                 origin = Origin.MEANT  # a number that the program wrote down
-            mask = operator.short in LOGARITHMS and source is not None and _is_mask(source)
+            mask = operator.short in LOGARITHMS and source is not None and is_mask(source)
             judged.append(Input(name, reading, origin, mask))
         outs: list[Part] = []
         for slot, tensor in self._outputs(operator, args, kwargs, result):
@@ -254,7 +265,7 @@ class ErrorTap:
             pattern = pattern_of(value.dtype) if value is not None else None
             if value is not None and pattern is not None:
                 reading = read(value, pattern)
-                outs.append(Part(slot, value, reading, tensor.dtype, tuple(tensor.shape)))
+                outs.append(Part(slot, value, reading, tensor.dtype, shape_of(tensor)))
         allowed = reporter.allows(spot.site, operator.full_name)
         verdict = judge(
             operator.short,
@@ -374,20 +385,6 @@ class ErrorTap:
 
     def _lost(self, func: Any, error: Exception) -> None:
         self.reporter.remarks.setdefault(f"{func} could not be looked at: {error}")
-
-
-def _is_mask(tensor: torch.Tensor) -> bool:
-    """A mask of zeros and ones, or positions: whole numbers or simple fractions, sixteen or more.
-
-    The logarithm of either is taken for the sake of the others; zeros alone may be anybody's.
-    """
-    ones = tensor == 1
-    if bool(ones.any()) and bool((ones | (tensor == 0)).all()):
-        return True
-    if tensor.numel() < _FEW or tensor.is_complex() or not bool(tensor.any()):
-        return False
-    steps = tensor.double() * _FRACTION
-    return bool((steps == steps.round()).all()) and bool((tensor >= 0).all())
 
 
 hide_from_compiler(ErrorTap.around_backward)
