@@ -211,6 +211,12 @@ def test_a_norm_with_a_residual_also_gives_the_sum() -> None:
     close(total, x + residual)
 
 
+def test_a_norm_without_gamma_is_the_plain_norm() -> None:
+    x = draw(3, 8)
+    (found,) = golden("RmsNormOperation", {"layerType": 1}, [x])
+    close(found, functional.rms_norm(wide(x), (8,), None, 1e-5))
+
+
 def test_rstd_is_the_second_output_where_it_is_asked_for() -> None:
     x, gamma = draw(3, 8), draw(8)
     param = {"layerType": 1, "normParam": {"rstd": True, "epsilon": 1e-5}}
@@ -282,7 +288,7 @@ def test_an_unknown_operator_is_refused_with_the_nearest_name() -> None:
         ("Softmax", {}, [(2, 3)], "parameter axes is missing"),
         ("Softmax", {"axes": [5]}, [(2, 3)], "axes 5 does not exist"),
         ("Softmax", {"axes": "last"}, [(2, 3)], "no list of whole numbers"),
-        ("RmsNorm", {"layerType": 1}, [(2, 3)], "input 1 .gamma. is missing"),
+        ("RmsNorm", {"layerType": 2}, [(2, 3)], "input 1 .residual. is missing; 1 input is there"),
         ("RmsNorm", {"layerType": 1, "normParam": 7}, [(2, 3), (3,)], "no group of parameters"),
         ("RmsNorm", {"layerType": 1}, [(2, 3), (4,)], "gamma has 4 elements, rows have 3"),
         ("Fill", {"withMask": False, "outDim": [10**9, 10**9]}, [], "would have"),

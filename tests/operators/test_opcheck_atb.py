@@ -374,10 +374,20 @@ def test_kernels_and_graphs_are_counted_not_checked_twice(
     assert "1 kernel is checked as part of the operator around" in said
 
 
+def test_a_norm_whose_gamma_is_missing_is_not_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump_of(tmp_path, [layer()["norm"]])
+    next(tmp_path.rglob("intensor1.bin")).unlink()
+    found = check(capsys, "-i", tmp_path, code=2)
+    assert found["rows"][0]["reason"] == "gamma is not there; 1 was taken"
+
+
 def test_the_planted_error_of_the_golden_dump_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     found = check(capsys, "-i", MINI, code=1)
     failing = [row["site"] for row in found["rows"] if row["status"] == "fail"]
     assert failing == ["6_Decoder_layer.1_LinearOperation"]
+    assert found["coverage"]["passed"] == 22, "12 norms without gamma, 10 linear layers"
     reasons = {each["reason"] for each in found["coverage"]["reasons"]}
     assert "there is no golden implementation of WordEmbedding" in reasons
 

@@ -95,6 +95,7 @@ def opcheck(
             raise BadInput(f"{option} takes a folder, and {folder} is a file")
     from driftline.cli.progress import on_terminal
     from driftline.operators.sources import Ask, open_source
+    from driftline.reports.terminal import printable
 
     ask = Ask(
         _ids(operation_ids),
@@ -125,7 +126,11 @@ def opcheck(
     cover = report.coverage
     if cover.failed:
         return EXIT_DIFFERENT
-    return EXIT_FINE if cover.passed else EXIT_COULD_NOT
+    if cover.passed:
+        return EXIT_FINE
+    why = cover.reasons[0][0] if cover.reasons else "no reason is known"
+    print(f"driftline: nothing could be checked: {printable(why)}", file=sys.stderr)
+    return EXIT_COULD_NOT
 
 
 def _report(path: Path, source: Source, ask: Ask, calls: list[Checked]) -> Report:

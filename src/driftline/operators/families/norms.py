@@ -36,7 +36,11 @@ def rms_norm(call: Call) -> list[Result]:
 
 
 def _rms_alone(call: Call) -> list[Result]:
-    x, gamma = call.at(0, "x"), real(call.at(1, "gamma"))
+    x = call.at(0, "x")
+    if len(call.inputs) == 1 and not call.whole("quantType", 0):
+        values, _ = _rms(real(x), np.ones(x.values.shape[-1:]), call.number("epsilon", 1e-5))
+        return [Result(values, call.out_dtype(x.dtype), note="gamma is not there; 1 was taken")]
+    gamma = real(call.at(1, "gamma"))
     if call.whole("modelType", 0) == _GEMMA:
         gamma = gamma + 1.0
     values, rstd = _rms(real(x), gamma, call.number("epsilon", 1e-5))

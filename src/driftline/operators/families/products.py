@@ -68,7 +68,7 @@ def linear(call: Call) -> list[Result]:
     if call.flag("enAccum", False):
         added = call.at(2, "accumulated")
         usual = added.dtype
-    elif call.flag("hasBias", True):
+    elif call.flag("hasBias", len(call.inputs) > 2):
         added = call.at(2, "bias")
     else:
         return [Result(values, call.out_dtype(usual), terms, scale)]
@@ -107,7 +107,7 @@ def _dequantised(call: Call, x: AnyArray, y: AnyArray) -> Result:
     values = np.matmul(x, y)  # below 2**53 for any K that fits into memory
     place = 2
     per_token = call.whole("quantMode", 0) == _PER_TOKEN
-    if call.flag("hasBias", True):
+    if call.flag("hasBias", len(call.inputs) > 3 + per_token):
         values = values + _row(call.at(2, "bias"), values)
         place = 3
     values = values * unpacked_scale(call.at(place, "scale")).reshape(-1)
