@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,35 @@ def test_kernels_and_times_have_their_operators_and_sites(watch: Callable[..., W
     by_site = run.sheet("operation_statistic_0.csv").splitlines()
     assert by_site[0] == "site,operator,calls,total_us,self_us,device_us"
     assert any(line.startswith("layers.1.linear,aten::addmm,1,") for line in by_site)
+
+
+def test_two_models_that_count_the_same_steps_are_in_one_sheet(
+    watch: Callable[..., Watched],
+) -> None:
+    with watch(profile=True) as watched, torch.no_grad():
+        for model in (net(), net()):
+            for _ in range(2):
+                model(torch.ones(4, 8))
+    run = driftline.open_run(watched.path)
+    text = run.sheet("kernel_tensors_0.csv")
+    assert text.count("CaseNum") == 1
+    matrices = [k for k in read_operations(text, 0) if k.name == "aten::addmm"]
+    table = read_profile(run.sheet("operation_statistic_0.txt"), "t")
+    rows = {line[0]: dict(zip(table.headings, line, strict=True)) for line in table.lines}
+    assert len(matrices) == rows["aten_addmm"]["execute_callCount"] == 6
+
+
+def test_a_model_called_by_another_thread_is_profiled_too(watch: Callable[..., Watched]) -> None:
+    def serve() -> None:
+        with torch.no_grad():
+            net()(torch.ones(4, 8))
+
+    with watch(profile=True) as watched:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        thread.join()
+    kernels = read_operations(driftline.open_run(watched.path).sheet("kernel_tensors_0.csv"), 0)
+    assert sum(k.param["operator"] == "aten::linear" for k in kernels) >= 3
 
 
 def test_a_program_that_profiles_itself_gets_its_whole_profile(

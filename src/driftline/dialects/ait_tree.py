@@ -182,7 +182,7 @@ class AitTree:
             if self._folder is not None:
                 self._write_tree()
 
-    def sheet(self, name: str, text: str) -> None:
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
         """Adds text to a file of this process; where it goes in the seed's tree, the launcher
         decides at the end.
         """
@@ -191,7 +191,8 @@ class AitTree:
             if self._folder is None or self._broken:
                 return
             try:
-                with (self._folder / f"{SHEET}{name}").open("a", encoding="ascii") as file:
+                place, mode = self._folder / f"{SHEET}{name}", "w" if anew else "a"
+                with place.open(mode, encoding="ascii", errors="backslashreplace") as file:
                     file.write(text)
             except OSError as problem:
                 self._give_up(problem)

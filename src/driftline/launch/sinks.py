@@ -43,9 +43,9 @@ class Forwarding:
     def topology(self, tree: Mapping[str, JSON]) -> None:
         self.inner.topology(tree)
 
-    def sheet(self, name: str, text: str) -> None:
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
         if isinstance(self.inner, Sheets):
-            self.inner.sheet(name, text)
+            self.inner.sheet(name, text, anew=anew)
 
     def step_done(self, step: int) -> None:
         self.inner.step_done(step)
@@ -118,10 +118,10 @@ class Late:
         elif self.tree_is_enough:
             self._made()
 
-    def sheet(self, name: str, text: str) -> None:
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
         inner = self._inner if self._inner is not None else self._made()
         if isinstance(inner, Sheets):
-            inner.sheet(name, text)
+            inner.sheet(name, text, anew=anew)
 
     def step_done(self, step: int) -> None:
         if self._inner is not None:

@@ -69,13 +69,13 @@ class Part:
                 self._events = os.open(self.folder / EVENTS, _APPEND, 0o666)
             os.write(self._events, line)
 
-    def append_sheet(self, name: str, text: bytes) -> None:
-        """Adds to the end of one of the other files of this folder.
+    def append_sheet(self, name: str, text: bytes, *, anew: bool) -> None:
+        """Adds to the end of one of the other files of this folder, or replaces what is in it.
 
         Raises:
             OSError: The disk is full.
         """
-        file = os.open(self.folder / name, _APPEND, 0o666)
+        file = os.open(self.folder / name, _APPEND | (os.O_TRUNC if anew else 0), 0o666)
         try:
             while text:
                 text = text[os.write(file, text) :]

@@ -143,6 +143,18 @@ class Timed(NamedTuple):
     device: float
 
 
+def added(some: Iterable[Timed], more: Iterable[Timed]) -> tuple[Timed, ...]:
+    """Two lists of times as one: what is of the same operator in the same place is summed."""
+    found: dict[tuple[str, str], Timed] = {}
+    for one in (*some, *more):
+        known = found.get(one[:2])
+        if known is not None:
+            own, device = known.own + one.own, known.device + one.device
+            one = Timed(*one[:2], known.calls + one.calls, known.total + one.total, own, device)
+        found[one[:2]] = one
+    return tuple(found.values())
+
+
 def statistic_text(timed: Sequence[Timed]) -> str:
     """Times by operator, in blocks, as `operation_statistic_{n}.txt` has them."""
     rows: dict[str, list[Timed]] = {}

@@ -19,8 +19,8 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 class Sheets(Protocol):
     """A sink that also keeps text beside the tensors: lists of calls, of kernels, of times."""
 
-    def sheet(self, name: str, text: str) -> None:
-        """Adds text to the end of a file of this process."""
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
+        """Adds text to the end of a file of this process; `anew` replaces what is in it."""
         ...
 
 

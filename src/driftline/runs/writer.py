@@ -163,14 +163,15 @@ class RunWriter:
             self._tree = tree
             self._write_topology()
 
-    def sheet(self, name: str, text: str) -> None:
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
         """Adds text to a file beside the index, such as a list of calls."""
         with self._lock:
             if self._closed or (self._journal is None and self._open() is None):
                 return
             assert self._part is not None
             try:
-                self._part.append_sheet(name, text.encode("ascii", "backslashreplace"))
+                content = text.encode("ascii", "backslashreplace")
+                self._part.append_sheet(name, content, anew=anew)
             except OSError as error:
                 self._give_up(error)
 

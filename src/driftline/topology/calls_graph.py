@@ -45,7 +45,7 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
         last = [name for call in after for name in building.made(call) if name not in read]
         outputs = tuple(dict.fromkeys((*building.made(root), *last)))
     later = sum(call.phase != "forward" for call in calls if call.step == chosen)
-    notes = [f"{later} calls of backward passes are not in the graph"] if later else []
+    notes = ["the operators of backward passes are not in the graph"] if later else []
     if len(steps) > 1:
         notes.append(f"this is step {chosen} of {len(steps)}")
     return Graph(name, kind, nodes, inputs, outputs, building.tensors, "aten", tuple(notes))

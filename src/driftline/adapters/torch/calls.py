@@ -30,7 +30,7 @@ from driftline.adapters.torch.dispatch import (
     watching,
 )
 from driftline.adapters.torch.held import a_model_is_there
-from driftline.adapters.torch.makers import Makers, dtype_of
+from driftline.adapters.torch.makers import Makers, dtype_of, shape_of
 from driftline.adapters.torch.ops import _NUMBERS, _with_tensor
 from driftline.adapters.torch.schemas import Operator
 from driftline.adapters.torch.snapshot import undisturbed
@@ -307,7 +307,7 @@ class CallTap:
             value = args[index] if index < len(args) else kwargs.get(name)
             made += tensors_in(value, name)
         outputs = tuple(
-            CallTensor(slot, dtype_of(tensor), tuple(tensor.shape)) for slot, tensor in made
+            CallTensor(slot, dtype_of(tensor), shape_of(tensor)) for slot, tensor in made
         )
         with self._lock:
             for slot, tensor in made:

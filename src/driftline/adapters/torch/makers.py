@@ -44,7 +44,9 @@ class Makers:
         self, slot: str, alias: str, tensor: torch.Tensor, *, step: int = 0
     ) -> CallTensor:
         """A tensor that goes into a call of a step."""
-        return CallTensor(slot, dtype_of(tensor), _shape(tensor), alias, self.source(tensor, step))
+        return CallTensor(
+            slot, dtype_of(tensor), shape_of(tensor), alias, self.source(tensor, step)
+        )
 
     def source(self, tensor: torch.Tensor, step: int) -> Source:
         memory = _memory(tensor)
@@ -105,17 +107,18 @@ class Makers:
             self._names.clear()
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its extents; a nested tensor has none."""
+    return () if tensor.is_nested else tuple(int(size) for size in tensor.shape)
+
+
 def dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in tensor.shape)
-
-
 def _memory(tensor: torch.Tensor) -> Any | None:
     """The memory behind a tensor; None for those that have none of their own."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return None
     try:
         return tensor.untyped_storage()

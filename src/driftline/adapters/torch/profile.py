@@ -30,6 +30,8 @@ from driftline.runs.sheets import (
     KERNELS,
     STATISTIC,
     TIMES,
+    Timed,
+    added,
     operation_row,
     statistic_text,
     times_table,
@@ -54,13 +56,13 @@ class ProfileTap:
 
     Args:
         session: The capture that it belongs to.
-        write: Takes the name of a sheet and its text.
+        write: Takes the name of a sheet and its text; `Sheets.sheet`.
         kernels: List every kernel that ran.
         times: Add up calls and times by operator.
     """
 
     def __init__(
-        self, session: Any, write: Callable[[str, str], None], *, kernels: bool, times: bool
+        self, session: Any, write: Callable[..., None], *, kernels: bool, times: bool
     ) -> None:
         self.session = session
         self.active = False
@@ -72,11 +74,13 @@ class ProfileTap:
         self._running: Any | None = None
         self._step = 0
         self._ours = False
+        self._forked = False
         self._model_called = False
         self._process = os.getpid()
         self._before: dict[str, Any] = {}
         self._parts: dict[str, Any] = {}
-        self._rows = 0
+        self._listed: dict[int, int] = {}
+        self._timed: dict[int, tuple[Timed, ...]] = {}
 
     # --- life
 
@@ -90,9 +94,12 @@ class ProfileTap:
             self._parts[name] = getattr(intake, name)
             setattr(intake, name, _marked(self._parts[name]))
         self.session.take = intake.take
-        # Steps count from 0: what runs before any model is a part of the first.
-        if self.session.global_scope and self.session.wants_step(0):
+        # Steps count from 0: what runs before any model is a part of the first. The library below
+        # wants to be woken by this thread, even where that step is of no interest.
+        if self.session.global_scope:
             self._start(0)
+            if not self.session.wants_step(0):
+                self._stop()
 
     def remove(self) -> None:
         self.active = False
@@ -139,7 +146,8 @@ class ProfileTap:
 
     def _at_step(self, step: int) -> None:
         if self._process != os.getpid():  # a forked child: the profiler is its parent's
-            self._process, self._running = os.getpid(), None
+            self._process = os.getpid()
+            self._forked, self._running = self._running is not None, None
         first, self._model_called = not self._model_called, True
         if first:
             self._stop()  # what ran so far was the building of the model
@@ -151,6 +159,13 @@ class ProfileTap:
             self._start(step)
 
     def _start(self, step: int) -> None:
+        if self._forked:
+            self.session.event_once(
+                "profiler",
+                "this process was forked while its parent was profiled: its kernels and times are "
+                "not listed",
+            )
+            return
         if getattr(_torch_profiler, "_is_profiler_enabled", False):
             self.session.event_once(
                 "profiler",
@@ -160,7 +175,9 @@ class ProfileTap:
         self._ours = True
         try:
             running = _torch_profiler.profile(
-                use_device="cuda" if torch.cuda.is_available() else None, record_shapes=True
+                use_device="cuda" if torch.cuda.is_available() else None,
+                record_shapes=True,
+                experimental_config=_every_thread(),
             )
             running.__enter__()
             self._running, self._step = running, step
@@ -206,17 +223,31 @@ class ProfileTap:
     # --- what it saw
 
     def _write_sheets(self, seen: Profiled) -> None:
+        step = self._step
         if self._kernels and seen.kernels:
+            # A second model of the program counts its own steps: it comes to this one again.
+            before = self._listed.get(step, 0)
+            self._listed[step] = before + len(seen.kernels)
             lines = [
                 operation_row(number, kernel.name, kernel.param(), kernel.inputs, ())
-                for number, kernel in enumerate(seen.kernels, 1)
+                for number, kernel in enumerate(seen.kernels, before + 1)
             ]
-            self._write(KERNELS.format(self._step), "\n".join((KERNEL_HEADER, *lines)) + "\n")
+            header = [] if before else [KERNEL_HEADER]
+            self._write(KERNELS.format(step), "\n".join((*header, *lines)) + "\n")
         if self._times and seen.times:
-            self._write(STATISTIC.format(self._step), statistic_text(seen.times))
-            self._write(TIMES.format(self._step), times_table(seen.times))
+            self._timed[step] = added(self._timed.get(step, ()), seen.times)
+            self._write(STATISTIC.format(step), statistic_text(self._timed[step]), anew=True)
+            self._write(TIMES.format(step), times_table(self._timed[step]), anew=True)
         if self._kernels and not seen.kernels:
-            self.session.event_once("kernels", "torch's profiler saw no kernel in this step")
+            self.session.event_once("kernels", "torch's profiler saw no kernel in a step")
+
+
+def _every_thread() -> Any | None:
+    """What makes the profiler see every thread, and be ended by any; None in older versions."""
+    try:
+        return _C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except (AttributeError, TypeError):
+        return None
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
