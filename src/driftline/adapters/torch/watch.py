@@ -36,6 +36,7 @@ from driftline.adapters.torch.origins import Origin, Origins
 from driftline.adapters.torch.reporting import Call, Part, Reporter
 from driftline.adapters.torch.screen import (
     Reading,
+    is_mask,
     pattern_of,
     peak,
     plain,
