@@ -33,6 +33,7 @@ def replay(
         list[str] | None, Option(several=True, metavar="REF=CAND", group=_WHICH)
     ] = None,
     partial: Annotated[bool, Option(group=_WHICH)] = False,
+    check_each: bool = False,
     max_held: Annotated[str, Option(metavar="SIZE")] = "",
     output: Annotated[Path, Option(names=("--output", "-o"), metavar="DIR")] = Path("replay"),
     force: bool = False,
@@ -57,6 +58,8 @@ def replay(
         reference_run: A dump of the reference program, where the two models' names differ.
         map_: With --reference-run: modules that are called differently.
         partial: Go on where the two models differ, and leave out what differs.
+        check_each: Prove for every call that the module gives its own output again. Default: once
+            for all calls of one class with the same shapes and parts.
         max_held: Memory that may be taken in the program, such as 2GB. Default: 4GB.
         output: Folder of the replay. Default: ./replay.
         force: Replace a replay that is there already.
@@ -70,6 +73,7 @@ def replay(
         maps=tuple(map_ or ()),
         most_held=size_of(max_held) if max_held else MOST_HELD,
         partial=partial,
+        check_each=check_each,
         force=force,
     )
     for line in summary(outcome, candidate):

@@ -7,6 +7,8 @@ the business of diagnosis.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,6 +61,7 @@ def replay(
     maps: Sequence[str] = (),
     most_held: int = MOST_HELD,
     partial: bool = False,
+    check_each: bool = False,
     force: bool = False,
 ) -> Replayed:
     """Run the reference program with its modules also applied to the candidate's inputs.
@@ -72,6 +75,8 @@ def replay(
         maps: `REFERENCE=CANDIDATE` for modules that are called differently.
         most_held: Bytes that may be held in the program for this.
         partial: Go on where the two models differ; what differs is left out.
+        check_each: Prove for every call that it reproduces its own output, not once for calls of
+            one class with the same shapes.
         force: Replace an earlier experiment at the output.
 
     Raises:
@@ -95,6 +100,7 @@ def replay(
             "links": links,
             "most_held": most_held,
             "partial": partial,
+            "check_each": check_each,
         },
     )
     make_room(output, force=force)
@@ -104,6 +110,9 @@ def replay(
     except DriftlineError:
         _leave_nothing(output)
         raise
+    native = output / NATIVE
+    if not native.exists():  # the candidate's format is the wide one: it costs nothing
+        shutil.copytree(output / EXACT, native, copy_function=_linked)
     write_json(
         output,
         REPLAY,
@@ -180,7 +189,7 @@ def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int
     failed = f" (the program ended with status {ended.status})" if ended.status else ""
     for report in told:
         if report["clash"]:
-            more = len(report["clashes"]) - 1
+            more = int(report["clash_count"]) - 1
             raise NotTheSameModel(
                 f"the program does not build the model of run '{run.name}': {report['clash']}"
                 + (f", and {more} more" if more > 0 else ""),
@@ -217,10 +226,16 @@ def _shared(told: Sequence[Mapping[str, Any]], run: Run) -> str:
     return f"the program called none of the candidate's modules, '{site}' the first of them"
 
 
+def _linked(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+    return target
+
+
 def _leave_nothing(output: Path) -> None:
     """A replay that failed leaves its folder as it found it: empty, or gone."""
-    import shutil
-
     for name in (EXACT, NATIVE):
         shutil.rmtree(output / name, ignore_errors=True)
     if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):

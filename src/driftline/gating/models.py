@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from driftline.comparison.table import Table
@@ -35,6 +35,7 @@ def compare_models(
     ports: Sequence[str] = (),
     keep: str = "full",
     threads: int | None = None,
+    isolate: bool = False,
 ) -> Table:
     """Run two models on the same inputs and compare what every module took and gave.
 
@@ -47,14 +48,27 @@ def compare_models(
         inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
         metrics: As for `compare`, and so for the others.
         keep: full, or summary when two copies of every activation do not fit into memory.
+        isolate: Set against each module of the candidate what the reference's gives *on the
+            candidate's own inputs*, in float32. A row that fails then is a module that makes an
+            error, not one that inherits it. Modules that cannot be applied again are `extra` rows.
 
     Raises:
         NotInstalled: There is no torch here.
         DriftlineError: As `compare` does.
     """
     require("torch", install="driftline[torch]")
-    ours = _run(reference, inputs, keep, "reference")
-    theirs = _run(candidate, inputs, keep, "candidate")
+    if isolate:
+        if keep != "full":
+            raise BadInput(
+                f"isolate needs the candidate's whole tensors, not keep='{keep}'",
+                hint="leave keep out",
+            )
+        theirs = _run(candidate, inputs, keep, "candidate")
+        ours = _replayed(reference, inputs, theirs)
+        ports = ports or ("output",)
+    else:
+        ours = _run(reference, inputs, keep, "reference")
+        theirs = _run(candidate, inputs, keep, "candidate")
     return compare(
         ours,
         theirs,
@@ -83,6 +97,47 @@ def _run(model: nn.Module, inputs: Any, keep: str, name: str) -> Any:
         torch.manual_seed(0)
         model(*_mapped(args, move), **_mapped(kwargs, move))
     return sink.run()
+
+
+def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
+    """What the reference's modules give on the inputs that the candidate's had."""
+    import torch
+
+    from driftline.adapters.torch.candidate import Candidate
+    from driftline.adapters.torch.replaying import Replayer
+    from driftline.adapters.torch.session import CaptureSession
+    from driftline.alignment.normal import link_names
+    from driftline.runs.memory import MemorySink
+
+    def match(ours: Iterable[str], theirs: Iterable[str]) -> Mapping[str, str]:
+        here, there = list(ours), set(theirs)
+        found = {site: site for site in here if site in there}
+        rest = [site for site in here if site not in found]
+        return found | link_names(rest, [site for site in there if site not in found])
+
+    args, kwargs = _call(inputs)
+    move = _mover(reference)
+    exact = MemorySink(name="reference on the candidate's inputs")
+    session = CaptureSession(MemorySink(), levels=(), model=reference)
+    replayer = Replayer(session, Candidate(captured), match, exact, MemorySink())
+    session.stand_in = replayer
+    session.start()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            reference(*_mapped(args, move), **_mapped(kwargs, move))
+    finally:
+        session.stop()
+    report = replayer.report
+    if report.clash:
+        raise BadInput(
+            f"the two models are not the same: {report.clash}",
+            hint="compare_models without isolate aligns models that differ",
+        )
+    if not report.calls:
+        reasons = [str(e["reason"]) for e in report.to_json()["sites"].values() if e["reason"]]
+        raise BadInput(f"no module could be applied again: {(reasons or ['none was called'])[0]}")
+    return exact.run()
 
 
 def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,10 +7,10 @@ inputs in place. Knows nothing of what is done with them.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from driftline.numerics.dtypes import DTYPES
@@ -70,6 +70,15 @@ class Candidate:
         self.autocast = self._autocast()
 
     @property
+    def wide(self) -> bool:
+        """Whether it computed in 32 bits or more throughout: its format costs nothing then."""
+        if self.autocast is not None:
+            return False
+        held = {torch_dtype(d) for each in self.parameters.values() for d, _ in each.values()}
+        found = {*self.dtypes.values(), *held}
+        return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in found)
+
+    @property
     def sites(self) -> Iterable[str]:
         """Every site that was called, in execution order."""
         return dict.fromkeys(site for site, _, _ in self.calls)
@@ -90,13 +99,18 @@ class Candidate:
             dtype = None
         return dtype or self.dtypes.get(site)
 
-    def tensor(self, record: Record, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A captured tensor in memory of its own.
+    def tensor(
+        self,
+        record: Record,
+        device: torch.device | str = "cpu",
+        wide: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A captured tensor in memory of its own; floats as `wide` where that is given.
 
         Raises:
             DriftlineError: Its values were not kept, or are lost.
         """
-        return tensor_of(self.run, record, device)
+        return tensor_of(self.run, record, device, wide)
 
     def _autocast(self) -> torch.dtype | None:
         """The format of a run under autocast: 16 bits come out of linear maps of 32-bit weights."""
@@ -112,14 +126,24 @@ class Candidate:
         return None
 
 
-def tensor_of(run: Run, record: Record, device: torch.device | str = "cpu") -> torch.Tensor:
+def tensor_of(
+    run: Run,
+    record: Record,
+    device: torch.device | str = "cpu",
+    wide: torch.dtype | None = None,
+) -> torch.Tensor:
     """A captured tensor of any run, in memory of its own."""
     raw = run.raw(record)
     dtype = torch_dtype(record.dtype)
     if dtype is None:
         raise ValueError(f"{record.key} has {record.dtype} elements, which torch has not")
-    flat = torch.from_numpy(np.array(raw.view(np.uint8), copy=True))
-    return flat.view(dtype).reshape(record.shape).to(device)
+    if not raw.nbytes:
+        return torch.empty(record.shape, dtype=dtype, device=device)
+    # Through its address: torch warns of arrays that are read-only, and this one is copied.
+    window = (ctypes.c_uint8 * raw.nbytes).from_address(raw.ctypes.data)
+    flat = torch.frombuffer(window, dtype=dtype).reshape(record.shape)
+    value = flat.to(device, wide if wide is not None and dtype.is_floating_point else dtype)
+    return value.clone() if value.data_ptr() == flat.data_ptr() else value
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

@@ -6,11 +6,10 @@ captured run's own formats. The difference of the two is what that format costs 
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +23,66 @@ from driftline.runs.record import Record
 Slots = list[tuple[str, str, torch.Tensor]]
 _FROM_THE_PROGRAM = ("mask", "position", "bias", "cache", "index", "ids", "past_key_values")
 _WIDE = (torch.float32, torch.float64)
+MOST_SHELVED = 256 << 20
+
+
+class Given:
+    """What a repeated call was given, to tell it from what the module makes of it.
+
+    Attributes:
+        strangers: Tensors of the program that belong to other modules (layers of a cache).
+    """
+
+    def __init__(self) -> None:
+        self.strangers: list[torch.Tensor] = []
+        self._captured: list[torch.Tensor] = []  # held, so that no address is used again
+        self._addresses: set[int] = set()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            self._captured.append(tensor)
+            self._addresses.add(tensor.data_ptr())
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of them, or a view of its beginning."""
+        return tensor.data_ptr() in self._addresses
+
+
+class Shelf:
+    """Memory for weights of one module at a time, used again for the next.
+
+    Pages that are new cost more than the cast itself. Not shared between threads: each module's
+    replay holds it from `clear` to the next one.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._used: list[torch.Tensor] = []
+        self._bytes = 0
+
+    def clear(self) -> None:
+        for tensor in self._used:
+            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
+        self._used.clear()
+        if self._bytes > MOST_SHELVED:
+            self._free.clear()
+            self._bytes = 0
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in another format; itself where it has that already."""
+        if tensor.dtype == dtype:
+            return tensor
+        size = tensor.numel() * dtype.itemsize
+        if not tensor.is_contiguous() or not tensor.is_cpu or size > MOST_SHELVED:
+            return tensor.to(dtype)
+        free = self._free.get((dtype, tensor.numel()))
+        if free:
+            place = free.pop()
+        else:
+            place = torch.empty(tensor.numel(), dtype=dtype)
+            self._bytes += size
+        self._used.append(place)
+        return place.view(tensor.shape).copy_(tensor)
 
 
 class Recast:
@@ -37,19 +96,7 @@ class Recast:
     def __init__(self, candidate: Candidate, site_of: Callable[[nn.Module], str | None]) -> None:
         self._candidate = candidate
         self._site_of = site_of
-
-    def changes_format(self, site: str, module: nn.Module) -> bool:
-        """Whether the captured run computed a site in other formats than the exact replay does."""
-        if self._candidate.autocast is not None:
-            return True
-        dtypes = {self._candidate.dtypes.get(site)}
-        for child in module.modules():
-            at = self._site_of(child)
-            if at is not None:
-                held = self._candidate.parameters.get(at, {})
-                dtypes |= {torch_dtype(dtype) for dtype, _ in held.values()}
-                dtypes.add(self._candidate.dtypes.get(at))
-        return any(d is not None and d.is_floating_point and d not in _WIDE for d in dtypes)
+        self._shelf = Shelf()
 
     # --- what goes in
 
@@ -58,7 +105,7 @@ class Recast:
         call: CandidateCall | None,
         live: Slots,
         site: str,
-        strangers: list[torch.Tensor],
+        given: Given,
         *,
         exact: bool,
     ) -> Give:
@@ -66,7 +113,7 @@ class Recast:
 
         Captured values where there are any; masks, positions and the like that the captured run
         was not given come from the program. What belongs to other modules (layers of a cache) is
-        left as it is, and noted among the strangers.
+        left as it is, and noted among what is given.
 
         Raises:
             LookupError: The captured run lacks an input that matters.
@@ -89,7 +136,7 @@ class Recast:
         def give(tensor: torch.Tensor) -> torch.Tensor:
             known = found.get(id(tensor))
             if known is None:
-                strangers.append(tensor)
+                given.strangers.append(tensor)
                 return tensor
             if id(tensor) not in made:
                 record = known[1]
@@ -98,6 +145,7 @@ class Recast:
                     if record is None
                     else self._value(record, tensor, exact=exact)
                 )
+                given.add(made[id(tensor)])
             return made[id(tensor)]
 
         return give
@@ -113,7 +161,7 @@ class Recast:
         call: CandidateCall | None,
         slots: Slots,
         value: Any,
-        strangers: list[torch.Tensor],
+        given: Given,
         *,
         exact: bool,
     ) -> Callable[[], Any]:
@@ -125,15 +173,18 @@ class Recast:
         def give(tensor: torch.Tensor) -> torch.Tensor:
             slot = names.get(id(tensor))
             if slot is None:
-                strangers.append(tensor)
+                given.strangers.append(tensor)
                 return tensor
-            return self._value(outputs[slot], tensor, exact=exact)
+            value = self._value(outputs[slot], tensor, exact=exact)
+            given.add(value)
+            return value
 
         return lambda: copied(value, give)
 
     def _value(self, record: Record, like: torch.Tensor, *, exact: bool) -> torch.Tensor:
-        value = self._candidate.tensor(record, like.device)
-        value = _wide(value) if exact else value
+        dtype = torch_dtype(record.dtype)
+        wide = dtype if dtype in _WIDE else torch.float32
+        value = self._candidate.tensor(record, like.device, wide if exact else None)
         # Where a row ends in memory shows in the last bits: lie as the program's own does.
         return value if like.is_contiguous() else laid_out(value, like)
 
@@ -147,26 +198,54 @@ class Recast:
 
     # --- what it computes with
 
+    def begin(self) -> None:
+        """Another module is replayed; what was cast for the last one is not needed any more."""
+        self._shelf.clear()
+
+    def looked_up(self, module: nn.Module, rows: torch.Tensor, *, exact: bool) -> torch.Tensor:
+        """Rows of a table that was not cast, as they come out of one that is."""
+        format_ = self._candidate.dtype_of(self._site_of(module) or "", "weight")
+        if format_ is not None and format_.is_floating_point:
+            rows = rows.to(format_)
+        return _wide(rows) if exact else rows
+
     def weights(
-        self, module: nn.Module, real: Iterable[nn.Module], *, exact: bool
+        self, real: Mapping[str, nn.Module], *, exact: bool, cast: dict[int, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Weights and buffers in the format wanted, by their names below `module`."""
+        """Weights and buffers in the format wanted, by their names.
+
+        Args:
+            real: The modules that run, by their paths below the one that is repeated.
+            exact: Wide, after they were rounded to the captured run's format.
+            cast: Weights in the captured run's format, kept from one repetition to the next.
+        """
         found: dict[str, torch.Tensor] = {}
-        made: dict[int, torch.Tensor] = {}
-        for path, owner, name, tensor, is_buffer in _tensors(module, real):
-            site = self._site_of(owner) or self._site_of(module) or ""
-            if id(tensor) not in made:
+        for path, owner, name, tensor, is_buffer in _tensors(real):
+            if not tensor.is_floating_point():
+                if is_buffer:
+                    found[path] = tensor.detach().clone()
+                continue
+            value = cast.get(id(tensor))
+            if value is None:
+                site = self._site_of(owner) or self._site_of(real[""]) or ""
                 format_ = self._candidate.dtype_of(site, name)
-                made[id(tensor)] = _recast(tensor, format_, exact=exact, is_buffer=is_buffer)
-            if made[id(tensor)] is not tensor:
-                found[path] = made[id(tensor)]
+                value = tensor.detach()
+                if format_ is not None and format_.is_floating_point:
+                    value = self._shelf.cast(value, format_)
+                cast[id(tensor)] = value
+            if exact and value.dtype not in _WIDE:
+                value = self._shelf.cast(value, torch.float32)
+            if value.data_ptr() != tensor.data_ptr():
+                found[path] = value.clone() if is_buffer and value is cast[id(tensor)] else value
+            elif is_buffer:
+                found[path] = value.clone()
         return found
 
-    def as_they_are(self, module: nn.Module, real: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    def as_they_are(self, real: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
         """Only buffers, copied: a repeated call may move running statistics."""
         return {
             path: tensor.detach().clone()
-            for path, _, _, tensor, is_buffer in _tensors(module, real)
+            for path, _, _, tensor, is_buffer in _tensors(real)
             if is_buffer
         }
 
@@ -182,35 +261,17 @@ class Recast:
 
 
 def _tensors(
-    module: nn.Module, real: Iterable[nn.Module]
+    real: Mapping[str, nn.Module],
 ) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, bool]]:
     """(path, owner, name, tensor, is a buffer) of everything that runs."""
-    running = {id(each) for each in real}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        if id(owner) not in running:
-            continue
+    for prefix, owner in real.items():
         start = f"{prefix}." if prefix else ""
-        for table, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    yield start + name, owner, name, tensor, is_buffer
-
-
-def _recast(
-    tensor: torch.Tensor, format_: torch.dtype | None, *, exact: bool, is_buffer: bool
-) -> torch.Tensor:
-    value = tensor.detach()
-    if not value.is_floating_point():
-        return value.clone() if is_buffer else tensor
-    if format_ is not None and format_.is_floating_point and format_ != value.dtype:
-        value = value.to(format_)
-    if exact:
-        value = _wide(value)
-    if is_buffer and value.data_ptr() == tensor.data_ptr():
-        return value.clone()
-    return (
-        tensor if value.dtype == tensor.dtype and value.data_ptr() == tensor.data_ptr() else value
-    )
+        for name, tensor in owner._parameters.items():
+            if tensor is not None:
+                yield start + name, owner, name, tensor, False
+        for name, tensor in owner._buffers.items():
+            if tensor is not None:
+                yield start + name, owner, name, tensor, True
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

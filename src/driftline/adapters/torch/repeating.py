@@ -26,7 +26,11 @@ from torch.overrides import TorchFunctionMode
 from driftline.adapters.torch import modules
 
 Give = Callable[[torch.Tensor], torch.Tensor]
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CONTAINERS = (list, dict, set, deque)
+_TORCHS_OWN = frozenset(nn.Module().__dict__)
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -49,22 +53,28 @@ def copied(value: Any, give: Give) -> Any:
     Caches and other objects are copied, so that a module which keeps something in them leaves the
     program's own alone; modules among them are taken as they are.
     """
+    return _copied(value, give, {})
+
+
+def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, torch.Tensor):
-        return give(value)
-    memo: dict[int, Any] = {id(m): m for m in _modules_in(value)}
+        if id(value) not in memo:
+            memo[id(value)] = give(value)
+            memo.setdefault(id(memo), []).append(value)  # as `deepcopy` does: ids stay taken
+        return memo[id(value)]
+    if kind is tuple:
+        return tuple([_copied(item, give, memo) for item in value])
+    if kind is list:
+        return [_copied(item, give, memo) for item in value]
+    if kind is dict:
+        return {key: _copied(item, give, memo) for key, item in value.items()}
+    if isinstance(value, nn.Module):
+        return value
     with _Copying(give):
         return copy.deepcopy(value, memo)
-
-
-def _modules_in(value: Any, depth: int = 0) -> Iterable[nn.Module]:
-    if isinstance(value, nn.Module):
-        yield value
-    elif depth < 3 and isinstance(value, tuple | list):
-        for item in value:
-            yield from _modules_in(item, depth + 1)
-    elif depth < 3 and isinstance(value, dict):
-        for item in value.values():
-            yield from _modules_in(item, depth + 1)
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +108,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.numel() == 0:
         return True
-    here, there = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    whole = _WHOLE.get(one.element_size(), torch.uint8)
+    here, there = (t.detach().contiguous().reshape(-1).view(whole) for t in (one, other))
     return bool(torch.equal(here, there))
 
 
@@ -107,11 +118,14 @@ class Script:
 
     Args:
         top: The module that is repeated; its own call is carried out.
-        parts: Module to the results of its calls, in order; each is made when it is asked for.
+        parts: Module (its id) to what answers its calls, in order, from their arguments; None is
+            a call that is carried out.
     """
 
     def __init__(
-        self, top: nn.Module, parts: Mapping[int, Iterable[Callable[[], Any]]] | None = None
+        self,
+        top: nn.Module,
+        parts: Mapping[int, Iterable[Callable[[Any, Any], Any] | None]] | None = None,
     ) -> None:
         self._top = top
         self._entered = False
@@ -128,9 +142,8 @@ class Script:
             self._entered = True
             return call(module, *args, **kwargs)
         waiting = self._parts.get(id(module))
-        if waiting:
-            return waiting.popleft()()
-        return call(module, *args, **kwargs)
+        answer = waiting.popleft() if waiting else None
+        return call(module, *args, **kwargs) if answer is None else answer(args, kwargs)
 
 
 Answer = Callable[[Callable[..., Any], nn.Module, Any, Any], Any]
@@ -144,7 +157,7 @@ def repeat(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a module with other weights, unnoticed.
+    """Call a module with other weights, unnoticed; `undrawn` is for the caller to hold.
 
     Args:
         script: Answers the calls of its parts.
@@ -154,17 +167,32 @@ def repeat(
         args: Its arguments; they may be changed.
         kwargs: The same.
     """
-    with unnoticed(real), modules.aside(script), torch.no_grad():
+    with unmarked(real), modules.aside(script), torch.no_grad():
         if not tensors:
             return module(*args, **kwargs)
         return functional_call(module, dict(tensors), args, kwargs, tie_weights=False, strict=False)
 
 
 @contextlib.contextmanager
-def unnoticed(touched: Iterable[nn.Module]) -> Generator[None]:
-    """What happens inside leaves no trace in random states, in these modules, or in hooks."""
+def undrawn() -> Generator[tuple[Any, ...]]:
+    """Random numbers that are drawn inside are drawn again after it."""
     before = random_state()
+    try:
+        yield before
+    finally:
+        set_random_state(before)
+
+
+@contextlib.contextmanager
+def unmarked(touched: Iterable[nn.Module]) -> Generator[None]:
+    """What happens inside leaves no trace in these modules, and calls no hook of the program."""
     held = [(module, dict(module.__dict__)) for module in touched]
+    contents = [
+        (value, copy.copy(value))
+        for _, state in held
+        for name, value in state.items()
+        if type(value) in _CONTAINERS and value is not None and name not in _TORCHS_OWN
+    ]
     hidden = [(name, dict(getattr(_module_home, name))) for name in _GLOBAL_HOOKS]
     try:
         for name, hooks in hidden:
@@ -181,10 +209,15 @@ def unnoticed(touched: Iterable[nn.Module]) -> Generator[None]:
     finally:
         for module, state in held:
             _put_back(module.__dict__, state)
+        for value, content in contents:
+            if len(value) != len(content) or any(
+                one is not other for one, other in zip(value, content, strict=True)
+            ):
+                value.clear()
+                value.extend(content) if isinstance(value, list | deque) else value.update(content)
         for name, hooks in hidden:
             if hooks:
                 getattr(_module_home, name).update(hooks)
-        set_random_state(before)
 
 
 def _put_back(table: dict[str, Any], state: dict[str, Any]) -> None:

@@ -4,14 +4,12 @@
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from driftline.adapters.torch.candidate import CandidateCall
-from driftline.adapters.torch.repeating import Script
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.taps import Frame
@@ -45,6 +43,7 @@ class Open:
         held: Its arguments as they were before it, in memory of their own; None if not needed.
         parts: The calls it made; None when nobody wants them.
         reason: Why it cannot be replayed, found out before it ran.
+        proven: How a call like it was repeated to the bit; empty if that is still to be shown.
     """
 
     __slots__ = (
@@ -55,6 +54,7 @@ class Open:
         "inputs",
         "kwargs",
         "parts",
+        "proven",
         "reason",
         "site",
     )
@@ -69,23 +69,7 @@ class Open:
         self.inputs: Slots = []
         self.parts: list[Part] | None = None
         self.reason = ""
-
-
-class Noting:
-    """A script that is asked, when the repeated call is over, whether it drew random numbers."""
-
-    def __init__(self, script: Script, look: Callable[[], None]) -> None:
-        self._script = script
-        self._look = look
-        self._entered = False
-
-    def __call__(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        top = not self._entered
-        self._entered = True
-        result = self._script(call, module, args, kwargs)
-        if top:
-            self._look()
-        return result
+        self.proven = ""
 
 
 def bytes_of(slots: Slots) -> int:
@@ -106,15 +90,30 @@ def is_pure(module: nn.Module) -> bool:
     )
 
 
+def is_table(module: nn.Module) -> bool:
+    """An embedding that only looks up: rounding its rows is rounding what comes out."""
+    return type(module) is nn.Embedding and module.max_norm is None and is_pure(module)
+
+
 def likeness(opened: Open) -> Any:
     """Calls that agree in this run the same code: proven for one, it holds for the others."""
     module = opened.frame.module
     weights = [p for p in module._parameters.values() if p is not None]
     return (
         type(module),
+        getattr(module.forward, "__func__", module.forward),
         module.training,
         module.extra_repr(),
+        tuple((name, type(child)) for name, child in module._modules.items()),
+        tuple(sorted(name for name, value in opened.kwargs.items() if value is None)),
         tuple((tuple(p.shape), p.dtype, p.device) for p in weights),
-        tuple((tuple(t.shape), t.stride(), t.dtype) for _, _, t in opened.inputs),
+        tuple((slot, tuple(t.shape), t.stride(), t.dtype) for slot, _, t in opened.inputs),
+        bool(module._forward_hooks or module._forward_pre_hooks),
         torch.get_num_threads(),
     )
+
+
+def in_short(problem: Exception) -> str:
+    """An exception in one line that is not too long."""
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0][:200]}" if lines else type(problem).__name__

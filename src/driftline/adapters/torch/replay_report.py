@@ -135,6 +135,7 @@ class Report:
         return {
             "clash": self.clash,
             "clashes": self.clashes[:20],
+            "clash_count": len(self.clashes),
             "faults": self.faults,
             "calls": self.calls,
             "sites": sites,

@@ -14,6 +14,7 @@ Knows neither names of other runs (`match` does) nor files.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from driftline.adapters.torch import snapshot as snapshots
 from driftline.adapters.torch.candidate import Candidate
 from driftline.adapters.torch.modules import cache_part
 from driftline.adapters.torch.names import is_compiled, unwrapped
-from driftline.adapters.torch.recasting import Recast
+from driftline.adapters.torch.recasting import Given, Recast
 from driftline.adapters.torch.repeating import (
     Script,
     clone,
@@ -37,17 +38,20 @@ from driftline.adapters.torch.repeating import (
     random_state,
     repeat,
     same_bits,
+    undrawn,
 )
 from driftline.adapters.torch.replay_calls import (
-    Noting,
     NotReplayed,
     Open,
     Part,
     Slots,
     bytes_of,
+    in_short,
     is_pure,
+    is_table,
     likeness,
 )
+from driftline.adapters.torch.replay_parts import Parts
 from driftline.adapters.torch.replay_report import Report
 from driftline.runs.record import Record
 from driftline.runs.sink import Sink
@@ -72,10 +76,13 @@ class Replayer:
         candidate: The captured calls.
         match: Sites of the program's modules → those of the captured run.
         exact: Takes what the modules give in wide arithmetic.
-        native: Takes what they give in the captured run's number format.
+        native: Takes what they give in the captured run's number format; nothing where that is
+            wide throughout, since it would be the same.
         selection: Which calls.
         most_held: Bytes of results held at a time to repeat the code of modules with parts.
         partial: Go on where the two models are not the same.
+        check_each: Prove for every call that it reproduces its own output, not once for calls of
+            one class with the same shapes and parts.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class Replayer:
         selection: Selection | None = None,
         most_held: int = MOST_HELD,
         partial: bool = False,
+        check_each: bool = False,
     ) -> None:
         self._session = session
         self._candidate = candidate
@@ -99,10 +107,13 @@ class Replayer:
         self._held = 0
         self._names = -1
         self._sites: Mapping[str, str] = {}
-        self._alike: set[Any] = set()
+        self._alike: dict[Any, str] = {}
+        self._check_each = check_each
         self._thread = _Thread()
+        self._wide = candidate.wide
         self.report = Report(candidate, partial=partial)
-        self._recast = Recast(candidate, lambda module: self._sites.get(session.site_of(module)))
+        self._recast = Recast(candidate, self._site_of)
+        self._parts = Parts(self._recast, lambda m: self._site_of(m) in candidate.classes)
 
     def __call__(
         self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,6 +129,10 @@ class Replayer:
         stack.append(opened)
         try:
             result = call(frame.module, *args, **kwargs)
+        except BaseException:
+            if opened is not None:
+                self._held -= sum(bytes_of(held.slots) for held in opened.parts or ())
+            raise
         finally:
             del stack[depth:]
         if opened is not None or (stack and stack[-1] is not None):
@@ -126,6 +141,10 @@ class Replayer:
             except Exception as problem:
                 self.report.fault(frame.site, problem)
         return result
+
+    def _site_of(self, module: nn.Module) -> str | None:
+        """The captured run's site of a module; None if it has none."""
+        return self._sites.get(self._session.site_of(module))
 
     # --- before the call
 
@@ -162,7 +181,10 @@ class Replayer:
             return opened
         if module._modules:
             opened.parts = []
-        if is_pure(module) and likeness(opened) in self._alike:
+        opened.proven = "" if self._check_each else self._alike.get(likeness(opened), "")
+        if opened.proven:
+            if not is_pure(module):
+                opened.held = copied((args, kwargs), itself)
             return opened
         concerned = {id(tensor) for _, _, tensor in opened.inputs}
         try:
@@ -204,13 +226,7 @@ class Replayer:
         except NotReplayed as reason:
             self.report.unknown(opened.site, str(reason))
         except Exception as problem:
-            first = str(problem).strip().splitlines()
-            self.report.unknown(
-                opened.site,
-                f"applying it again raised {type(problem).__name__}" + f": {first[0]}"[:200]
-                if first
-                else f"applying it again raised {type(problem).__name__}",
-            )
+            self.report.unknown(opened.site, f"applying it again raised {in_short(problem)}")
         finally:
             for held in opened.parts or ():
                 self._held -= bytes_of(held.slots)
@@ -226,7 +242,9 @@ class Replayer:
             )
             return
         keep: dict[int, torch.Tensor] = {}
-        value = copied(result, lambda tensor: keep.setdefault(id(tensor), clone(tensor)))
+        # Where nothing is to be proven only its form matters.
+        own = itself if parent.proven else clone
+        value = copied(result, lambda tensor: keep.setdefault(id(tensor), own(tensor)))
         self._held += size
         site = self._sites.get(frame.site, "")
         parent.parts.append(
@@ -239,50 +257,71 @@ class Replayer:
         )
 
     def _replay(self, opened: Open, live: Slots, part: int) -> None:
-        module = opened.frame.module
         outputs = opened.candidate.outputs if opened.candidate is not None else {}
         wanted = [(slot, alias, t) for slot, alias, t in live if slot in outputs]
         if not wanted:
             raise NotReplayed("what it gives has other names than in the candidate run")
-        way, good = self._way_that_reproduces(opened, wanted, part)
-        exact = self._apply(opened, way, exact=True, part=part)
-        if self._recast.changes_format(opened.site, module):
-            native = self._apply(opened, way, exact=False, part=part)
-        else:
+        # One of torch's own layers draws nothing, so there is nothing to put back.
+        with contextlib.nullcontext() if opened.held is None else undrawn() as before:
+            way, good = self._way_that_reproduces(opened, wanted, part)
+            self._recast.begin()
+            cast: dict[int, torch.Tensor] = {}
+            if self._is_the_programs_own(opened, way):
+                exact = {slot: tensor for slot, _, tensor in wanted}
+            else:
+                exact = self._apply(opened, way, part, cast, exact=True)
+            if before is not None and opened.proven and has_drawn(before):
+                raise NotReplayed("it draws random numbers")
             native = exact
+            if not self._wide:
+                native = self._apply(opened, way, part, cast, exact=False)
         if not any(slot in exact and slot in native for slot in good):
             raise NotReplayed("on the candidate's inputs it gives nothing that the candidate gave")
         for slot, alias, _ in wanted:
             if slot not in good or slot not in exact or slot not in native:
                 self.report.left_out(opened.site, slot)
                 continue
-            for sink, found in zip(self._sinks, (exact, native), strict=True):
-                self._put(sink, outputs[slot], alias, opened, found[slot])
+            self._put(self._sinks[0], outputs[slot], alias, opened.frame.class_name, exact[slot])
+            if not self._wide:
+                self._put(
+                    self._sinks[1], outputs[slot], alias, opened.frame.class_name, native[slot]
+                )
         self.report.replayed(opened.site, way)
+
+    def _is_the_programs_own(self, opened: Open, way: str) -> bool:
+        """Whether the captured call was this very one: the same inputs in the same wide format."""
+        call, module = opened.candidate, opened.frame.module
+        if not self._wide or way != "leaf" or call is None or torch.is_autocast_enabled("cpu"):
+            return False
+        inputs = opened.inputs
+        if {slot for slot, _, _ in inputs} != set(call.inputs) or torch.is_autocast_enabled("cuda"):
+            return False
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        return all(
+            t is None or not t.is_floating_point() or t.dtype is torch.float32 for t in tensors
+        ) and all(
+            same_bits(tensor, self._candidate.tensor(call.inputs[slot], tensor.device))
+            for slot, _, tensor in inputs
+        )
 
     def _way_that_reproduces(self, opened: Open, wanted: Slots, part: int) -> tuple[str, set[str]]:
         """How the module's own output comes out of its own inputs, and which slots of it do."""
         module = opened.frame.module
         everything = {slot for slot, _, _ in wanted}
-        if opened.held is None:
-            return "leaf", everything
+        if opened.proven:
+            return opened.proven, everything
+        assert opened.held is not None
         reasons: list[str] = []
         for way in ("own code", "whole") if opened.parts else ("leaf",):
             if way == "whole":
                 self._require_room(p for p in module.parameters())
             args, kwargs = copied(opened.held, clone if way == "whole" else itself)
             before = random_state()
-            drawn: list[bool] = []
-            script = self._own_script(opened, way)
-            result = repeat(
-                Noting(script, lambda b=before, d=drawn: d.append(has_drawn(b))),
-                module,
-                self._real(opened, way, own=True),
-                self._recast.as_they_are(module, self._real(opened, way, own=True)),
-                args,
-                kwargs,
-            )
-            if any(drawn):
+            real = self._parts.real(opened, way, own=True)
+            script = self._parts.own(opened, way)
+            tensors = self._recast.as_they_are(real)
+            result = repeat(script, module, real.values(), tensors, args, kwargs)
+            if has_drawn(before):
                 reasons.append("it draws random numbers")
                 continue
             again = {slot: tensor for slot, _, tensor in flatten.outputs(result, part)}
@@ -292,93 +331,55 @@ class Replayer:
                 if slot in again and same_bits(again[slot], tensor)
             }
             if good:
-                if way == "leaf" and is_pure(module) and good == everything:
-                    self._alike.add(likeness(opened))
+                if good == everything:
+                    self._alike[likeness(opened)] = way
                 return way, good
             reasons.append("applied to its own inputs again it does not give its own output")
         raise NotReplayed(reasons[-1])
 
-    def _apply(self, opened: Open, way: str, *, exact: bool, part: int) -> dict[str, torch.Tensor]:
+    def _apply(
+        self,
+        opened: Open,
+        way: str,
+        part: int,
+        cast: dict[int, torch.Tensor],
+        *,
+        exact: bool,
+    ) -> dict[str, torch.Tensor]:
         """The module on the captured inputs; slot to tensor."""
         module = opened.frame.module
         source = opened.held if opened.held is not None else (opened.args, opened.kwargs)
-        strangers: list[torch.Tensor] = []
-        give = self._recast.inputs(
-            opened.candidate, opened.inputs, opened.site, strangers, exact=exact
-        )
+        given = Given()
+        give = self._recast.inputs(opened.candidate, opened.inputs, opened.site, given, exact=exact)
         args, kwargs = copied(source, give)
-        real = self._real(opened, way, own=False)
+        if is_table(module):  # which may be huge, to look up a few rows
+            rows = repeat(Script(module), module, (module,), {}, args, kwargs)
+            return {"0": self._recast.looked_up(module, rows, exact=exact)}
+        real = self._parts.real(opened, way, own=False)
+        sink = self._sinks[0 if exact else 1]
+
+        def hand(record: Record, tensor: torch.Tensor) -> None:
+            self._put(sink, record, record.alias, record.class_name, tensor)
+
         with self._recast.arithmetic(module, exact=exact):
             result = repeat(
-                Script(module, self._captured_parts(opened, way, strangers, exact=exact)),
+                self._parts.captured(opened, way, given, hand, exact=exact),
                 module,
-                real,
-                self._recast.weights(module, real, exact=exact),
+                real.values(),
+                self._recast.weights(real, exact=exact, cast=cast),
                 args,
                 kwargs,
             )
         # What comes out as it went in is the program's own: a cache that the parts have filled.
-        foreign = {tensor.data_ptr() for tensor in strangers if tensor.numel()}
+        foreign = {tensor.data_ptr() for tensor in given.strangers if tensor.numel()}
         return {
             slot: tensor
             for slot, _, tensor in flatten.outputs(result, part)
             if tensor.data_ptr() not in foreign
         }
 
-    def _own_script(self, opened: Open, way: str) -> Script:
-        parts: dict[int, list[Callable[[], Any]]] = {}
-        for held in opened.parts or () if way == "own code" else ():
-            parts.setdefault(id(held.module), []).append(
-                lambda held=held: copied(held.value, itself)
-            )
-        return Script(opened.frame.module, parts)
-
-    def _captured_parts(
-        self, opened: Open, way: str, strangers: list[torch.Tensor], *, exact: bool
-    ) -> dict[int, list[Callable[[], Any]]]:
-        parts: dict[int, list[Callable[[], Any]]] = {}
-        for held in opened.parts or () if way == "own code" else ():
-            if self._recast.can_answer(held.candidate, held.slots):
-                answer = self._recast.answer(
-                    held.candidate, held.slots, held.value, strangers, exact=exact
-                )
-                parts.setdefault(id(held.module), []).append(answer)
-        return parts
-
-    def _real(self, opened: Open, way: str, *, own: bool) -> list[nn.Module]:
-        """The modules that really run when a call is repeated this way."""
-        module = opened.frame.module
-        if way != "own code":
-            return list(module.modules())
-        answered = {
-            id(held.module)
-            for held in opened.parts or ()
-            if own or self._recast.can_answer(held.candidate, held.slots)
-        }
-        found: list[nn.Module] = []
-        called = {id(held.module) for held in opened.parts or ()}
-        waiting = [module]
-        while waiting:
-            each = waiting.pop()
-            found.append(each)
-            waiting += [
-                child
-                for child in each._modules.values()
-                if child is not None
-                and id(child) not in answered
-                and (id(child) in called or not self._is_called_elsewhere(child))
-            ]
-        return found
-
-    def _is_called_elsewhere(self, module: nn.Module) -> bool:
-        """Whether a module that was not called here is one that is called, elsewhere or never now.
-
-        The weights of the others (an attention's output projection) may be used without a call.
-        """
-        return self._sites.get(self._session.site_of(module), "") in self._candidate.classes
-
     def _put(
-        self, sink: Sink, like: Record, alias: str, opened: Open, tensor: torch.Tensor
+        self, sink: Sink, like: Record, alias: str, class_name: str, tensor: torch.Tensor
     ) -> None:
         if tuple(tensor.shape) != like.shape:
             raise NotReplayed(
@@ -390,8 +391,6 @@ class Replayer:
             if isinstance(shot, snapshots.Refusal):
                 raise NotReplayed(shot.reason)
             sink.put(
-                Record(
-                    like.key, 0, shot.dtype, shot.shape, alias, opened.frame.class_name, shot.device
-                ),
+                Record(like.key, 0, shot.dtype, shot.shape, alias, class_name, shot.device),
                 shot.data,
             )

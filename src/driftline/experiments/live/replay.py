@@ -70,6 +70,7 @@ class LiveReplay:
             selection=Selection.from_json(options["selection"]),
             most_held=int(options["most_held"]),
             partial=bool(options["partial"]),
+            check_each=bool(options["check_each"]),
         )
 
     def _writer(self, name: str) -> RunWriter:

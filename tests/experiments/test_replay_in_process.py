@@ -1,0 +1,310 @@
+"""Replay inside one process: what is given back, and that nobody notices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import driftline
+from driftline.adapters.torch.candidate import Candidate
+from driftline.adapters.torch.replaying import Replayer
+from driftline.adapters.torch.session import CaptureSession
+from driftline.errors import BadInput
+from driftline.runs.memory import MemorySink
+from driftline.runs.run import Run
+
+
+def by_name(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+    return {site: site for site in ours}
+
+
+class Replay:
+    """A reference that ran with a candidate's captured inputs beside it."""
+
+    def __init__(
+        self, reference: nn.Module, candidate: nn.Module, *args: Any, calls: int = 1, **options: Any
+    ) -> None:
+        sink = MemorySink()
+        with torch.no_grad(), driftline.capture(candidate, sink):
+            for _ in range(calls):
+                candidate(*copy.deepcopy(args))
+        self.captured: Run = sink.run()
+        exact, native = MemorySink(), MemorySink()
+        session = CaptureSession(MemorySink(), levels=(), model=reference)
+        replayer = Replayer(
+            session,
+            Candidate(self.captured),
+            by_name,
+            exact,
+            native,
+            **options,
+        )
+        session.stand_in = replayer
+        session.start()
+        with torch.no_grad():
+            for _ in range(calls):
+                self.result = reference(*copy.deepcopy(args))
+        session.stop()
+        self.report = replayer.report.to_json()
+        self.sites = self.report["sites"]
+        self.exact, self.native = exact.run(), native.run()
+
+    def error(self, site: str, slot: str = "0") -> float:
+        exact = self.exact.get(site, slot=slot).float64()
+        found = self.captured.get(site, slot=slot).float64()
+        return float(abs(exact - found).max())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.act = nn.GELU()
+        self.down = nn.Linear(32, 16)
+        self.gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(self.act(self.up(self.norm(x))))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(Block(), Block(), Block()).eval()
+
+
+def test_a_fault_in_a_leaf_shows_there_and_in_no_other_module() -> None:
+    good, bad = model(), model()
+    with torch.no_grad():
+        bad[1].up.weight[:, 3] += 0.1
+    replay = Replay(good, bad, torch.randn(4, 16))
+    wrong = {site for site in replay.sites if replay.error(site) > 0}
+    assert wrong == {"1.up"}
+
+
+def test_a_fault_in_the_code_of_a_module_with_parts_shows_in_that_module_alone() -> None:
+    good, bad = model(), model()
+    bad[1].gain = 1.01
+    replay = Replay(good, bad, torch.randn(4, 16))
+    assert {site for site in replay.sites if replay.error(site) > 0} == {"1"}
+    assert replay.sites["1"]["applied"] == "own code"
+
+
+def test_a_clean_sixteen_bit_candidate_is_its_native_replay_to_the_bit() -> None:
+    good = model()
+    bad = copy.deepcopy(good).to(torch.bfloat16)
+    sink = MemorySink()
+    x = torch.randn(4, 16)
+    with torch.no_grad(), driftline.capture(bad, sink):
+        bad(x.bfloat16())
+    replay = Replay(good, Half(bad), x)
+    assert len(replay.native) == len(replay.exact) > 10
+    for tensor in replay.native.tensors():
+        assert tensor.dtype == "bfloat16"
+        assert tensor.record.digest == replay.captured.get(tensor.key.site).record.digest
+    for tensor in replay.exact.tensors():
+        assert tensor.dtype == "float32"
+
+
+class Half(nn.Sequential):
+    """Takes 32 bits and works in 16."""
+
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__(*inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16())
+
+
+class Stateful(nn.Module):
+    """Keeps what it saw, counts its calls, draws numbers, and has hooks that keep more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.line = nn.Linear(16, 16)
+        self.calls = 0
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = x
+        return self.line(self.norm(x)) + torch.rand(())
+
+
+def test_the_program_does_not_notice() -> None:
+    torch.manual_seed(1)
+    plain, watched = Stateful().train(), Stateful().train()
+    watched.load_state_dict(plain.state_dict())
+    seen: list[int] = []
+    watched.line.register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(8, 16)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        expected = plain(x)
+    after = torch.rand(3)
+    candidate = copy.deepcopy(watched)
+    state = watched.state_dict()["norm.running_mean"].clone()
+    sink = MemorySink()
+    with torch.no_grad(), driftline.capture(candidate, sink):
+        candidate(x)
+    seen.clear()
+    session = CaptureSession(MemorySink(), levels=(), model=watched)
+    session.stand_in = Replayer(session, Candidate(sink.run()), by_name, MemorySink(), MemorySink())
+    session.start()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        got = watched(x)
+    session.stop()
+    assert torch.equal(got, expected)
+    assert torch.equal(torch.rand(3), after)
+    assert watched.calls == 1
+    assert watched.last is not None
+    assert torch.equal(watched.last, x)
+    assert seen == [1]
+    assert torch.equal(watched.norm.running_mean, plain.norm.running_mean)
+    assert not torch.equal(watched.norm.running_mean, state)
+
+
+def test_what_draws_random_numbers_is_unknown_and_not_guilty() -> None:
+    torch.manual_seed(1)
+    reference = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16)).train()
+    replay = Replay(reference, copy.deepcopy(reference), torch.randn(4, 16))
+    assert replay.sites["1"]["status"] == "unknown"
+    assert replay.sites["1"]["reason"] == "it draws random numbers"
+    assert not replay.sites["1"]["reproduced"]
+    # What comes after it is replayed from what the candidate's dropout gave.
+    assert replay.sites["2"]["status"] == replay.sites["(root)"]["status"] == "replayed"
+    assert replay.error("2") == replay.error("(root)") == 0.0
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.relu = nn.ReLU(inplace=True)
+        self.second = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        self.relu(h)  # only its effect is used
+        return self.second(h).mul_(2.0)
+
+
+def test_modules_that_work_in_place_are_replayed() -> None:
+    torch.manual_seed(1)
+    reference = InPlace().eval()
+    bad = copy.deepcopy(reference)
+    replay = Replay(reference, bad, torch.randn(4, 16))
+    assert {e["status"] for e in replay.sites.values()} == {"replayed"}
+    assert all(replay.error(site) == 0.0 for site in replay.sites)
+
+
+def test_a_module_that_is_used_twice_is_replayed_visit_by_visit() -> None:
+    torch.manual_seed(1)
+    shared = nn.Linear(16, 16)
+    reference = nn.Sequential(shared, nn.ReLU(), shared).eval()
+    bad = copy.deepcopy(reference)
+    with torch.no_grad():
+        bad[0].weight[0, 0] += 1.0
+    replay = Replay(reference, bad, torch.randn(4, 16))
+    visits = sorted(t.key.visit for t in replay.exact.tensors() if t.key.site == "0")
+    assert visits == [0, 1]
+    assert replay.sites["0"]["calls"] == 2
+    assert replay.error("1") == 0.0
+
+
+class Unrepeatable(nn.Module):
+    """Gives something else each time, and says so nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1)
+        return self.line(x) * len(self.seen)
+
+
+def test_what_does_not_reproduce_its_own_output_is_unknown() -> None:
+    torch.manual_seed(1)
+    reference = nn.Sequential(Unrepeatable(), nn.Linear(4, 4)).eval()
+    replay = Replay(reference, copy.deepcopy(reference), torch.randn(2, 4))
+    assert replay.sites["0"]["status"] == "unknown"
+    assert "does not give its own output" in replay.sites["0"]["reason"]
+    assert len(reference[0].seen) == 1  # what it kept is as if it had been called once
+    assert replay.sites["0.line"]["status"] == replay.sites["1"]["status"] == "replayed"
+
+
+def test_another_shape_is_a_clash_that_names_the_first() -> None:
+    torch.manual_seed(1)
+    reference = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    candidate = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    replay = Replay(reference, candidate, torch.randn(2, 4))
+    assert "'0.weight' has shape (8, 4)" in replay.report["clash"]
+    assert "(6, 4)" in replay.report["clash"]
+    assert len(replay.exact) == 0
+
+
+def test_results_are_held_within_the_limit_and_what_does_not_fit_says_so() -> None:
+    replay = Replay(model(), model(), torch.randn(64, 16), most_held=6000)
+    assert replay.sites["0.act"]["status"] in ("replayed", "unknown")
+    reasons = {e["reason"] for e in replay.sites.values() if e["status"] == "unknown"}
+    assert reasons
+    assert all("takes more than" in reason for reason in reasons)
+
+
+def test_every_call_is_proven_when_asked() -> None:
+    replay = Replay(model(), model(), torch.randn(4, 16), check_each=True)
+    assert {e["status"] for e in replay.sites.values()} == {"replayed"}
+
+
+def test_a_program_under_autocast_is_followed_in_its_format() -> None:
+    good = model()
+    sink = MemorySink()
+    x = torch.randn(4, 16)
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        driftline.capture(good, sink),
+    ):
+        good(x)
+    native = MemorySink()
+    session = CaptureSession(MemorySink(), levels=(), model=good)
+    session.stand_in = Replayer(session, Candidate(sink.run()), by_name, MemorySink(), native)
+    session.start()
+    with torch.no_grad():
+        good(x)
+    session.stop()
+    captured = sink.run()
+    for tensor in native.run().tensors():
+        assert tensor.record.digest == captured.get(tensor.key.site).record.digest, tensor
+
+
+def test_isolated_comparison_fails_only_where_the_error_is_made() -> None:
+    good, bad = model(), model()
+    with torch.no_grad():
+        bad[1].up.weight[:, 3] += 0.5
+    table = driftline.compare_models(good, bad, torch.randn(4, 16), isolate=True)
+    failing = [row.key.site for row in table.rows if row.status == "fail"]
+    assert failing == ["1.up"]
+    usual = driftline.compare_models(good, bad, torch.randn(4, 16))
+    assert len([row for row in usual.rows if row.status == "fail"]) > 5
+
+
+def test_isolation_refuses_models_that_are_not_the_same_and_summaries() -> None:
+    with pytest.raises(BadInput, match="not the same"):
+        driftline.compare_models(
+            nn.Sequential(nn.Linear(4, 8)),
+            nn.Sequential(nn.Linear(4, 6)),
+            torch.ones(1, 4),
+            isolate=True,
+        )
+    with pytest.raises(BadInput, match="whole tensors"):
+        driftline.compare_models(model(), model(), torch.ones(1, 16), isolate=True, keep="summary")
