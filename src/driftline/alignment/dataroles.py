@@ -61,6 +61,27 @@ def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
             call.layout = leaves[maker[0]].layout
 
 
+def tell_elementwise(
+    ours: Sequence[Call], theirs: Sequence[Call], flows: tuple[Dataflow, Dataflow]
+) -> None:
+    """Operators that do many things by a parameter get kinds of their own, if all of them have it.
+
+    A product, a sum and a quantising cast are all an `ElewiseOperation`.
+    """
+    sides = [
+        [call for call in side if call.leaf and call.class_name.startswith("Elewise")]
+        for side in (ours, theirs)
+    ]
+    types = [
+        [flow.params.get(call.site, {}).get("elewiseType") for call in side]
+        for side, flow in zip(sides, flows, strict=True)
+    ]
+    if all(isinstance(each, int) for side in types for each in side):
+        for side, numbers in zip(sides, types, strict=True):
+            for call, number in zip(side, numbers, strict=True):
+                call.kind = f"elementwise {number}"
+
+
 def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None:
     """One role for the whole projection, or one for each of its parts; nothing if they clash."""
     if len(told) == 1 and told[0][1] is None:

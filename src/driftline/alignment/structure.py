@@ -30,7 +30,7 @@ from driftline.alignment.containers import (
 )
 from driftline.alignment.crossing import READ, WEIGHTS, pair_codes, pair_read, pair_weights
 from driftline.alignment.dataflow import Dataflow, Dataflows
-from driftline.alignment.dataroles import tell_by_dataflow
+from driftline.alignment.dataroles import tell_by_dataflow, tell_elementwise
 from driftline.alignment.fusion import fuse_alike, in_family_order, is_certain
 from driftline.alignment.handed_on import HandedOn
 from driftline.alignment.interleaving import Interleaving
@@ -105,6 +105,7 @@ def align_by_structure(
         flows = here_flows.of(frame, a, outline), there_flows.of(other, b, outline)
         tell_by_dataflow(a, flows[0])
         tell_by_dataflow(b, flows[1])
+        tell_elementwise(a, b, flows)
         for side, other_side in ((a, b), (b, a)):
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
@@ -233,7 +234,9 @@ def _inside(link: Link, inside: tuple[_Inner, _Inner]) -> list[Link]:
     there = inside[1].get((link.theirs.site, link.theirs.visit), [])
     if len(here) != len(there) or not here or link.ours.parts or link.theirs.parts:
         return []
-    same = all(a.kind == b.kind and a.out == b.out for a, b in zip(here, there, strict=True))
+    same = all(
+        a.kind == b.kind and a.features == b.features for a, b in zip(here, there, strict=True)
+    )
     pairs = zip(here, there, strict=True)
     return [Link(a, b, link.confidence) for a, b in pairs] if same else []
 

@@ -187,7 +187,9 @@ def _all_fine(rows: Sequence[Row], compared: int) -> str:
     share = f"{compared}" if compared == len(rows) else f"{compared} of {len(rows)}"
     share += " tensor compared" if len(rows) == 1 else " tensors compared"
     # Figures of a dump that counts no NaN and no Inf: they can show a difference, not its absence.
-    bare = sum(row.basis == "summary" and "one_sided" not in row.metrics for row in rows)
+    bare = sum(
+        row.compared and row.basis == "summary" and "one_sided" not in row.metrics for row in rows
+    )
     if bare:
         return f"{share}, {bare} by max, min, mean and l2 alone; no difference shows"
     passing = [row for row in rows if row.status == "pass" and row.limit]
