@@ -63,10 +63,14 @@ class Call:
     error_in: float = math.nan
     error: float = math.nan
 
+    known_unit: float = -1.0
+
     @property
     def unit(self) -> float:
         """Unit roundoff of the coarsest format that took part, on either side."""
-        return max((unit_of(row) for row in (*self.outs, *self.ins)), default=0.0)
+        if self.known_unit < 0.0:
+            self.known_unit = max((unit_of(row) for row in (*self.outs, *self.ins)), default=0.0)
+        return self.known_unit
 
     @property
     def one_sided_in(self) -> int:
