@@ -328,6 +328,19 @@ def test_weights_in_tiles_are_multiplied_as_matrices(
     ]
     AtbDump(tmp_path, "G3").execute(made)
     assert check(capsys, "-i", tmp_path, code=0)["coverage"]["passed"] == 2
+    wrong = [Operation(m.kind, m.inputs, [Value("y", m.outputs[0].values)], m.param) for m in made]
+    spoilt_tiles = tiles.copy()
+    spoilt_tiles[0, 0, 0, 0] += 1
+    wrong[0].outputs = [Value("y", y + np.float16(1))]
+    wrong[1].outputs = [Value("t", spoilt_tiles, NZ)]
+    AtbDump(tmp_path / "wrong", "G3").execute(wrong)
+    check(capsys, "-i", tmp_path / "wrong", "--repro", tmp_path / "failing", code=1)
+    for script in sorted((tmp_path / "failing").rglob("repro.py")):
+        done = in_a_clean_interpreter(script)
+        assert done.returncode == 1, done.stderr
+        if "Transdata" in script.parent.name:
+            assert done.stdout.count("largest error 1\n") == 1
+            assert "99.8 % of the elements" in done.stdout, "511 of 512 are right"
 
 
 def test_attention_that_sees_what_comes_later_is_named(

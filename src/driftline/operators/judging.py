@@ -15,6 +15,9 @@ import numpy as np
 from driftline.operators.rows import Figures, Metric
 from driftline.tolerance.operators import Allowed, allowed
 
+_CHEAP = 2**31
+"""Products up to which the size of the terms is computed to tell cancelled digits from outliers."""
+
 AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -78,17 +81,11 @@ def _decided(
     name = bound.name
     share = _percent(inside)
     growth = bound.growth(terms)
-    if growth and share < bound.share:
-        if callable(scale):
-            scale = scale()
-        if scale is None:
-            kept = size[finite]
-            scale = math.sqrt(float(np.mean(kept * kept))) if kept.size else 0.0
-        width = np.abs(np.asarray(scale, np.float64))
-        if width.ndim:
-            width = np.broadcast_to(width, (g.size,)) if width.size == 1 else width.reshape(-1)
-        inside = error <= plain + growth * np.where(np.isfinite(width), width, 0.0)
-        name, share = bound.grown(terms), _percent(inside)
+    if growth and (share < bound.share or (share < 100.0 and g.size * terms <= _CHEAP)):
+        width = _width(scale, size, finite)
+        inside = error <= plain + growth * width
+        if share < bound.share:
+            name, share = bound.grown(terms), _percent(inside)
     worst, largest = _worst(error, size)
     if share >= bound.share:
         figures = _passed(bound, name, share, worst, largest, int(g.size))
@@ -100,6 +97,19 @@ def _decided(
     return Figures(
         "fail", reason, bound.error, name, share, bound.share, worst, largest, int(g.size)
     )
+
+
+def _width(
+    scale: AnyArray | Callable[[], AnyArray | None] | float | None, size: AnyArray, finite: AnyArray
+) -> AnyArray:
+    """The size of the terms of each element."""
+    if callable(scale):
+        scale = scale()
+    if scale is None:
+        kept = size[finite]
+        scale = math.sqrt(float(np.mean(kept * kept))) if kept.size else 0.0
+    width = np.abs(np.asarray(scale, np.float64)).reshape(-1)
+    return np.broadcast_to(np.where(np.isfinite(width), width, 0.0), size.shape)
 
 
 def _judge_integers(

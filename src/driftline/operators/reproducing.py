@@ -59,12 +59,27 @@ OUTPUTS = {outputs!r}
 # For each output: bound of an element, is it relative, its floor, percent that must be within, and
 # whether rounding in a sum counts (unit roundoff; 0 if not).
 BOUNDS = {bounds!r}
+TILED = {tiled!r}
 
 
 def decoded(values, dtype):
     if dtype == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return values.astype(np.float64) if is_float(dtype) else values
+
+
+def fitted(values, shape):
+    # Without the tiles and the padding in which a device may have stored it.
+    if values.shape == shape:
+        return values
+    if TILED and values.ndim == 4 and len(shape) != 4:
+        values = values.transpose(0, 2, 1, 3)
+        values = values.reshape(*values.shape[:2], -1)
+    if [n for n in values.shape if n != 1] == [n for n in shape if n != 1]:
+        return values.reshape(shape)
+    if TILED and values.ndim == len(shape):
+        return values[tuple(slice(0, size) for size in shape)]
+    return values
 
 
 def compared(golden, actual, result, bound):
@@ -77,7 +92,7 @@ def compared(golden, actual, result, bound):
     limit = error * np.maximum(size, floor) if relative else np.full(off.shape, error)
     if roundoff and result.terms > 1:
         scale = scale_of(result)
-        scale = size if scale is None else scale.reshape(off.shape)
+        scale = size if scale is None else fitted(scale, off.shape)
         limit = limit + np.sqrt(result.terms) * roundoff * np.abs(scale)
     inside = 100.0 * np.count_nonzero(off <= limit) / max(1, off.size)
     return inside, off, inside >= required and not np.isinf(off).any()
@@ -97,12 +112,11 @@ def main():
         if name not in BOUNDS:
             continue
         result = found[int(name.removeprefix("output"))]
-        golden = rounded(result.values, dtype)
-        if golden.size != actual.size:
+        golden = fitted(rounded(result.values, dtype), actual.shape)
+        if golden.shape != actual.shape:
             print(f"{{OPERATOR}} {{name}}: shape {{actual.shape}}, expected {{golden.shape}}")
             fine = False
             continue
-        golden = golden.reshape(actual.shape)
         inside, off, good = compared(golden, actual, result, BOUNDS[name])
         fine = fine and good
         verdict = "right" if good else "WRONG"
@@ -157,6 +171,7 @@ def reproduction_of(
         inputs=[(name, each.tensor.dtype) for name, each in given.items()],
         outputs=[(name, each.tensor.dtype) for name, each in produced.items()],
         bounds=bounds,
+        tiled=any(each.tiled for each in (*inputs.tensors, *outputs)),
         tensors=TENSORS,
         function=definition.__name__,
     )
