@@ -247,8 +247,10 @@ def _underflow(inputs: Sequence[Input], outputs: Sequence[Reading], numbers: Num
         small = out.zero + out.subnormal
         for one in inputs:
             reading = one.reading
-            if reading.zero < 0 or not reading.elements:
-                return ""
+            if reading.zero < 0 or reading.pattern.reals != out.pattern.reals:
+                return ""  # whole numbers, perhaps a mask; or imaginary parts that come into being
+            if not reading.elements:
+                continue
             zeros = reading.zero + reading.subnormal
             small -= zeros * max(1, out.elements // reading.elements)
         if small > 0 and small >= UNDERFLOW_SHARE * out.elements:

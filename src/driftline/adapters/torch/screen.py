@@ -60,6 +60,10 @@ class Reading(NamedTuple):
         return self.nan + self.pos_inf + self.neg_inf
 
 
+UNREAD = Reading(PATTERNS["float32"], 0, 0.0)
+"""Of a tensor that is always finite: nothing was counted."""
+
+
 def pattern_of(dtype: torch.dtype) -> Pattern | None:
     """The format of an element type; None for those that are always finite."""
     try:

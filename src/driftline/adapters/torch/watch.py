@@ -35,6 +35,7 @@ from driftline.adapters.torch.ops import _NUMBERS, _with_tensor
 from driftline.adapters.torch.origins import Origin, Origins
 from driftline.adapters.torch.reporting import Call, Part, Reporter
 from driftline.adapters.torch.screen import (
+    UNREAD,
     Reading,
     is_mask,
     pattern_of,
@@ -247,6 +248,7 @@ class ErrorTap:
             pattern = pattern_of(value.dtype) if value is not None else None
             if value is None or pattern is None:
                 parts.append(Part(name, tensor, None, tensor.dtype, shape_of(tensor), alias))
+                judged.append(Input(name, UNREAD))
                 continue
             source, reading = tensor, None
             if before is not None and name in before:

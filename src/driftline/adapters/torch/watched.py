@@ -20,6 +20,15 @@ _ALLOCATES = frozenset(
     )
 )
 _LARGEST_INT = 2**1023
+_LOGARITHMIC = {  # sums of exponentials for the backward pass: nothing has a logarithm of -inf
+    "_ctc_loss": (1,),
+    "_scaled_dot_product_flash_attention": (1,),
+    "_scaled_dot_product_flash_attention_for_cpu": (1,),
+    "_scaled_dot_product_efficient_attention": (1,),
+    "_scaled_dot_product_cudnn_attention": (1,),
+    "_flash_attention_forward": (1,),
+    "_efficient_attention_forward": (1,),
+}
 
 
 class WatchedOperator(Operator):
@@ -38,6 +47,9 @@ class WatchedOperator(Operator):
     def __init__(self, func: Any) -> None:
         super().__init__(func)
         self.short = self.name.partition(".")[2]
+        self.scratch = self.scratch.union(_LOGARITHMIC.get(self.short, ()))
+        if self.full_name.endswith("_mode"):
+            self.short += "_mode"  # a division that rounds: its zeros are the point
         self.allocates = self.name in _ALLOCATES
         schema = getattr(func, "_schema", None)
         arguments = schema.arguments if schema is not None else ()
