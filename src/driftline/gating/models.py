@@ -12,6 +12,7 @@ from driftline.comparison.table import Table
 from driftline.errors import BadInput
 from driftline.gating.door import Limits, compare
 from driftline.registry import require
+from driftline.runs.narrowed import only
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
@@ -50,7 +51,8 @@ def compare_models(
         keep: full, or summary when two copies of every activation do not fit into memory.
         isolate: Set against each module of the candidate what the reference's gives *on the
             candidate's own inputs*, in float32. A row that fails then is a module that makes an
-            error, not one that inherits it. Modules that cannot be applied again are `extra` rows.
+            error, not one that inherits it; an input row is what the module around it handed over.
+            Modules that cannot be applied again are `extra` rows.
 
     Raises:
         NotInstalled: There is no torch here.
@@ -65,7 +67,9 @@ def compare_models(
             )
         theirs = _run(candidate, inputs, keep, "candidate")
         ours = _replayed(reference, inputs, theirs)
-        ports = ports or ("output",)
+        # What the code of a module hands to a part is an input row of that part.
+        there = {record.key for record in ours.records}
+        theirs = only(theirs, lambda record: record.key.port == "output" or record.key in there)
     else:
         ours = _run(reference, inputs, keep, "reference")
         theirs = _run(candidate, inputs, keep, "candidate")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from driftline.errors import BadInput
@@ -34,6 +34,11 @@ def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = 
         if (not steps or record.key.step in steps) and (not ranks or record.key.rank in ranks)
     ]
     return _NarrowedRun(run, kept)
+
+
+def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
+    """The same run without the tensors that are not wanted."""
+    return _NarrowedRun(run, [record for record in run.records if wanted(record)])
 
 
 class _NarrowedRun(Run):

@@ -25,7 +25,7 @@ from torch import nn
 from driftline.adapters.selection import Selection
 from driftline.adapters.torch import flatten
 from driftline.adapters.torch import snapshot as snapshots
-from driftline.adapters.torch.candidate import Candidate
+from driftline.adapters.torch.candidate import Candidate, torch_dtype
 from driftline.adapters.torch.modules import cache_part
 from driftline.adapters.torch.names import is_compiled, unwrapped
 from driftline.adapters.torch.recasting import Given, Recast
@@ -359,6 +359,9 @@ class Replayer:
         sink = self._sinks[0 if exact else 1]
 
         def hand(record: Record, tensor: torch.Tensor) -> None:
+            low = torch_dtype(record.dtype)
+            if not exact and low is not None:  # code that asks a part's weights for their format
+                tensor = tensor.to(low)
             self._put(sink, record, record.alias, record.class_name, tensor)
 
         with self._recast.arithmetic(module, exact=exact):
