@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bugs import BUGS
-from planted import array_run, llama, replayed, tokens, twin
+from planted_bugs import BUGS
+from small_models import array_run, llama, replayed, tokens, twin
 
 import driftline
 from driftline.cli.main import main

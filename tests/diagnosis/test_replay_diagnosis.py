@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from bugs import BUGS, attention, fused, site_of
-from planted import gpt2, llama, replayed, run_of, tokens, twin
+from planted_bugs import BUGS, attention, fused, site_of
+from small_models import gpt2, llama, replayed, run_of, tokens, twin
 
 from driftline.diagnosis.artefacts import ReplayedSite
 from driftline.diagnosis.door import diagnose

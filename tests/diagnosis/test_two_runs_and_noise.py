@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bugs import BUGS, fused, site_of
-from planted import array_run, gpt2, llama, run_of, tokens, twin
+from planted_bugs import BUGS, fused, site_of
+from small_models import array_run, gpt2, llama, run_of, tokens, twin
 
 from driftline.diagnosis.door import diagnose
 from driftline.runs.key import TensorKey
