@@ -52,6 +52,7 @@ def topology(
         rank: Which rank of a run.
         force: Replace a file that is there.
     """
+    from driftline.reports.wording import counted
     from driftline.topology.door import output_for, read_graph, write_whole
     from driftline.topology.graph import require_level, seen_at
 
@@ -82,13 +83,17 @@ def topology(
         if findings is not None:
             write_whole(beside, node_data(seen, findings).encode("utf-8", "replace"))
     depth = graph.depth()
-    edges = sum(len(node.inputs) for node in seen.nodes)
+    made = {name for node in seen.nodes for name in node.outputs}
+    edges = sum(name in made for node in seen.nodes for name in node.inputs)
     notes = list(graph.notes)
     if level is not None and level > depth:
         notes.append(f"the graph is {depth} level{'s' if depth != 1 else ''} deep; all are shown")
     if findings is not None:
         notes += _unplaced(findings, {node.site for node in seen.nodes})
-    print(f"driftline: {len(seen.nodes)} nodes, {edges} edges in {place}", file=sys.stderr)
+    if not edges and len(seen.nodes) > 1:
+        notes.append("no node takes what another one gives, as far as the source says")
+    size = f"{counted(len(seen.nodes), 'node')}, {counted(edges, 'edge')}"
+    print(f"driftline: {size} in {place}", file=sys.stderr)
     if findings is not None:
         print(f"  numbers of the comparison in {beside}", file=sys.stderr)
     for note in notes:

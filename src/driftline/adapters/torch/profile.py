@@ -94,6 +94,10 @@ class ProfileTap:
             self._parts[name] = getattr(intake, name)
             setattr(intake, name, _marked(self._parts[name]))
         self.session.take = intake.take
+        if not torch.cuda.is_initialized():
+            lazily: Any = getattr(torch.cuda, "_lazy_call", None)
+            if lazily is not None:
+                lazily(self._device_came)
         # Steps count from 0: what runs before any model is a part of the first. The library below
         # wants to be woken by this thread, even where that step is of no interest.
         if self.session.global_scope:
@@ -175,7 +179,9 @@ class ProfileTap:
         self._ours = True
         try:
             running = _torch_profiler.profile(
-                use_device="cuda" if torch.cuda.is_available() else None,
+                # Asking whether there is a GPU would wake it, and a program that forks later could
+                # no longer use it in its children.
+                use_device="cuda" if torch.cuda.is_initialized() else None,
                 record_shapes=True,
                 experimental_config=_every_thread(),
             )
@@ -185,6 +191,16 @@ class ProfileTap:
             self.session.event_once("profiler", f"torch's profiler could not start: {error}")
         finally:
             self._ours = False
+
+    def _device_came(self) -> None:
+        """The program begins to use a GPU: what runs there is to be seen too."""
+        self.session.shielded("profile", self._start_again)
+
+    def _start_again(self) -> None:
+        with self._lock:
+            if self.active and self._running is not None and self._process == os.getpid():
+                self._finish()
+                self._start(self._step)
 
     def _stop(self) -> Any | None:
         running, self._running = self._running, None
