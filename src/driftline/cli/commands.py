@@ -104,6 +104,12 @@ COMMANDS: dict[str, Command] = {
         "Diagnose",
         "run the reference program, its modules also on the candidate's inputs",
     ),
+    "noise": Command(
+        "driftline.cli.noise:noise",
+        "Diagnose",
+        "run a trusted program in other ways that are all right: what is normal",
+        takes_program=True,
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),
