@@ -102,6 +102,16 @@ def test_statistics_agree_with_the_tensors_they_were_made_of(level: int) -> None
     assert not [row for row in table.rows if row.status == "fail"]
 
 
+def test_mix_tensors_are_those_of_the_modules_and_their_statistics() -> None:
+    whole = open_run(DATA / "mix_tensor")
+    assert len(whole) == 139
+    assert not [record for record in whole.records if whole.lost(record)]
+    for other in ("L0_tensor", "mix_statistics"):
+        table = compare(DATA / "mix_tensor", DATA / other)
+        assert table.verdict == "pass", table.finding
+        assert sum(row.compared for row in table.rows) > 50
+
+
 def test_mix_holds_modules_and_functions() -> None:
     sites = open_run(DATA / "mix_statistics").sites()
     assert "block.up" in sites
