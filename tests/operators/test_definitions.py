@@ -293,7 +293,10 @@ def test_an_unknown_operator_is_refused_with_the_nearest_name() -> None:
         ("RmsNorm", {"layerType": 1}, [(2, 3), (4,)], "gamma has 4 elements, rows have 3"),
         ("Fill", {"withMask": False, "outDim": [10**9, 10**9]}, [], "would have"),
         ("Elewise", {"elewiseType": 99}, [(2,)], "elewiseType 99 is not known"),
-        ("Elewise", {"elewiseType": 8}, [(2, 3), (4, 5)], "do not fit"),
+        ("Elewise", {"elewiseType": 8}, [(2, 3), (4, 5)], "do not fit together"),
+        ("Elewise", {"elewiseType": 8}, [(10**5, 1), (1, 10**5)], "10000000000 elements"),
+        ("Linear", {"hasBias": False}, [(10**5, 1), (10**5, 1)], "10000000000 elements"),
+        ("Where", {}, [(10**5, 1), (1, 10**5), (1,)], "10000000000 elements"),
     ],
 )
 def test_what_does_not_fit_is_said_in_words(

@@ -5,6 +5,7 @@ Values are float64 (complex128) for floating formats, and integers or bool, unch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -255,6 +256,20 @@ def bounded(count: int, what: str) -> None:
         Unfit: It is too large, or negative.
     """
     fits(0 <= count <= LARGEST, f"{what} would have {count} elements")
+
+
+def spread(*tensors: AnyArray) -> None:
+    """Refuse tensors that together would become one that is too large.
+
+    Raises:
+        Unfit: They do not fit together, or they would.
+    """
+    try:
+        shape = np.broadcast_shapes(*(each.shape for each in tensors))
+    except ValueError:
+        shapes = " and ".join(str(list(each.shape)) for each in tensors)
+        raise Unfit(f"{shapes} do not fit together") from None
+    bounded(math.prod(shape), "the result")
 
 
 def one_of(axis: int, rank: int, name: str = "axis") -> int:

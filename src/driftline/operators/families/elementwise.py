@@ -16,6 +16,7 @@ from driftline.operators.families.calling import (
     Unfit,
     is_float,
     real,
+    spread,
 )
 
 _CAST, _MULS, _COS, _SIN, _NEG, _QUANT, _NOT, _ADD, _MUL, _DIV = range(1, 11)
@@ -41,6 +42,7 @@ def elewise(call: Call) -> list[Result]:
     """One of twenty functions, chosen by `elewiseType`."""
     kind = call.whole("elewiseType", 0)
     x = call.at(0, "x")
+    spread(*(each.values for each in call.inputs if each.values.size))
     if kind == _CAST:
         return [_cast(call, x)]
     if kind == _MULS:

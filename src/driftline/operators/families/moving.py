@@ -16,6 +16,7 @@ from driftline.operators.families.calling import (
     bounded,
     fits,
     one_of,
+    spread,
 )
 
 
@@ -71,6 +72,7 @@ def gather(call: Call) -> list[Result]:
         not places.size or (places.min() >= 0 and places.max() < length),
         f"an index lies outside of 0 to {length - 1}",
     )
+    bounded(places.size * (x.values.size // max(length, 1)), "the result")
     if not batch:
         return [_moved(call, np.take(x.values, places, axis), x)]
     shape = x.values.shape[:batch]
@@ -183,6 +185,7 @@ def transpose(call: Call) -> list[Result]:
 
 def where(call: Call) -> list[Result]:
     condition, x, y = call.at(0, "condition"), call.at(1, "x"), call.at(2, "y")
+    spread(condition.values, x.values, y.values)
     return [_moved(call, np.where(condition.values != 0, x.values, y.values), x)]
 
 

@@ -5,6 +5,7 @@ The scale behind the growing bound is the root of the sum of the squared product
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -41,6 +42,9 @@ def product(x: AnyArray, y: AnyArray) -> tuple[AnyArray, Sized, int]:
         x.shape[-1] == inner,
         f"{list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, but {inner} rows",
     )
+    rows = x.shape[-2] if x.ndim > 1 else 1
+    batches = math.prod(np.broadcast_shapes(x.shape[:-2], y.shape[:-2]))
+    bounded(batches * rows * (y.shape[-1] if y.ndim > 1 else 1), "the product")
     return np.matmul(x, y), lambda: np.sqrt(np.matmul(x * x, y * y)), int(inner)
 
 
@@ -104,6 +108,7 @@ def _einsum(call: Call) -> list[Result]:
 def _dequantised(call: Call, x: AnyArray, y: AnyArray) -> Result:
     """The int8 product is exact; its scale is per output channel, or one for all."""
     fits(x.shape[-1] == y.shape[-2], f"{list(x.shape)} times {list(y.shape)} does not fit")
+    bounded(x.size // max(1, x.shape[-1]) * y.shape[-1], "the product")
     values = np.matmul(x, y)  # below 2**53 for any K that fits into memory
     place = 2
     per_token = call.whole("quantMode", 0) == _PER_TOKEN
