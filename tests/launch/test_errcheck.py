@@ -274,6 +274,16 @@ def test_no_program_and_an_unknown_one_are_refused(workshop: Path, capfd) -> Non
     assert "command not found" in capfd.readouterr().err
 
 
+def test_a_finding_that_cannot_be_written_is_said_all_the_same(errcheck) -> None:
+    text = BAD + (
+        "import shutil, pathlib\npathlib.Path('found').write_text('in the way')\n"
+        "net(torch.ones(2, 4))\n"
+    )
+    done = errcheck(text=text)
+    assert done.code == 1 and "aten.log" in done.out
+    assert "cannot be written" in done.err and "Traceback" not in done.err
+
+
 def test_a_findings_line_is_plain_json_for_other_tools(errcheck) -> None:
     done = errcheck(text=BAD + "net(torch.ones(2, 4))\n")
     (path,) = done.folder.glob("errcheck_*/findings-*.jsonl")

@@ -130,6 +130,11 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
         if stopped is not None:
             _stop_the_rest(doorstep.marks, str(doorstep.plan_path))
     findings = read_findings(Path(plan.folder))
+    known = {(one.pid, one.number) for one in findings}
+    for text in (line for one in watched for line in one["unwritten_findings"]):
+        finding = Finding.from_json(text)
+        if (finding.pid, finding.number) not in known:
+            findings.append(finding)
     outcome = judge(plan, status, marks, watched, findings, stopped, remarks)
     if plan.engine == "atb":
         outcome = _beside_torch(outcome, _found_by_probe(plan, before))

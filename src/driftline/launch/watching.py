@@ -29,6 +29,7 @@ DOOR = "driftline.adapters.torch.watch_door"
 STOPPED = 1
 """Exit status of a process that was stopped at a finding."""
 MOST_SITES = 20_000
+MOST_UNWRITTEN = 100
 _MOST_ANCESTORS = 64
 
 
@@ -75,9 +76,11 @@ class Watched(Launched):
             "pid": os.getpid(),
             "rank": self._rank()[0],
             "calls": reporter.calls,
-            "findings": self.file.count if reporter.findings else 0,
+            # Those on disk are read there; these are for a disk that takes nothing.
+            "unwritten_findings": [one.to_json() for one in reporter.findings[:MOST_UNWRITTEN]]
+            if self.file.failure
+            else [],
             "propagators": reporter.propagators,
-            "unwritten": reporter.unwritten,
             "repeats": reporter.repeats,
             "remarks": [*reporter.remarks, *filter(None, (self.file.failure,))],
             "headroom": rows[:MOST_SITES],
