@@ -1,7 +1,4 @@
-"""Models of ibm-fms, which the golden files were made with. Skipped where it is not installed.
-
-It is no part of the development environment; `pip install --no-deps ibm-fms` beside it is enough.
-"""
+"""Models of ibm-fms, which the golden files were made with. Skipped where it is not installed."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from driftline.decoding.generation import generate
 from driftline.decoding.models import load_model
 from driftline.decoding.prompts import PromptPool
 from driftline.decoding.targets import Target
+from driftline.errors import BadInput
 
 pytest.importorskip("fms", reason="ibm-fms is not installed")
 
@@ -55,6 +53,28 @@ def test_a_micro_model_keeps_some_layers_or_draws_the_same_weights_for_every_tar
     left, right = (load_model(str(GRANITE), target, **words) for target in (Target(), FP16))
     name = "base_model.layers.0.ff_sub_layer.w2.weight"
     assert torch.equal(left.module.state_dict()[name].half(), right.module.state_dict()[name])
+
+
+@pytest.mark.parametrize("model", [LLAMA, GRANITE], ids=lambda path: path.name)
+@pytest.mark.parametrize("attention", ["paged", "eager"])
+def test_other_attention_gives_the_same_numbers_by_another_way(model, attention) -> None:
+    """Prompts of unlike lengths; the texts go on over the border of a block of 64 tokens."""
+    drawn = PromptPool(PROMPTS, tokenizer()).sample(3, 60)
+    plain, other = (
+        load_model(str(model), Target(attention=words), library="fms") for words in ("", attention)
+    )
+    expected = generate(plain, drawn, 9, length=60)
+    found = generate(other, drawn, 9, length=60)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=5e-5)
+    assert not torch.equal(found.logits, expected.logits), "it was really computed otherwise"
+
+
+def test_paged_attention_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(BadInput, match="paged attention is one of ibm-fms"):
+        llama(Target(attention="paged"))
+    with pytest.raises(BadInput, match="split over ranks"):
+        llama(Target(attention="paged"), library="fms", distributed=True)
 
 
 def test_a_compiled_model_of_ibm_fms_runs() -> None:

@@ -105,7 +105,7 @@ def validate(
         cumulative_test_tokens_per_sequence: In all rounds of level 1; 1024 if not given.
         reference: device=cpu,dtype=fp32 if not given.
         candidate: The AIU if its package is there, else CUDA, else the CPU, in fp16, if not given.
-        attn_type: sdpa (default) or math.
+        attn_type: sdpa (default), math, or paged, which needs --library fms.
         distributed: Under torchrun: split the candidate over the ranks.
         metrics_threshold: Limits of ce and mean difference; win over all others.
         thresholds: File of `driftline thresholds` with the limits.

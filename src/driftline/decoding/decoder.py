@@ -13,12 +13,15 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+from driftline.decoding.paged import PAGED, PagedCache, paged_arguments
 from driftline.decoding.targets import Target, ready
 
 if TYPE_CHECKING:
     import torch
 
 Library = Literal["transformers", "fms"]
+PLAIN = "eager"
+"""Attention written out, as transformers calls it."""
 _LAST_ONLY = ("logits_to_keep", "last_n_tokens")
 """How the libraries are told that only the last position's logits are wanted."""
 
@@ -92,13 +95,20 @@ class DecoderModel:
             every_position: Whether the model shall compute the logits of all `ids`, not only of the
                 last; what is given back is the last's.
         """
-        call = _fms_arguments if self.library == "fms" else self._transformers_arguments
-        words = call(ids.to(self.device), mask.to(self.device), position_ids.to(self.device), cache)
+        call = self._fms_arguments if self.library == "fms" else self._transformers_arguments
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        words = call(ids, mask, position_ids.to(self.device), cache)
+        paged: PagedCache | None = None
+        if self.library == "fms" and self.target.attention == PAGED:
+            more, paged = paged_arguments(self.module, ids, mask, cache)
+            words |= more
         if every_position:
             words = {name: word for name, word in words.items() if name not in _LAST_ONLY}
         output: Any = self.module(**words)
         if self.library == "fms":
             logits, cache = output
+            if paged is not None:
+                cache = PagedCache(list(cache), paged.table)
         else:
             logits, cache = output.logits, getattr(output, "past_key_values", None)
         return Forward(logits[:, -1, :], cache if self.caches else None)
@@ -121,23 +131,25 @@ class DecoderModel:
                 words[name] = value
         return words
 
+    def _fms_arguments(
+        self, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any
+    ) -> dict[str, Any]:
+        import torch
 
-def _fms_arguments(
-    ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any
-) -> dict[str, Any]:
-    import torch
-
-    # Padding sees padding and nothing else, so that no row of the softmax is empty.
-    allowed = (mask.unsqueeze(-1) == mask.unsqueeze(-2)).tril()[:, -ids.shape[1] :, :]
-    bias = torch.where(allowed, 0.0, -torch.inf).to(torch.get_default_dtype())
-    return {
-        "x": ids,
-        "mask": bias,
-        "position_ids": position_ids,
-        "past_key_value_states": cache,
-        "use_cache": True,
-        "last_n_tokens": 1,
-    }
+        # Padding sees padding and nothing else, so that no row of the softmax is empty.
+        allowed = (mask.unsqueeze(-1) == mask.unsqueeze(-2)).tril()[:, -ids.shape[1] :, :]
+        bias = torch.where(allowed, 0.0, -torch.inf).to(torch.get_default_dtype())
+        words: dict[str, Any] = {
+            "x": ids,
+            "mask": bias,
+            "position_ids": position_ids,
+            "past_key_value_states": cache,
+            "use_cache": True,
+            "last_n_tokens": 1,
+        }
+        if self.target.attention == PLAIN:
+            words["attn_algorithm"] = "math"
+        return words
 
 
 def _eos_ids(module: torch.nn.Module) -> tuple[int, ...]:

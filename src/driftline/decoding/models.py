@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftline.decoding.decoder import DecoderModel, Library, eos_of
 from driftline.decoding.hub import find_id
+from driftline.decoding.paged import PAGED
 from driftline.decoding.targets import Target, ready
 from driftline.errors import BadInput, DriftlineError
 from driftline.registry import require
@@ -108,6 +109,13 @@ def load_model(
     place = ready(target)
     find_model(source, architecture)
     find_library(architecture, library)
+    if target.attention == PAGED and kind != "fms":
+        raise BadInput(
+            "paged attention is one of ibm-fms",
+            hint="give --library fms (extra driftline[fms])",
+        )
+    if target.attention == PAGED and distributed:
+        raise BadInput("paged attention and a model that is split over ranks do not go together")
     ask = _Ask(
         source,
         target,

@@ -35,8 +35,8 @@ from driftline.errors import BadInput, did_you_mean
 
 TINY = "tiny_models"
 """Folder below the saved outputs that holds those of micro models."""
-ATTENTION = {"sdpa": "", "math": "eager"}
-"""Kinds of attention by their documented names, as transformers calls them."""
+ATTENTION = {"sdpa": "", "math": "eager", "paged": "paged"}
+"""Kinds of attention by their documented names, as targets call them."""
 DEFAULTS = {
     "COMMON_BATCH_SIZES": "1,2,4,8",
     "COMMON_SEQ_LENGTHS": "64,2048",
@@ -295,8 +295,13 @@ def _targets(read: Read) -> tuple[Target, Target]:
     attention = read("ATTN_TYPE")
     if attention not in ATTENTION:
         raise BadInput(
-            f"{called('ATTN_TYPE')} can be {' or '.join(ATTENTION)} here, not '{attention}'",
-            hint="paged and fp8 attention are parts of the AIU's own stack",
+            f"{called('ATTN_TYPE')} can be {', '.join(ATTENTION)} here, not '{attention}'",
+            hint="attention in fp8 is computed by the AIU's own software alone",
+        )
+    if attention == "paged" and read("LIBRARY") != "fms":
+        raise BadInput(
+            f"{called('ATTN_TYPE')} paged is an attention of ibm-fms",
+            hint="set FMS_TEST_SHAPES_LIBRARY=fms, or give --library fms",
         )
     if read("CANDIDATE"):
         candidate = parse_target(read("CANDIDATE"), dtype=dtype)
