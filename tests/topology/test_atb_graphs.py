@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 import driftline
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
+from driftline.runs.calls import Call
 from driftline.topology.atb_json import atb_graph
+from driftline.topology.calls_graph import calls_graph
 from driftline.topology.graph import Graph, GraphNode, TensorInfo, seen_at
 from driftline.topology.model_explorer import Finding, model_explorer, node_data
 from driftline.topology.onnx_file import onnx_bytes
@@ -293,3 +296,31 @@ def test_findings_colour_their_nodes_and_stand_in_a_file_of_their_own() -> None:
     assert styles["a"] != styles["b"] and styles["b"] is not None and styles["c"] is None
     results = json.loads(node_data(graph, findings))["g"]["results"]
     assert results["b"]["value"] == 30.0 and set(results) == {"a", "b"}
+
+
+def test_very_many_nodes_of_one_name_take_no_time() -> None:
+    nodes = tuple(GraphNode("same", "K", ("t",), ("t",)) for _ in range(20_000))
+    seen = seen_at(Graph("g", nodes=nodes))
+    assert len({one.name for one in seen.nodes}) == 20_000
+
+
+def test_calls_nested_deeper_than_a_graph_can_be_are_drawn_flatter() -> None:
+    calls = [
+        Call(n, "module", f"m{n}", "M", str(n), inside=n - 1 if n else None) for n in range(3000)
+    ]
+    graph = calls_graph(calls)
+    assert graph is not None and graph.depth() <= 64
+    onnx.checker.check_model(onnx.load_from_string(onnx_bytes(seen_at(graph))), full_check=True)
+
+
+def test_a_site_of_a_thousand_parts_is_a_node_like_others(tmp_path: Path) -> None:
+    from driftline.runs.key import TensorKey
+    from driftline.runs.record import Record
+    from driftline.runs.writer import RunWriter
+
+    writer = RunWriter(tmp_path / "run")
+    for depth in (1, 50, 5000):
+        key = TensorKey.of(".".join(["a"] * depth), "output")
+        writer.put(Record(key, 0, "float32", (1,)), np.zeros(4, np.uint8))
+    writer.close()
+    assert drawn(driftline.topology_to_onnx(tmp_path / "run")).node

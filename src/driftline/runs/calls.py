@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 CALLS = "calls.jsonl"
 """The file, in the folder of a process."""
-LARGEST_CALLS = 1 << 30
+LARGEST_CALLS = 1 << 29
 _LONGEST_LINE = 1 << 20
 _LARGEST_NUMBER = 1 << 62
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 from driftline.errors import BadFile
 from driftline.topology.graph import DEEPEST, MOST_NODES, Graph, GraphNode, TensorInfo
 
-LARGEST = 256 << 20
+LARGEST = 64 << 20
 _MOST_TENSORS = 4096
 _LONGEST_NAME = 4096
 Shapes = Mapping[str, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from driftline.runs.calls import Call, CallTensor
-from driftline.topology.graph import Graph, GraphNode, TensorInfo
+from driftline.topology.graph import DEEPEST, Graph, GraphNode, TensorInfo
 
 
 def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
@@ -56,15 +56,22 @@ class _Building:
         self.tensors: dict[str, TensorInfo] = {}
         self._calls = {call.number: call for call in calls}
         self._children: dict[int, list[Call]] = {}
+        self._above: dict[int, int] = {}
+        depth: dict[int, int] = {}
         for call in calls:
-            above = self.parent(call)
+            above = call.inside
+            # What a killed program did not list, and what is deeper than a graph can be, goes
+            # further out.
+            if above is None or above not in depth or depth[above] >= DEEPEST - 2:
+                above = self._above.get(above) if above in depth else None
+            depth[call.number] = depth[above] + 1 if above is not None else 0
             if above is not None:
+                self._above[call.number] = above
                 self._children.setdefault(above, []).append(call)
 
     def parent(self, call: Call) -> int | None:
-        """The module call around a call; None where that was not listed, a killed program's say."""
-        above = call.inside
-        return above if above is not None and above in self._calls and above < call.number else None
+        """The module call around a call."""
+        return self._above.get(call.number)
 
     def node(self, call: Call) -> GraphNode:
         # A module runs nothing that is listed when it only makes views: it is a node itself.

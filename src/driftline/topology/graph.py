@@ -14,7 +14,7 @@ from driftline.errors import BadFile, BadInput
 
 MOST_NODES = 500_000
 DEEPEST = 64
-"""Nobody nests modules deeper; a file that does is not to be believed."""
+"""Nobody nests operations deeper; a file that does is not to be believed."""
 
 
 class TensorInfo(NamedTuple):
@@ -165,8 +165,8 @@ class _Settling:
         self.current: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._known = graph.tensors
-        self._taken: set[str] = set()
-        self._names: set[str] = set()
+        self._taken: dict[str, int] = {}
+        self._names: dict[str, int] = {}
         self._count = 0
         for name in graph.inputs:
             self._new(name)
@@ -200,12 +200,14 @@ class _Settling:
         return own
 
 
-def _unique(name: str, taken: set[str]) -> str:
-    own, number = name, 1
+def _unique(name: str, taken: dict[str, int]) -> str:
+    """A name that is not taken; how often it was asked for is kept, so that many are quick."""
+    own, number = name, taken.get(name, 0)
     while own in taken:
         number += 1
-        own = f"{name}__{number}"
-    taken.add(own)
+        own = f"{name}__{number + 1}"
+    taken[own] = 0
+    taken[name] = number
     return own
 
 

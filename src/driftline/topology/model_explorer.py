@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from driftline.topology.graph import SeenGraph, SeenNode, TensorInfo
-from driftline.topology.onnx_file import flat_parameters
+from driftline.topology.onnx_file import flat_parameters, in_words
 
 _INPUTS = "inputs"
 _LONGEST = 400
@@ -147,5 +147,4 @@ def _metadata(number: str, name: str, info: TensorInfo | None) -> dict[str, Any]
 
 
 def _pair(key: str, value: object) -> dict[str, str]:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return {"key": key, "value": text[:_LONGEST]}
+    return {"key": key, "value": in_words(value)[:_LONGEST]}

@@ -150,6 +150,16 @@ def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tupl
             yield name, value
 
 
+def in_words(value: object) -> str:
+    """A parameter as text: JSON, unless it is text already."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (RecursionError, ValueError, TypeError):
+        return f"<{type(value).__name__}>"
+
+
 def _attribute(value: Any) -> bytes:
     """The value of an attribute, and its type."""
     if isinstance(value, bool):
@@ -162,8 +172,7 @@ def _attribute(value: Any) -> bytes:
         many = _list_attribute(cast("list[Any]", value)[:_LONGEST_LIST])
         if many is not None:
             return many
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return _text(4, text) + _number(20, _STRING)
+    return _text(4, in_words(cast("object", value))) + _number(20, _STRING)
 
 
 def _list_attribute(values: Sequence[Any]) -> bytes | None:

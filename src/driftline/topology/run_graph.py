@@ -127,6 +127,8 @@ def _around(site: str) -> Iterable[str]:
     >>> list(_around("a.b/aten.mm"))
     ['a.b', 'a', '(root)']
     """
+    if site.count(".") + site.count("/") > DEEPEST - 2:
+        return  # deeper than a graph can be
     while True:
         before, sign, _ = site.rpartition("/" if "/" in site else ".")
         if not sign:

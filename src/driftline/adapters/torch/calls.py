@@ -40,7 +40,7 @@ from driftline.runs.calls import Call, CallTensor
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
-MOST_CALLS = 2_000_000
+MOST_CALLS = 1_000_000
 """A program that runs for days must not fill the disk with a list."""
 MOST_WAITING = 20_000
 _WRITTEN_AT_ONCE = 256
