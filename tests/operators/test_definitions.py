@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -391,6 +391,7 @@ ARRAYS = st.tuples(
 
 
 @settings(max_examples=400, deadline=None)
+@example("Linear", {}, [([0], "int32", 0), ([0], "float32", 0)])
 @given(
     st.sampled_from(known_operators()),
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8),

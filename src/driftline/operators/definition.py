@@ -70,13 +70,16 @@ def results(
     try:
         with np.errstate(all="ignore"):
             found = definition(Call(param, inputs, outputs))
+            return [_rounded(each) for each in found]
     except Unfit:
         raise
     except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as trouble:
         # numpy's own words for shapes that cannot be multiplied, added or sliced.
         raise Unfit(f"the inputs do not fit {op_type}: {trouble}") from None
-    with np.errstate(all="ignore"):
-        return [each._replace(values=rounded(each.values, each.dtype)) for each in found]
+
+
+def _rounded(result: Result) -> Result:
+    return result._replace(values=rounded(np.asarray(result.values), result.dtype))
 
 
 def golden(op_type: str, param: Mapping[str, Any], inputs: Sequence[Any]) -> list[AnyArray]:

@@ -222,9 +222,7 @@ def rounded(values: AnyArray, dtype: str) -> AnyArray:
         whole = np.rint(np.nan_to_num(values, nan=0.0, posinf=high, neginf=low))
         # 2**63 - 1 is no float64: what would round up to 2**63 is set afterwards.
         kept = np.clip(whole, low, np.nextafter(float(high), 0) if high > 2**52 else high)
-        result = kept.astype(dtype)
-        result[whole >= float(high)] = high
-        return result
+        return np.where(whole >= float(high), np.asarray(high, dtype), kept.astype(dtype))
     raise Unfit(f"numbers of {dtype} cannot be made here")
 
 
