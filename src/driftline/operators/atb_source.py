@@ -43,8 +43,7 @@ class AtbSource:
     def __init__(self, path: Path, ask: Ask) -> None:
         if ask.rerun:
             raise BadInput(
-                "-rerun executes ATB operators again, which takes an Ascend NPU and its library; "
-                "there is none here",
+                "-rerun takes an Ascend NPU with the ATB library, which driftline does not drive",
                 hint="leave -rerun out: what the dump holds is checked",
             )
         self.path = path
