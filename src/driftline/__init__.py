@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from driftline import operators as operators
     from driftline.adapters.torch.door import capture as capture
     from driftline.adapters.torch.door import step as step
+    from driftline.adapters.torch.watch_door import watch_errors as watch_errors
     from driftline.comparison.storage import open_table as open_table
     from driftline.diagnosis.door import diagnose as diagnose
     from driftline.dialects.ait import DumpConfig as DumpConfig
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 _DOORS = {
     "capture": "driftline.adapters.torch.door:capture",
     "step": "driftline.adapters.torch.door:step",
+    "watch_errors": "driftline.adapters.torch.watch_door:watch_errors",
     "convert": "driftline.formats.conversion:convert",
     "align": "driftline.gating.door:align",
     "operators": "driftline.operators:",
@@ -82,6 +84,7 @@ __all__ = [
     "set_task_id",
     "step",
     "topology_to_onnx",
+    "watch_errors",
 ]
 
 
