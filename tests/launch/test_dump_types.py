@@ -103,6 +103,15 @@ def test_layers_are_drawn_one_by_one_in_the_seed_s_layout(dump, workshop) -> Non
     assert not list((workshop / "seed" / "ait_dump").rglob("driftline_calls*"))
 
 
+def test_a_list_alone_in_the_seed_s_layout_is_read_as_the_dump_it_looks_like(
+    dump, workshop
+) -> None:
+    done = dump("--type", "op", "--layout", "ait", "-o", "seed", run=["infer.py"])
+    assert done.code == 0, done.err
+    names = [line.name for line in open_atb(workshop / "seed" / "ait_dump").operations()]
+    assert "Linear_0" in names and "aten.addmm.default_0_0" in names
+
+
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [("print(1)", "none imported torch"), ("import torch", "no module was called")],

@@ -18,8 +18,8 @@ from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
 from driftline.runs.calls import Call
 from driftline.topology.atb_json import atb_graph
 from driftline.topology.calls_graph import calls_graph
-from driftline.topology.graph import Graph, GraphNode, TensorInfo, seen_at
-from driftline.topology.model_explorer import Finding, model_explorer, node_data
+from driftline.topology.graph import Graph, GraphNode, SeenNode, TensorInfo, seen_at
+from driftline.topology.model_explorer import Finding, finding_of, model_explorer, node_data
 from driftline.topology.onnx_file import onnx_bytes
 
 DATA = Path(__file__).parents[1] / "data" / "ascend" / "mini_atb"
@@ -290,7 +290,11 @@ def test_findings_colour_their_nodes_and_stand_in_a_file_of_their_own() -> None:
             ),
         )
     )
+    inside = SeenNode("op", "aten.mm", (), (), {}, (), "m.b/aten.mm", 0)
+    closed = SeenNode("m", "M", (), (), {}, (), "m", 3)
     findings = {"m.a": Finding("pass", 0.1), "m.b": Finding("fail", 30.0, "cosine 0.9")}
+    assert finding_of(inside, findings) == findings["m.b"], "an operator has its module's"
+    assert finding_of(closed, findings) == findings["m.b"], "a closed node the worst inside"
     (shown,) = json.loads(model_explorer(graph, findings))["graphs"]
     styles = {one["id"]: one.get("style") for one in shown["nodes"]}
     assert styles["a"] != styles["b"] and styles["b"] is not None and styles["c"] is None

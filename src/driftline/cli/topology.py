@@ -22,7 +22,7 @@ def topology(
     /,
     *,
     to: Literal["onnx", "model-explorer"] = "onnx",
-    level: Annotated[int | None, Option(names=("--level", "-level"), metavar="N")] = None,
+    level: Annotated[int | None, Option(metavar="N")] = None,
     output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="FILE")] = None,
     table: Annotated[Path | None, Option(metavar="DIR")] = None,
     metric: Annotated[str, Option(metavar="NAME")] = "",
@@ -89,7 +89,8 @@ def topology(
     if level is not None and level > depth:
         notes.append(f"the graph is {depth} level{'s' if depth != 1 else ''} deep; all are shown")
     if findings is not None:
-        notes += _unplaced(findings, {node.site for node in seen.nodes})
+        sites = {node.site for node in seen.nodes}
+        notes += _unplaced(findings, sites | {site.rpartition("/")[0] for site in sites})
     if not edges and len(seen.nodes) > 1:
         notes.append("no node takes what another one gives, as far as the source says")
     size = f"{counted(len(seen.nodes), 'node')}, {counted(edges, 'edge')}"

@@ -177,6 +177,8 @@ def _finish_tree(plan: CapturePlan, root: Path) -> list[str]:
             trouble += write_sheets(root, pid, calls, sheets, wanted, file_of)
         for path in (*ours, folder / f"{SHEET}{CALLS}"):
             path.unlink(missing_ok=True)
+        if not plan.wants_tensors and not wanted.layers:
+            (folder / "model_tree.json").unlink(missing_ok=True)  # nobody asked for it
         drop_empty(folder)
     return trouble
 

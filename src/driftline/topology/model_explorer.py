@@ -106,10 +106,13 @@ def node_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
 
 
 def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | None:
-    """A node's own finding, or that of the nearest site around an operator."""
+    """A node's own finding; of an operator without one its module's, of a closed node the worst
+    inside.
+    """
     if not findings or not node.site:
         return None
-    found = findings.get(node.site)
+    module, sign, _ = node.site.rpartition("/")
+    found = findings.get(node.site) or (findings.get(module) if sign else None)
     if found is not None:
         return found
     inside = [
