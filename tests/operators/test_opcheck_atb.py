@@ -431,6 +431,17 @@ def test_a_reproducer_shows_the_error_where_driftline_is_not_installed(
     assert in_a_clean_interpreter(folder / "repro.py").returncode == 0, "the right output is right"
 
 
+def test_reproducers_are_written_for_the_first_twenty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = spoilt(layer()["softmax"], FAULTS["softmax"])
+    AtbDump(tmp_path / "dump", "G3").execute([wrong] * 23)
+    words = ["-i", str(tmp_path / "dump"), "--repro", str(tmp_path / "failing")]
+    assert main(["opcheck", *words, "-o", str(tmp_path / "out")]) == 1
+    assert "no reproducer: 3 more operators" in capsys.readouterr().out
+    assert len(list((tmp_path / "failing").iterdir())) == 20
+
+
 def in_a_clean_interpreter(script: Path) -> subprocess.CompletedProcess[str]:
     """Python with numpy and nothing else of ours."""
     guard = (

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Format = Literal["table", "json", "csv", "markdown"]
 _IDS = re.compile(r"\d+(_\d+)*")
 _METRICS = ("abs", "cos_sim", "kl")
+_SCRIPTS = 20
+"""Reproducers of one call: each holds its tensors, and the first failures are what matters."""
 
 
 def opcheck(
@@ -79,7 +81,8 @@ def opcheck(
         device_id: Where -rerun executes: a number, cpu, or cuda:0.
         atb_rerun: Execute each operator again instead of trusting the dumped output. Tells results
             that change from run to run from inaccurate ones. Not for ATB dumps without an NPU.
-        repro: Write a stand-alone script with its inputs for each operator that is not right.
+        repro: Write a stand-alone script with its inputs for each operator that is not right, up to
+            twenty.
         format: table for people; json, csv and markdown print the whole result.
         all: Show every output, not only those that are not right (with -metric, the first twenty).
     """
@@ -110,16 +113,22 @@ def opcheck(
     calls: list[Checked] = []
     scripts: list[Path] = []
     troubles: list[str] = []
+    left_out = 0
     try:
         for checked in source:
             calls.append(checked)
             if repro is not None and any(row.status == "fail" for row in checked.rows):
-                _reproduce(source, checked, repro, scripts, troubles)
+                if len(scripts) < _SCRIPTS:
+                    _reproduce(source, checked, repro, scripts, troubles)
+                else:
+                    left_out += 1
             if progress is not None:
                 progress(len(calls), len(source))
     finally:
         if progress is not None:
             progress.close()
+    if left_out:
+        troubles.append(f"{left_out} more operators; choose them with -ids or -opname")
     report = _report(input, source, ask, calls)
     _print(report, format, all)
     _files(report, format, output, scripts, troubles, repro)
