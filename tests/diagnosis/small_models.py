@@ -200,7 +200,7 @@ def _address(record: Record) -> tuple[Any, ...]:
 
 
 def _put(sink: MemorySink, key: TensorKey, tensor: torch.Tensor | None) -> None:
-    if tensor is None:
+    if tensor is None or tensor.dtype not in _NAMES:
         return
     tensor = tensor.detach().contiguous()
     data = tensor.reshape(-1).view(torch.uint8).numpy()

@@ -74,7 +74,7 @@ class Sums(NamedTuple):
     channels: int
     nonfinite: int
 
-    def part(self, rows: slice) -> Sums:
+    def part(self, rows: slice | npt.NDArray[np.bool_]) -> Sums:
         """Some of the rows."""
         return Sums(
             self.rr[rows],
@@ -103,6 +103,16 @@ def sums(reference: F64, candidate: F64) -> Sums:
         reference.shape[1],
         one_sided,
     )
+
+
+def without_worst(found: Sums, share: float) -> Sums:
+    """Without the rows that err most: a share of them, at least one."""
+    count = len(found.ee)
+    if count < 4:
+        return found
+    keep = np.ones(count, dtype=np.bool_)
+    keep[np.argsort(found.ee)[-max(1, math.ceil(share * count)) :]] = False
+    return found.part(keep)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:

@@ -9,12 +9,21 @@ roundoff; and only if it does so on both halves of the rows.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from driftline.diagnosis.artefacts import Replay
 from driftline.diagnosis.calls import ancestors, parts_of
-from driftline.diagnosis.effects import Effect, Sums, effect_of, halves, joined, sums
+from driftline.diagnosis.effects import (
+    Effect,
+    Sums,
+    effect_of,
+    halves,
+    joined,
+    sums,
+    without_worst,
+)
 from driftline.diagnosis.reading import (
     chosen_rows,
     index,
@@ -34,6 +43,9 @@ GROSS = 4.0
 _ERROR = 1.35
 _WORST_ROW = 2.5
 _FEW_ROWS = 4.0
+_FLIPS = 0.08
+_CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
+_CHOICE = re.compile(r"(?i)router|topk|moe|experts|gating")
 
 
 class Judgement(NamedTuple):
@@ -103,6 +115,7 @@ def judge(
         if record.key.port == "output":
             by_site.setdefault(name, []).append(record)
     parts = parts_of(by_site)
+    choosers = _choosers(candidate)
     handed = _handed_to_parts(candidate, exact, by_site)
     judged: dict[str, Judgement] = {}
     for name, records in by_site.items():
@@ -114,9 +127,29 @@ def judge(
             found = _streams(candidate, replay, [*records, *given], exact, native, unit)
             alone = about is not None and about.applied == "own code"
             inside = 0 if alone else parts.get(name, 0)
-            judgement = _site(found, unit, inside, (allowed or {}).get(name, 0.0))
+            most = (allowed or {}).get(name, 0.0)
+            choices = 0 if alone else choosers.get(name, 0)
+            if choices > 1:
+                # One token that goes another way early is seen by all later ones.
+                judged[name] = Judgement(False, trouble=_CHOICES)
+                continue
+            judgement = _site(found, unit, inside, most, choices > 0)
             judged[name] = judgement._replace(own_code_only=alone and not given)
     return judged
+
+
+def _choosers(candidate: Run) -> dict[str, int]:
+    """Sites with discrete choices in them, and how many one after the other."""
+    found: set[str] = set()
+    for record in candidate.records:
+        if record.key.port != "output" or record.key.site in found:
+            continue
+        dtype = DTYPES.get(record.dtype)
+        picks = dtype is not None and dtype.kind in ("int", "uint") and len(record.shape) > 1
+        if picks or _CHOICE.search(record.class_name):
+            found.add(record.key.site)
+    outermost = [site for site in found if not any(outer in found for outer in ancestors(site))]
+    return {**dict.fromkeys(found, 1), **parts_of(outermost)}
 
 
 def _handed_to_parts(
@@ -183,23 +216,37 @@ _FORMATS = (
 
 
 def _site(
-    streams: Mapping[tuple[str, int], _Stream], unit: float, parts: int, allowed: float
+    streams: Mapping[tuple[str, int], _Stream],
+    unit: float,
+    parts: int,
+    allowed: float,
+    choosing: bool,
 ) -> Judgement:
     if not streams:
         return Judgement(False, trouble="no values of it were kept, or not of its replay")
     judgements = [
-        _judged(stream, unit, parts, allowed)._replace(slot=slot)
+        _judged(stream, unit, parts, allowed, choosing)._replace(slot=slot)
         for (slot, _), stream in streams.items()
     ]
     return max(judgements, key=lambda found: (found.introduced, found.excess))
 
 
-def _judged(stream: _Stream, unit: float, parts: int, allowed: float) -> Judgement:
+def _judged(stream: _Stream, unit: float, parts: int, allowed: float, choosing: bool) -> Judgement:
+    """The judgement of one output.
+
+    Where something inside chooses (a router picks experts), a choice between near equals falls one
+    way or the other by rounding, and that token is then far off without any fault: the tokens that
+    err most are left out there, of the trusted executions as well.
+    """
     own = joined(stream.candidate)
+    if choosing:
+        own = without_worst(own, _FLIPS)
     whole, (first, second) = effect_of(own), halves(own)
     # A trusted run of only some calls would be a null of other rows.
     complete = len(stream.native) == len(stream.candidate)
     nulls = [joined(stream.once), *([joined(stream.native)] if complete else [])]
+    if choosing:
+        nulls = [without_worst(null, _FLIPS) for null in nulls]
     limits = Limits.of([effect_of(null) for null in nulls], unit, parts, complete, allowed)
     over = limits.excesses(whole)
     half = [halves(null) for null in nulls]
