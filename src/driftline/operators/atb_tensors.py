@@ -43,7 +43,7 @@ class Dumped(NamedTuple):
         raw: Its values as stored, flat.
         shape: Its shape in ordinary order.
         tiled: It was stored in tiles, so it may be padded.
-        path: Its file.
+        path: Its file; of outputs only.
     """
 
     slot: str
@@ -191,7 +191,10 @@ class Tensors:
             raise Missing(f"its outputs are not in the dump{why}")
         slots = sorted(found, key=int)
         return tuple(
-            self._read(found[slot], folder, f"output {slot}")._replace(slot=slot) for slot in slots
+            self._read(found[slot], folder, f"output {slot}")._replace(
+                slot=slot, path=self._run.source(found[slot])
+            )
+            for slot in slots
         )
 
     def _read(self, record: Record, folder: OperationFolder, what: str) -> Dumped:
@@ -206,7 +209,7 @@ class Tensors:
             file.header is not None and file.header.layout in NZ_FORMATS
             for file in _files(folder, record.key)
         )
-        return Dumped(record.key.slot, tensor, raw, record.shape, tiled, self._run.source(record))
+        return Dumped(record.key.slot, tensor, raw, record.shape, tiled, "")
 
     def contradiction(
         self, rank: int, process: int, step: int, folder: OperationFolder, line: ListedOperator
