@@ -484,3 +484,43 @@ def test_every_definition_can_be_written_into_a_script_of_its_own(name: str) -> 
     assert not twice, "files of one script must not overwrite each other's names"
     assert definition.__name__ in defined
     assert not {"main", "decoded", "compared", "OPERATOR", "PARAM"} & set(defined)
+
+
+def test_the_last_tokens_keep_their_type() -> None:
+    tokens = draw(5, 4, dtype=np.float16)
+    lengths = np.array([[3], [2]], np.int32)
+    (found,) = golden("PadOperation", {}, [tokens, np.zeros((1, 5)), lengths, np.zeros((2, 4))])
+    assert found.dtype == np.float16
+    assert found.tolist() == tokens[[2, 4]].tolist()
+
+
+PROBS = np.array([[0.1, 0.4, 0.05, 0.3, 0.15], [0.5, 0.05, 0.05, 0.3, 0.1]], np.float32)
+TOP_K, TOP_P = np.array([[2], [4]], np.int32), np.array([[0.9], [0.85]], np.float32)
+
+
+def test_each_row_is_drawn_with_its_own_seed() -> None:
+    param = {"topkToppSamplingType": 1, "randSeeds": [1, 7]}
+    chosen, weights = golden("TopkToppSamplingOperation", param, [PROBS, TOP_K, TOP_P])
+    # Row 0: 0.4, 0.7, 0.85 stay below 0.9; 0.840 of 0.85 is 0.714, beyond 0.7: the third largest.
+    # Row 1: 0.5, 0.8 stay below 0.85; 0.487 of 0.8 is 0.39, below 0.5: the largest.
+    assert chosen.tolist() == [[4], [0]]
+    close(weights, [[0.15], [0.5]])
+
+
+def test_a_draw_by_given_numbers_also_gives_the_logarithms() -> None:
+    param = {"topkToppSamplingType": 3, "logProbsSize": 3}
+    drawn = np.array([[0.1], [0.99]], np.float32)
+    chosen, _, logs = golden("TopkToppSampling", param, [PROBS, TOP_K, TOP_P, drawn])
+    assert chosen.tolist() == [[1], [3]]
+    close(logs[0], np.log(np.array([0.4, 0.3, 0.15]) / 0.85), 1e-4)
+    close(logs[1], [np.log(0.5 / 0.8), np.log(0.3 / 0.8), -9999.0], 1e-4)
+
+
+def test_the_largest_quotient_by_exponential_numbers_is_drawn() -> None:
+    divisors = np.array([[1.0, 0.5, 1, 1, 1], [2.0, 0.1, 1, 1, 1]], np.float32)
+    for kind, outputs in ((2, 2), (4, 3)):
+        param = {"topkToppSamplingType": kind, "logProbsSize": 2}
+        found = golden("TopkToppSampling", param, [PROBS, TOP_K, TOP_P, divisors])
+        assert len(found) == outputs
+        # Divisors belong to ranks: 0.4/1, 0.3/0.5, 0.15/1; and 0.5/2, 0.3/0.1.
+        assert found[0].tolist() == [[3], [3]]
