@@ -110,6 +110,18 @@ COMMANDS: dict[str, Command] = {
         "run a trusted program in other ways that are all right: what is normal",
         takes_program=True,
     ),
+    "bisect": Command(
+        "driftline.cli.bisect:bisect",
+        "Diagnose",
+        "run the candidate with outputs replaced: which block makes the error",
+        takes_program=True,
+    ),
+    "repeat": Command(
+        "driftline.cli.repeat:repeat",
+        "Diagnose",
+        "run a program several times: is it deterministic, is it batch-invariant",
+        takes_program=True,
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -150,6 +151,8 @@ def _made(
     )
     ended = run_with(argv, plan)
     reason = _why_not(ended, folder)
+    if reason:
+        shutil.rmtree(folder, ignore_errors=True)  # half a run is no yardstick
     status = "failed" if reason else "made"
     return Variant(name, "" if reason else name, tuple(argv), status, reason)
 

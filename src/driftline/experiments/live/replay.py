@@ -65,7 +65,7 @@ class LiveReplay:
         return Replayer(
             self._session,
             Candidate(run, rank),
-            _matching(options.get("links", {})),
+            matching(options.get("links", {})),
             *self._sinks,
             selection=Selection.from_json(options["selection"]),
             most_held=int(options["most_held"]),
@@ -99,7 +99,7 @@ class LiveReplay:
         return {"rank": self._rank()[0], "called": True, **self._replayer.report.to_json()}
 
 
-def _matching(
+def matching(
     links: Mapping[str, str],
 ) -> Callable[[Iterable[str], Iterable[str]], Mapping[str, str]]:
     """Equal names first, then what was said, then names that are alike."""
