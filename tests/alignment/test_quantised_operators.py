@@ -124,3 +124,20 @@ def test_without_the_scale_of_the_input_a_product_of_scales_is_not_taken_for_one
     assert rows["fc", "param"].status == "incomparable"
     assert "no scale" in rows["fc", "param"].reason
     assert rows["fc", "output"].status == "pass"
+
+
+def test_the_plan_of_quantised_operators_can_be_saved_and_given_back(tmp_path: Path) -> None:
+    from driftline.alignment.planfile import write_plan
+
+    model = toy_decoder(layers=2)
+    atb_twin(tmp_path / "float", model, PROMPT)
+    atb_twin(tmp_path / "int8", model, PROMPT, quantised=True, packed=True, fused=True)
+    plan = driftline.align(tmp_path / "float", tmp_path / "int8")
+    write_plan(plan, tmp_path / "plan.toml")
+    text = (tmp_path / "plan.toml").read_text()
+    assert "lowfloat" in text and "dequantise(axis 0, times " in text
+    again = driftline.align(tmp_path / "float", tmp_path / "int8", plan=tmp_path / "plan.toml")
+    assert [pair.candidate_recipe for pair in again.pairs] == [
+        pair.candidate_recipe for pair in plan.pairs
+    ]
+    assert driftline.compare(tmp_path / "float", tmp_path / "int8", plan=again).verdict == "pass"
