@@ -333,3 +333,69 @@ def test_one_dimensional_and_tiny_tensors_raise_nothing() -> None:
         r = tensor(0, shape)
         for c in (r, r * 2, r + 1, np.zeros(shape), np.full(shape, np.nan), -r):
             best_clue(case(r, c, inputs={"x": r}))
+
+
+def _attention(seed: int = 0, *, rope: bool = True, causal: bool = True) -> Any:
+    from driftline.diagnosis.causes.attention import Attention
+
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((2, 24, 4, 16)) * 2
+    k, v = rng.standard_normal((2, 24, 2, 16)), rng.standard_normal((2, 24, 2, 16))
+    angle = np.outer(np.arange(24), 10.0 ** -np.linspace(0, 2, 8))
+    angle = np.concatenate([angle, angle], axis=1)
+    seen = np.tri(24, dtype=bool) if causal else np.ones((24, 24), dtype=bool)
+    turn = (np.cos(angle), np.sin(angle)) if rope else (None, None)
+    return Attention(q, k, v, 0.25, seen, *turn)
+
+
+def _attention_case(right: Any, wrong: np.ndarray, **more: Any) -> Case:
+    parts = {
+        "attn.q_proj": right.q.reshape(2, 24, -1),
+        "attn.k_proj": right.k.reshape(2, 24, -1),
+        "attn.v_proj": right.v.reshape(2, 24, -1),
+    }
+    if right.cos is not None:
+        parts |= {
+            "position_embeddings.0": right.cos[None],
+            "position_embeddings.1": right.sin[None],
+        }
+    return case(right.output(), wrong, parts=parts, site="attn", class_name="Attention", **more)
+
+
+@pytest.mark.parametrize("coarse", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"scale": 0.25 * 1.07}, "scale"),
+        ({"scale": 1.0}, "scale"),
+        ({"seen": np.ones((24, 24), dtype=bool)}, "mask"),
+        ({"seen": np.tri(24, k=1, dtype=bool)}, "mask"),
+        ({"interleaved": True}, "permutation"),
+        ({"tiled": True}, "permutation"),
+        ({"late": 1}, "shift"),
+    ],
+)
+def test_a_mistake_inside_an_attention_is_recomputed_and_named(
+    change: dict[str, Any], cause: str, coarse: bool
+) -> None:
+    right = _attention()
+    found, all_of_them = best_clue(
+        _attention_case(right, replace(right, **change).output(), coarse=coarse)
+    )
+    assert found is not None, all_of_them
+    assert found.cause == cause, all_of_them
+    assert found.detail == "attention"
+
+
+def test_an_attention_without_causal_mask_or_rotation_is_recomputed_too() -> None:
+    right = _attention(rope=False, causal=False)
+    masked = replace(right, seen=np.tri(24, dtype=bool)).output()
+    found, _ = best_clue(_attention_case(right, masked))
+    assert found is not None
+    assert found.cause == "mask"
+
+
+def test_an_attention_that_is_wrong_in_another_way_gets_no_name() -> None:
+    right = _attention()
+    other = right.output() + 0.1 * np.tanh(_attention(3).output())
+    assert best_clue(_attention_case(right, other))[0] is None

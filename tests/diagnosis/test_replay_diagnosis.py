@@ -85,19 +85,77 @@ def test_alarms_do_not_grow_with_the_number_of_tokens(model: str) -> None:
     assert max(worst) < 0.95
 
 
+def _sharper(model: Any) -> None:
+    attention(model).scaling *= 1.3
+
+
+def _unmasked(model: Any) -> None:
+    def see_all(module: Any, args: Any, kwargs: Any) -> Any:
+        mask = torch.zeros(1, 1, 48, 48, dtype=next(module.parameters()).dtype)
+        return args, {**kwargs, "attention_mask": mask}
+
+    attention(model).is_causal = False
+    attention(model).register_forward_pre_hook(see_all, with_kwargs=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("plant", "cause"), [(_sharper, "scale"), (_unmasked, "mask")])
 def test_a_bug_of_an_attentions_own_code_is_not_blamed_on_its_parts(
-    references: dict[str, Any],
+    plant: Any, cause: str, dtype: str, references: dict[str, Any]
 ) -> None:
     reference, ids, ours = references["llama"]
-
-    def sharper(model: Any) -> None:
-        attention(model).scaling *= 1.3
-
-    candidate = twin(reference, torch.float32, sharper)
+    candidate = twin(reference, DTYPES[dtype], plant)
     theirs = run_of(candidate, ids)
     found = diagnose(ours, theirs, replay=replayed(reference, theirs, ids))
     assert found.first_site == "model.layers.2.self_attn"
-    assert found.cause in ("unknown", "scale")
+    assert found.cause == cause, found.evidence["cause"]
+    assert "it is the attention" in found.sentences[1]
+
+
+def test_a_replay_that_keeps_what_own_code_hands_to_parts_judges_that_code(
+    references: dict[str, Any],
+) -> None:
+    """As `driftline replay` does it: parts are answered, so the output itself says nothing."""
+    reference, ids, ours = references["llama"]
+    candidate = twin(reference, torch.float32, _sharper)
+    theirs = run_of(candidate, ids)
+    whole = replayed(reference, theirs, ids)
+    site = "model.layers.2.self_attn"
+    own = {site: ReplayedSite(applied="own code")}
+    # Without it: the answered output is the candidate's own, and growth speaks instead.
+    blind = whole._replace(
+        exact=_with(whole.exact, theirs, site, "output"),
+        native=_with(whole.native, theirs, site, "output"),
+        sites=own,
+    )
+    silent = {
+        f"model.layers.{n}{rest}": ReplayedSite("skipped") for n in range(4) for rest in ("",)
+    }
+    silent |= {"model": ReplayedSite("skipped"), "(root)": ReplayedSite("skipped")}
+    blind = blind._replace(sites={**own, **silent})
+    assert diagnose(ours, theirs, replay=blind).first_site == site
+    handed = f"{site}.o_proj"
+    seeing = blind._replace(
+        exact=_with(blind.exact, ours, handed, "input"),
+        native=_with(blind.native, ours, handed, "input"),
+    )
+    found = diagnose(ours, theirs, replay=seeing)
+    assert found.first_site == site
+    assert found.evidence["by"] == "replay"
+
+
+def _with(run: Any, source: Any, site: str, port: str) -> Any:
+    """A run with the tensors of another at one place."""
+    from driftline.runs.memory import MemorySink
+
+    sink = MemorySink()
+    for record in run.records:
+        if (record.key.site, record.key.port) != (site, port):
+            sink.put(record, run.raw(record).view("uint8"))
+    for record in source.records:
+        if (record.key.site, record.key.port) == (site, port):
+            sink.put(record, source.raw(record).view("uint8"))
+    return sink.run()
 
 
 def test_a_site_whose_replay_does_not_reproduce_is_unknown_not_guilty(
