@@ -151,6 +151,33 @@ def test_two_ranks_are_told_apart(errcheck) -> None:
     assert found.rank == 1
 
 
+@pytest.mark.slow
+def test_what_a_collective_brought_from_another_rank_is_said_so(errcheck) -> None:
+    text = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = net(torch.ones(2, 4)).sum()
+    if step == 1 and dist.get_rank() == 0:
+        loss = loss + (loss - loss).sqrt() * 0
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = errcheck(text=text, argv=[*torchrun, "--master-port", "29765", "prog.py"])
+    made, received = sorted(done.found, key=lambda f: f.rank)
+    assert (made.rank, made.cause, made.step, made.phase) == (0, "made", 1, "backward")
+    assert (received.rank, received.cause) == (1, "entered") and "collective" in received.reason
+    assert "never written" not in done.err
+
+
+@pytest.mark.slow
 def test_exit_stops_the_other_rank_too(errcheck) -> None:
     text = BAD + (
         "import time, os\nif os.environ['RANK'] == '1': net(torch.ones(2, 4))\n"

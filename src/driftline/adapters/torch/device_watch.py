@@ -162,11 +162,13 @@ class DeviceWatch:
         self._judged = 0
         self._troubled = -1
 
-    def unwritten(self, tensor: torch.Tensor) -> None:
-        """Memory was allocated; what stands there means nothing until it is written."""
+    def unread(self, tensor: torch.Tensor, origin: Origin) -> None:
+        """Memory was allocated, or given to a collective: whoever reads it has to look at it."""
         pattern = pattern_of(tensor.dtype)
         if pattern is not None:
-            self._values.put(tensor, _Value(pattern, tensor.numel(), Origin.RAW, asked=False))
+            known = self._values.get(tensor)
+            if known is None or known.origin is not Origin.MADE:
+                self._values.put(tensor, _Value(pattern, tensor.numel(), origin, asked=False))
 
     def add(
         self,
@@ -352,7 +354,7 @@ class DeviceWatch:
 
     def _origin(self, value: _Value, waiting: _Waiting) -> Origin:
         if value.origin is not Origin.UNKNOWN:
-            return value.origin
+            return self._reporter.origin(value.origin)
         if value.single:
             return Origin.MEANT  # a number that the program wrote down
         # What functions do between modules is not seen: it may be the consequence.

@@ -66,6 +66,7 @@ class Verdict(NamedTuple):
         entered: Inputs that were not finite and that nobody seen had made.
         propagates: It only handed on what a producer had made.
         reason: What else is worth saying.
+        received: It came out of a collective.
     """
 
     types: tuple[FindingType, ...] = ()
@@ -73,6 +74,7 @@ class Verdict(NamedTuple):
     entered: tuple[str, ...] = ()
     propagates: bool = False
     reason: str = ""
+    received: bool = False
 
 
 class Numbers(NamedTuple):
@@ -176,7 +178,8 @@ def _not_finite(
 
 def _came_in(one: Input) -> bool:
     """Not finite, of unknown origin, and more than the minus infinities of a mask."""
-    return one.origin is Origin.UNKNOWN and bool(one.reading.nan or one.reading.pos_inf)
+    strange = bool(one.reading.nan or one.reading.pos_inf)
+    return one.origin in (Origin.UNKNOWN, Origin.RECEIVED) and strange
 
 
 def _entered(entered: Sequence[Input], wanted: frozenset[str]) -> Verdict:
@@ -188,7 +191,9 @@ def _entered(entered: Sequence[Input], wanted: frozenset[str]) -> Verdict:
     if not types:
         return Verdict(origin=Origin.MEANT)
     names = tuple(one.name for one in entered)
-    return Verdict(tuple(types), Origin.MADE, names)
+    received = any(one.origin is Origin.RECEIVED for one in entered)
+    reason = "a collective left it there: another rank made it, or the sum" if received else ""
+    return Verdict(tuple(types), Origin.MADE, names, reason=reason, received=received)
 
 
 def _below_the_lowest(inputs: Sequence[Input], outputs: Sequence[Reading]) -> bool:

@@ -22,14 +22,16 @@ class Origin(enum.IntEnum):
 
     UNKNOWN: no operator that was seen made it: weights, data, a compiled region.
     RAW: the memory was allocated and never wholly written: whatever stands there means nothing.
+    RECEIVED: a collective put it there: another rank made it, or the sum of all.
     MEANT: somebody wanted it: a mask, a constant, an operator that is allowed to.
     MADE: it is the consequence of a finding.
     """
 
     UNKNOWN = 0
     RAW = 1
-    MEANT = 2
-    MADE = 3
+    RECEIVED = 2
+    MEANT = 3
+    MADE = 4
 
 
 class ByStorage(Generic[T]):

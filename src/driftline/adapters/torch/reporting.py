@@ -86,6 +86,7 @@ class Reporter:
         calls: Operators or modules that were looked at.
         propagators: Calls that only handed on.
         unwritten: Calls that read memory nobody had written, and got something not finite.
+        received: Something not finite that a collective left was reported.
         repeats: Saturation and underflow at sites that were reported before.
         peaks: Largest magnitude pattern by site and element type.
         device_peaks: Largest magnitude, for what was read on a device.
@@ -114,6 +115,7 @@ class Reporter:
     def after_fork(self) -> None:
         self.lock = threading.RLock()
         self.calls = self.propagators = self.unwritten = self.repeats = 0
+        self.received = False
         self.findings.clear()
 
     def allows(self, site: str, operator: str) -> bool:
@@ -131,16 +133,21 @@ class Reporter:
             )
         return found
 
+    def origin(self, origin: Origin) -> Origin:
+        """What others made is reported once; afterwards it is a consequence."""
+        return Origin.MADE if origin is Origin.RECEIVED and self.received else origin
+
     def note(self, verdict: Verdict, site: str) -> None:
         """A call that gave something not finite and is no finding."""
         if verdict.propagates:
             self.propagators += 1
         elif verdict.origin is Origin.RAW:
             self.unwritten += 1
-            self.remarks.setdefault(
-                f"{site} read memory that was allocated and never written, and got what is not "
-                "finite from it; such calls are not judged"
-            )
+            if self.unwritten == 1:
+                self.remarks.setdefault(
+                    f"{site} read memory that was allocated and never written, and got what is not "
+                    "finite from it; such calls are not judged"
+                )
 
     def report(
         self,
@@ -181,6 +188,7 @@ class Reporter:
                 exact=exact,
                 time=time.time(),
             )
+            self.received = self.received or verdict.received
             self.file.write(finding)
             self.findings.append(finding)
             self._keep(finding, call, inputs, outputs)

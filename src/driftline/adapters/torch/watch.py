@@ -12,7 +12,7 @@ Nothing here changes what the program computes: tensors are read, never written.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,13 @@ from driftline.adapters.torch.screen import (
 )
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.stacklines import LineMarks, here, line_of, stack
-from driftline.adapters.torch.watched import WatchedOperator, numbers_in, parameters_in
+from driftline.adapters.torch.watched import (
+    WatchedOperator,
+    inputs_of,
+    numbers_in,
+    outputs_of,
+    parameters_in,
+)
 from driftline.adapters.torch.whereabouts import Spot, Whereabouts
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -148,8 +154,8 @@ class ErrorTap:
             for index in operator.tensors:
                 if index < len(args) and type(args[index]) in _NUMBERS:
                     args = _with_tensor(args, index)
-            if operator.silent:
-                looking = operator.allocates
+            if operator.silent or operator.collective:
+                looking = operator.allocates or operator.collective
             elif operator.overwrites:
                 with undisturbed():
                     before = self._about_to_go(operator, args, kwargs)
@@ -157,13 +163,15 @@ class ErrorTap:
             looking = False
             self._lost(func, error)
         result = func(*args, **kwargs)
-        if not looking or operator is None or operator.in_flight:
+        if not looking or operator is None:
             return result
         recording = torch.is_grad_enabled()
         try:
             with undisturbed():
                 if operator.allocates:
                     self._unwritten(result)
+                elif operator.collective:
+                    self._received((*args, *kwargs.values(), result))
                 else:
                     self._look(func, operator, args, kwargs, before, result, recording)
         except Exception as error:
@@ -190,7 +198,7 @@ class ErrorTap:
             self._lines.mark()
         suspicious = operator.short in self._closely
         elsewhere = False
-        for _, tensor in self._outputs(operator, args, kwargs, result):
+        for _, tensor in outputs_of(operator, args, kwargs, result):
             value = tensor
             if (
                 type(tensor) not in _ORDINARY
@@ -220,8 +228,8 @@ class ErrorTap:
         if elsewhere:
             param = parameters_in(operator, args, kwargs)
             call = self._call(spot, operator, visit, param, whole=False)
-            inputs = list(self._inputs(operator, args, kwargs))
-            outputs = list(self._outputs(operator, args, kwargs, result))
+            inputs = list(inputs_of(operator, args, kwargs))
+            outputs = list(outputs_of(operator, args, kwargs, result))
             allowed = reporter.allows(spot.site, operator.full_name)
             numbers = numbers_in(args, kwargs)
             self._device.add(call, operator.short, inputs, outputs, numbers, allowed)
@@ -243,7 +251,7 @@ class ErrorTap:
         parts: list[Part] = []
         read_from: dict[str, torch.Tensor] = {}
         judged: list[Input] = []
-        for name, alias, tensor in self._inputs(operator, args, kwargs):
+        for name, alias, tensor in inputs_of(operator, args, kwargs):
             value = plain(tensor)
             pattern = pattern_of(value.dtype) if value is not None else None
             if value is None or pattern is None:
@@ -257,13 +265,13 @@ class ErrorTap:
                 reading = read(value if source is None or source is tensor else source, pattern)
             parts.append(Part(name, source, reading, tensor.dtype, shape_of(tensor), alias))
             read_from[name] = value
-            origin = origins.of(value)
+            origin = reporter.origin(origins.of(value))
             if origin is Origin.UNKNOWN and value.numel() == 1:
                 origin = Origin.MEANT  # a number that the program wrote down
             mask = operator.short in LOGARITHMS and source is not None and is_mask(source)
             judged.append(Input(name, reading, origin, mask))
         outs: list[Part] = []
-        for slot, tensor in self._outputs(operator, args, kwargs, result):
+        for slot, tensor in outputs_of(operator, args, kwargs, result):
             value = plain(tensor)
             pattern = pattern_of(value.dtype) if value is not None else None
             if value is not None and pattern is not None:
@@ -293,33 +301,6 @@ class ErrorTap:
 
     # --- what a call reads and writes
 
-    def _inputs(
-        self, operator: WatchedOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Name, position and tensor of everything an operator reads."""
-        names = operator.arguments
-        for index, value in enumerate(args):
-            name = names[index] if index < len(names) else str(index)
-            if name not in operator.unread:
-                for slot, tensor in tensors_in(value, name):
-                    yield slot, str(index), tensor
-        for name, value in kwargs.items():
-            if name not in operator.unread:
-                for slot, tensor in tensors_in(value, name):
-                    yield slot, "", tensor
-
-    def _outputs(
-        self, operator: WatchedOperator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(result, torch.Tensor):
-            yield "0", result
-        elif isinstance(result, (list, tuple)):
-            for index, value in enumerate(result):
-                if index not in operator.scratch:
-                    yield from tensors_in(value, str(index))
-        for index, name in operator.written:
-            yield from tensors_in(args[index] if index < len(args) else kwargs.get(name), name)
-
     def _about_to_go(
         self, operator: WatchedOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Gone:
@@ -348,7 +329,19 @@ class ErrorTap:
                     if pattern_of(tensor.dtype) is not None:
                         self._origins.add(tensor, Origin.RAW)
                 elif not tensor.is_meta:
-                    self._device.unwritten(tensor)
+                    self._device.unread(tensor, Origin.RAW)
+
+    def _received(self, values: tuple[Any, ...]) -> None:
+        """A collective is under way: what its tensors will hold is other ranks' work too."""
+        for given in values:
+            for _, tensor in tensors_in(given, ""):
+                value = plain(tensor)
+                if value is None or pattern_of(value.dtype) is None or not value.numel():
+                    continue
+                if not value.is_cpu:
+                    self._device.unread(value, Origin.RECEIVED)
+                elif self._origins.of(value) is not Origin.MADE:
+                    self._origins.put(value, Origin.RECEIVED)
 
     # --- where
 

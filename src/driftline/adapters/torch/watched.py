@@ -4,7 +4,7 @@
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from driftline.adapters.torch.arguments import plain
 from driftline.adapters.torch.judging import Numbers
 from driftline.adapters.torch.schemas import Operator
+from driftline.adapters.torch.screen import tensors_in
 
 _ALLOCATES = frozenset(
     (
@@ -20,6 +21,7 @@ _ALLOCATES = frozenset(
     )
 )
 _LARGEST_INT = 2**1023
+_COLLECTIVES = ("c10d.", "_c10d_functional.")
 _LOGARITHMIC = {  # sums of exponentials for the backward pass: nothing has a logarithm of -inf
     "_ctc_loss": (1,),
     "_scaled_dot_product_flash_attention": (1,),
@@ -38,11 +40,12 @@ class WatchedOperator(Operator):
         short: Its name without the namespace.
         allocates: Its result is memory that nobody has written.
         overwrites: Position and name of arguments that it reads and writes.
+        collective: Other ranks may write into its tensors.
         mutates: It writes into something that was there before.
         defaults: Arguments that are no tensors and need not be given.
     """
 
-    __slots__ = ("allocates", "defaults", "mutates", "overwrites", "short")
+    __slots__ = ("allocates", "collective", "defaults", "mutates", "overwrites", "short")
 
     def __init__(self, func: Any) -> None:
         super().__init__(func)
@@ -50,6 +53,7 @@ class WatchedOperator(Operator):
         self.scratch = self.scratch.union(_LOGARITHMIC.get(self.short, ()))
         if self.full_name.endswith("_mode"):
             self.short += "_mode"  # a division that rounds: its zeros are the point
+        self.collective = self.name.startswith(_COLLECTIVES) and self.short != "wait_tensor"
         self.allocates = self.name in _ALLOCATES
         schema = getattr(func, "_schema", None)
         arguments = schema.arguments if schema is not None else ()
@@ -103,3 +107,33 @@ def _has_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(isinstance(one, torch.Tensor) for one in value)
     return isinstance(value, torch.Tensor)
+
+
+def inputs_of(
+    operator: WatchedOperator, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Name, position and tensor of everything a call reads."""
+    names = operator.arguments
+    for index, value in enumerate(args):
+        name = names[index] if index < len(names) else str(index)
+        if name not in operator.unread:
+            for slot, tensor in tensors_in(value, name):
+                yield slot, str(index), tensor
+    for name, value in kwargs.items():
+        if name not in operator.unread:
+            for slot, tensor in tensors_in(value, name):
+                yield slot, "", tensor
+
+
+def outputs_of(
+    operator: WatchedOperator, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Slot and tensor of everything a call writes."""
+    if isinstance(result, torch.Tensor):
+        yield "0", result
+    elif isinstance(result, (list, tuple)):
+        for index, value in enumerate(result):
+            if index not in operator.scratch:
+                yield from tensors_in(value, str(index))
+    for index, name in operator.written:
+        yield from tensors_in(args[index] if index < len(args) else kwargs.get(name), name)
