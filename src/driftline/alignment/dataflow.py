@@ -73,8 +73,10 @@ class Dataflows:
             return known
         if look not in self._by_look:
             leaves = [call for call in calls if call.leaf and call.called]
-            makers = _from_bytes(self._run, leaves) if _has_operators(leaves) else {}
-            self._by_look[look] = known._replace(makers=makers)
+            if _has_operators(leaves):
+                makers, names = _from_bytes(self._run, [call for call in calls if call.called])
+                known = known._replace(makers=makers, names=names)
+            self._by_look[look] = known
         return self._by_look[look]
 
 
@@ -130,27 +132,32 @@ def _list(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def _from_bytes(run: Run, leaves: Sequence[Call]) -> dict[Place, Place]:
-    """Edges where an input holds the very bytes of an output made before it."""
+def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], dict[Place, str]]:
+    """Edges where an input holds the very bytes of an output made before it; and names of bytes."""
     made: dict[str, Place] = {}
     makers: dict[Place, Place] = {}
+    names: dict[Place, str] = {}
     read = 0
-    for call in sorted(leaves, key=lambda call: call.order):
-        for port in ("input", "output"):
+    for call in sorted(calls, key=lambda call: call.order):
+        for port in ("input", "output") if call.leaf else ("input",):
             for record in call.records:
                 if record.key.port != port or record.key.phase != "forward":
                     continue
                 known = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
-                if not known or len(record.shape) < 2:
+                if not known or not record.shape:
                     continue
                 digest, length = _sampled(run, record)
                 read += length
                 place = (record.key.site, record.key.slot)
-                if port == "output" and digest:
+                if digest and port == "input":
+                    names[place] = digest
+                if not digest or len(record.shape) < 2 or not call.leaf:
+                    continue
+                if port == "output":
                     made[digest] = place
                 elif digest in made:
                     makers[place] = made[digest]
-    return makers
+    return makers, names
 
 
 def _sampled(run: Run, record: Record) -> tuple[str, int]:

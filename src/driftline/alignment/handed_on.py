@@ -7,6 +7,7 @@ the dump's topology gives tensors do.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from driftline.alignment.calls import Call
@@ -29,25 +30,30 @@ class HandedOn:
     def __init__(self, pairs: Iterable[Pair], ours: Dataflow, theirs: Dataflow) -> None:
         self._flows = (ours, theirs)
         self._pairs: dict[str, list[Pair]] = {}
-        self._known: tuple[set[str], set[str]] = (set(), set())
         for pair in pairs:
             names = name_of(pair.reference, ours), name_of(pair.candidate, theirs)
             if all(names):
                 self._pairs.setdefault(names[0], []).append(pair)
-                self._known[0].add(names[0])
-                self._known[1].add(names[1])
 
     def pairs_of(
         self, one: Call, other: Call, free: set[int], confidence: float
     ) -> tuple[list[Pair], set[int]]:
-        """Pairs of two containers' inputs, and all records that operators inside have told of."""
-        there = {name_of(r, self._flows[1]): r for r in other.records if id(r) in free}
+        """Pairs of two containers' inputs, and the records in them."""
+        there: dict[str, list[Record]] = {}
+        for record in other.records:
+            if id(record) in free:
+                there.setdefault(name_of(record, self._flows[1]), []).append(record)
+        seen: Counter[str] = Counter()
         found: dict[tuple[int, int, str], Pair] = {}
         for record in one.records:
             if id(record) not in free:
                 continue
-            for pair in self._pairs.get(name_of(record, self._flows[0]), ()):
-                partner = there.get(name_of(pair.candidate, self._flows[1]))
+            name = name_of(record, self._flows[0])
+            nth = seen[name]  # equal bytes have equal names: the nth goes with the nth
+            seen[name] += 1
+            for pair in self._pairs.get(name, ()):
+                fitting = there.get(name_of(pair.candidate, self._flows[1]), ())
+                partner = fitting[min(nth, len(fitting) - 1)] if fitting else None
                 alike = partner is not None and _alike(record, pair.reference)
                 if partner is None or not alike or not _alike(partner, pair.candidate):
                     continue
@@ -55,12 +61,7 @@ class HandedOn:
                 theirs = _instead(pair.candidate_recipe, pair.candidate, partner)
                 both = Pair(record, partner, "structure", confidence, mine, theirs)
                 found.setdefault((id(record), id(partner), f"{mine} {theirs}"), both)
-        told = {
-            id(record)
-            for side, call in enumerate((one, other))
-            for record in call.records
-            if name_of(record, self._flows[side]) in self._known[side]
-        }
+        told = {id(record) for pair in found.values() for record in pair.records}
         return list(found.values()), told
 
 

@@ -1,19 +1,19 @@
 """Equal numbers of operators that are used for something else: the second is q here and k there.
 
 Names that only count operators agree wherever two programs have the same ones; if a program calls
-them in another order, the edges of its topology tell. Reads no tensor.
+them in another order, the edges of its topology tell, or who reads what whom gave.
 """
 
 from __future__ import annotations
 
 from driftline.alignment.calls import Call, Frame, calls_of, frames_of
-from driftline.alignment.dataflow import edges_of
+from driftline.alignment.dataflow import Dataflows
 from driftline.alignment.dataroles import tell_by_dataflow
 from driftline.runs.run import Run
 
 
 def rewired(reference: Run, candidate: Run) -> str:
-    """A site of both runs that has another role in each, by the topologies; empty if none has."""
+    """A site of both runs that has another role in each, by the dataflow; empty if none has."""
     ours = frames_of(reference.records)
     theirs = frames_of(candidate.records)
     seen: set[tuple[int, int]] = set()
@@ -32,7 +32,7 @@ def rewired(reference: Run, candidate: Run) -> str:
 
 def _told(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
     """What the edges alone say of each projection."""
-    flow = edges_of(run, frame.rank, frame.process)
+    flow = Dataflows(run).of(frame, calls, None)
     if not flow.makers:
         return {}
     for call in calls:
