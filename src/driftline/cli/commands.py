@@ -122,6 +122,11 @@ COMMANDS: dict[str, Command] = {
         "run a program several times: is it deterministic, is it batch-invariant",
         takes_program=True,
     ),
+    "trend": Command(
+        "driftline.cli.trend:trend",
+        "Diagnose",
+        "a figure of every layer over steps or releases: when did it start to grow",
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),

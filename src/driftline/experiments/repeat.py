@@ -102,7 +102,11 @@ def repeat(
     for word in vary:
         if word not in VARIES:
             raise BadInput(f"there is no --vary {word}", hint=did_you_mean(word, VARIES))
-    say = tell or (lambda _: None)
+
+    def say(sentence: str) -> None:
+        if tell is not None:
+            tell(sentence)
+
     with tempfile.TemporaryDirectory(prefix="driftline-repeat-") as folder:
         desk = _Desk(argv, selection or Selection(), Path(folder))
         runs: list[Run] = []
@@ -187,9 +191,7 @@ def _compared(question: str, runs: Sequence[Run]) -> Side:
     differing = 0
     first = None
     for record in runs[0].records:
-        if any(
-            (r := other.get(record.key)) is None or r.digest != record.digest for other in others
-        ):
+        if any(_digest(other.get(record.key)) != record.digest for other in others):
             differing += 1
             first = first or record.key
     extra = [key for other in others for key in other if key not in set(keys)]
@@ -207,6 +209,10 @@ def _compared(question: str, runs: Sequence[Run]) -> Side:
         question, first is None, len(keys), differing, first.site if first else "",
         str(first) if first else "",
     )  # fmt: skip
+
+
+def _digest(record: Record | None) -> str:
+    return "" if record is None else record.digest
 
 
 def _slices(question: str, base: Run, other: Run, size: int) -> Side:
@@ -256,12 +262,13 @@ def _relative(record: Record, ours: Any, theirs: Any) -> float:
     dtype = DTYPES[record.dtype]
     if dtype.bits < 8:
         return 0.0
-    one, two = (
+    both: list[Any] = [
         to_float64(np.ascontiguousarray(values).reshape(-1), dtype, values.size)
         for values in (ours, theirs)
-    )
+    ]
+    one, two = both
     norm = float(np.linalg.norm(one))
-    error = float(np.linalg.norm(one - two)) / norm if norm else math.inf
+    error = float(np.linalg.norm(np.subtract(one, two))) / norm if norm else math.inf
     return error if math.isfinite(error) else 0.0
 
 

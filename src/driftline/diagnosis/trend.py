@@ -1,0 +1,206 @@
+"""How a figure of each site moves over the steps of a run, or from one release to the next.
+
+Reads summaries where a run holds nothing else, and makes them from values where it does. Says when
+a site began to grow; why it did is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from driftline.errors import BadInput, DriftlineError, did_you_mean
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.kernel import summarize
+from driftline.numerics.summary import Summary
+from driftline.runs.record import Record
+from driftline.runs.run import Run, kept_elements
+
+SCHEMA = 1
+FIGURES = ("rms", "max_abs", "mean", "std", "nonfinite", "zeros")
+GREW = 2.0
+"""Times its usual size: from there on a site is said to grow (or, as a fraction, to shrink)."""
+
+
+class Series(NamedTuple):
+    """One tensor's figure over all points.
+
+    Attributes:
+        site: Where.
+        port: Which side of it.
+        slot: Which tensor.
+        values: One per point; None where there is none.
+        ratio: The last value over the usual one of the beginning.
+        since: Index of the first point that is out of the usual and is not followed by a usual one;
+            None if there is no such point.
+    """
+
+    site: str
+    port: str
+    slot: str
+    values: tuple[float | None, ...]
+    ratio: float
+    since: int | None
+
+
+class Trend(NamedTuple):
+    """All series.
+
+    Attributes:
+        figure: What was followed.
+        over: steps or runs.
+        points: Their names.
+        series: In execution order.
+        notes: What could not be taken into account.
+    """
+
+    figure: str
+    over: str
+    points: tuple[str, ...]
+    series: tuple[Series, ...]
+    notes: tuple[str, ...] = ()
+
+    def moved(self) -> list[Series]:
+        """Those that left their usual size: the earliest first, then as they are executed."""
+        found = [one for one in self.series if one.since is not None]
+        order = {id(one): at for at, one in enumerate(self.series)}
+        return sorted(found, key=lambda one: (one.since or 0, order[id(one)]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "figure": self.figure,
+            "over": self.over,
+            "points": list(self.points),
+            "notes": list(self.notes),
+            "series": [
+                {
+                    "site": one.site,
+                    "port": one.port,
+                    "slot": one.slot,
+                    "since": None if one.since is None else self.points[one.since],
+                    "ratio": one.ratio if math.isfinite(one.ratio) else None,
+                    "values": [v if v is None or math.isfinite(v) else None for v in one.values],
+                }
+                for one in self.series
+            ],
+        }
+
+
+def trend(runs: Sequence[Run], *, figure: str = "rms", ports: Sequence[str] = ("output",)) -> Trend:
+    """Follow one figure of every tensor.
+
+    Args:
+        runs: One run: its steps are the points. Several: each run is one, its steps taken together.
+        figure: rms, max_abs, mean, std, nonfinite or zeros.
+        ports: Which sides.
+
+    Raises:
+        BadInput: A figure that does not exist, one point only, or nothing to follow.
+    """
+    if figure not in FIGURES:
+        raise BadInput(f"there is no figure '{figure}'", hint=did_you_mean(figure, FIGURES))
+    over = "steps" if len(runs) == 1 else "runs"
+    points: list[Any] = (
+        sorted({record.key.step for record in runs[0].records})
+        if over == "steps"
+        else list(range(len(runs)))
+    )
+    if len(points) < 2:
+        raise BadInput(
+            f"a trend needs more than one point, and '{runs[0].name}' has one step",
+            hint="dump all steps with --step '*' --keep summary, or give several runs",
+        )
+    index = {point: at for at, point in enumerate(points)}
+    found: dict[tuple[str, str, str], list[list[float]]] = {}
+    notes: dict[str, int] = {}
+    for number, run in enumerate(runs):
+        for record in run.records:
+            if record.key.port not in ports or not DTYPES[record.dtype].is_floating:
+                continue
+            value = _figure(run, record, figure, notes)
+            if value is None:
+                continue
+            key = (record.key.site, record.key.port, record.key.slot)
+            at = index[record.key.step] if over == "steps" else number
+            found.setdefault(key, [[] for _ in points])[at].append(value)
+        run.release()
+    if not found:
+        why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
+        raise BadInput(f"there is nothing to follow: {why}", hint="dump with --keep summary")
+    return Trend(
+        figure,
+        over,
+        tuple(str(p) for p in points) if over == "steps" else tuple(run.name for run in runs),
+        tuple(_series(key, values, figure) for key, values in found.items()),
+        tuple(f"{count} tensors: {why}" for why, count in notes.items()),
+    )
+
+
+def _figure(run: Run, record: Record, figure: str, notes: dict[str, int]) -> float | None:
+    summary = record.summary
+    if summary is None:
+        if record.kept not in ("full", "sample"):
+            why = f"only the {record.kept} was kept, which has no figures"
+            notes[why] = notes.get(why, 0) + 1
+            return None
+        try:
+            raw = run.raw(record)
+        except DriftlineError as problem:
+            notes[str(problem)] = notes.get(str(problem), 0) + 1
+            return None
+        summary = summarize(raw, DTYPES[record.dtype], count=kept_elements(record))
+    return figure_of(summary, figure)
+
+
+def figure_of(summary: Summary, figure: str) -> float | None:
+    """One figure of a summary; None where it does not know it."""
+    if figure == "rms":
+        finite = summary.count - summary.nan - summary.pos_inf - summary.neg_inf
+        value = summary.l2 / math.sqrt(finite) if finite > 0 else math.nan
+    elif figure == "max_abs":
+        value = max(abs(summary.min), abs(summary.max))
+    elif figure == "nonfinite":
+        value = float(summary.nan + summary.pos_inf + summary.neg_inf)
+    else:
+        known: Mapping[str, float] = {
+            "mean": summary.mean,
+            "std": summary.std,
+            "zeros": float(summary.zeros),
+        }
+        value = known[figure]
+    return None if math.isnan(value) else value
+
+
+def _series(key: tuple[str, str, str], gathered: Sequence[Sequence[float]], figure: str) -> Series:
+    """Several tensors of one point (visits, ranks, steps of a run) count as their largest."""
+    values = tuple(max(each, key=abs) if each else None for each in gathered)
+    usual, since = _departure(values, grows_from_nothing=figure in ("nonfinite", "zeros"))
+    last = next((v for v in reversed(values) if v is not None), math.nan)
+    ratio = abs(last) / usual if usual else (1.0 if not last else math.inf)
+    return Series(*key, values, ratio, since)
+
+
+def _departure(
+    values: Sequence[float | None], *, grows_from_nothing: bool
+) -> tuple[float, int | None]:
+    """The usual size at the beginning, and where the values leave it for good.
+
+    The first third, at least one point and at most twenty, is what is usual.
+    """
+    sizes = [(at, abs(value)) for at, value in enumerate(values) if value is not None]
+    if not sizes:
+        return 0.0, None
+    head = sizes[: max(1, min(20, len(sizes) // 3))]
+    usual = median(size for _, size in head)
+    if not usual and not grows_from_nothing:
+        usual = min((size for _, size in sizes if size), default=0.0)
+    since: int | None = None
+    for at, size in reversed(sizes):
+        away = size > 0 if not usual else not usual / GREW < size < usual * GREW
+        if not away:
+            break
+        since = at
+    return usual, since
