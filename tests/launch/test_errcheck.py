@@ -247,6 +247,12 @@ for step in range(4):
     assert "(loss - loss).sqrt()" in found.forward_line and "loss.backward()" in found.code
 
 
+def test_what_happens_again_at_a_site_is_one_paragraph(errcheck) -> None:
+    done = errcheck(text=BAD + "for _ in range(30): net(torch.ones(2, 4))\n")
+    assert len(done.found) == 30 and done.out.count("NaN made by") == 1
+    assert "and 29 more there, the last in step 29" in done.out
+
+
 def test_module_level_is_as_exact_as_a_module(errcheck) -> None:
     done = errcheck("--level", "module", text=LLAMA, words=["plant"])
     (found,) = done.found

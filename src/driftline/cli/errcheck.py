@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
+from driftline.adapters.findings import Finding
 from driftline.cli import dump_words as words
 from driftline.cli.parsing import Option
 from driftline.errors import BadInput
@@ -132,14 +133,17 @@ def messages(outcome: WatchOutcome) -> list[str]:
 def findings(outcome: WatchOutcome) -> list[str]:
     """The result: what was found. The one at which the program was stopped comes last."""
     lines: list[str] = []
-    shown = list(outcome.findings[:MOST_SHOWN])
     stopped = outcome.stopped
-    if stopped is not None:
-        shown = [one for one in shown if (one.pid, one.number) != (stopped.pid, stopped.number)]
-    for one in shown:
-        lines += one.lines()
-    if len(outcome.findings) > MOST_SHOWN:
-        lines.append(f"and {len(outcome.findings) - MOST_SHOWN} more findings in the files")
+    alike: dict[tuple[object, ...], list[Finding]] = {}
+    for one in outcome.findings:
+        if stopped is None or (one.pid, one.number) != (stopped.pid, stopped.number):
+            alike.setdefault((one.site, one.types, one.cause, one.rank), []).append(one)
+    for those in list(alike.values())[:MOST_SHOWN]:
+        lines += those[0].lines()
+        if len(those) > 1:
+            lines.append(f"  and {len(those) - 1} more there, the last in step {those[-1].step}")
+    if len(alike) > MOST_SHOWN:
+        lines.append(f"findings at {len(alike) - MOST_SHOWN} more sites are in the files")
     for probed in outcome.atb or ():
         lines.append(f"overflow in {probed.operator}, says the ATB probe in {probed.path.name}")
     if stopped is not None:
