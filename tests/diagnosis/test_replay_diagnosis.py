@@ -25,8 +25,15 @@ def references() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("llama", "float32"),
+        ("gpt2", "bfloat16"),
+        pytest.param("llama", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gpt2", "float32", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_at_its_module_with_its_cause(
     bug: str, model: str, dtype: str, references: dict[str, Any]
@@ -54,7 +61,13 @@ def test_a_planted_bug_is_found_at_its_module_with_its_cause(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("way", ["same", "eager", "fused", "eager and fused"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "eager and fused",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("same", "eager", "fused")),
+    ],
+)
 def test_no_clean_pair_raises_an_alarm(model: str, dtype: str, way: str) -> None:
     make = MODELS[model]
     for seed, shape in ((0, (4, 48)), (1, (1, 512)), (2, (2, 8))):

@@ -35,8 +35,15 @@ def trusted() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("evidence", ["two runs", "noise"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "evidence"),
+    [
+        ("llama", "two runs"),
+        ("gpt2", "noise"),
+        pytest.param("llama", "noise", marks=pytest.mark.slow),
+        pytest.param("gpt2", "two runs", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("bug", GROSS)
 def test_a_gross_bug_is_found_at_its_module(
     bug: str, model: str, evidence: str, trusted: dict[str, Any]

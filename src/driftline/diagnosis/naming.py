@@ -14,10 +14,11 @@ import numpy as np
 
 from driftline.alignment.plan import Plan
 from driftline.diagnosis.artefacts import Replay
-from driftline.diagnosis.calls import Place, Site, contains
+from driftline.diagnosis.calls import Call, Place, Site, contains
 from driftline.diagnosis.causes.case import F64, Case, Flags
 from driftline.diagnosis.causes.catalogue import RULES_FOR_INPUTS, Clue, best_clue
 from driftline.diagnosis.causes.linear import what_it_saw
+from driftline.diagnosis.handed import own_code
 from driftline.diagnosis.reading import index, read_whole
 from driftline.diagnosis.replayed import Judgement
 from driftline.diagnosis.statuses import Standing
@@ -138,31 +139,33 @@ class _Desk:
         return found
 
     def _handed(self, place: Place, standing: Standing) -> tuple[Case, str] | None:
-        """The first input of a part that is off although nothing made before it is."""
+        """The tensor handed to a part that is off most beyond what it can have been made of."""
         if place.direction != "forward":
             return None
+        near = {
+            other: site
+            for other, site in self.sites.items()
+            if other == place or contains(place.site, other.site)
+        }
+        found = own_code(near).get(place)
         call = standing.call
-        first: tuple[int, Case, str] | None = None
-        for other, site in self.sites.items():
-            if other.direction != "forward" or not contains(place.site, other.site):
+        best: tuple[float, Call] | None = None
+        for handed in found.calls if found is not None else ():
+            if (handed.step, handed.rank) != (call.step, call.rank):
                 continue
-            for inner in site.calls:
-                if inner.step != call.step or inner.rank != call.rank:
-                    continue
-                for row in inner.ins:
-                    known = max(call.error_in, 4.0 * call.unit, 1e-7)
-                    if _error(row.metrics) <= 3.0 * known:
-                        continue
-                    if first is not None and row.order >= first[0]:
-                        continue
-                    noise = max(call.error_in if math.isfinite(call.error_in) else 0.0, 0.0)
-                    case = self._plain(row.key, site, max(noise, call.unit))
-                    if case is not None:
-                        first = row.order, case, str(row.key)
-        return None if first is None else (first[1], first[2])
+            ratio = handed.error / max(math.hypot(handed.error_in, handed.unit / 2.0), 1e-300)
+            if ratio > 1.3 and (best is None or ratio > best[0]):
+                best = ratio, handed
+        if best is None:
+            return None
+        handed = best[1]
+        row, owner = handed.outs[0], self.sites[place]
+        noise = max(handed.error_in if math.isfinite(handed.error_in) else 0.0, handed.unit)
+        case = self._plain(row.key, owner, noise)
+        return None if case is None else (case, str(row.key))
 
     def _plain(self, key: TensorKey, site: Site, noise: float) -> Case | None:
-        """Reference against candidate, of any tensor."""
+        """Reference against candidate, of a tensor that a site's own code made."""
         pair = self.partner.get(key)
         if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
             return None
@@ -171,9 +174,8 @@ class _Desk:
         if r is None or c is None or r.shape != c.shape or r.ndim == 0:
             return None
         dtype = DTYPES[pair.candidate.dtype]
-        parent = site.name.rpartition(".")[0]
+        parent = site.name
         inputs = self._made_before(pair.candidate, parent)
-        owner = self.sites.get(Place("forward", parent))
         return Case(
             r,
             c,
@@ -181,10 +183,27 @@ class _Desk:
             dtype.unit_roundoff,
             dtype.name,
             parent,
-            owner.class_name if owner else "",
+            site.class_name,
             inputs,
             pads=self._pads(pair.candidate, c.shape),
+            parts=self._parts(pair.candidate, parent),
         )
+
+    def _parts(self, record: Record, parent: str) -> dict[str, F64]:
+        """What a container was given, and what its parts had made before it handed this on."""
+        found: dict[str, F64] = {}
+        for other in self.runs.candidate.records:
+            of = other.key
+            if of.step != record.key.step or of.rank != record.key.rank:
+                continue
+            if other.order >= record.order:
+                continue
+            made = of.port == "output" and of.site.rpartition(".")[0] == parent
+            if made or (of.port == "input" and of.site == parent):
+                values = read_whole(self.runs.candidate, other)
+                if values is not None:
+                    found[of.site if made else of.slot] = values
+        return found
 
     def _case(
         self, key: TensorKey, site: Site, standing: Standing, judged: Judgement | None

@@ -53,6 +53,8 @@ class Case:
         class_name: Its class.
         inputs: Floating tensors that the candidate's site was given, and tensors that were made
             shortly before, by name.
+        parts: Of a container's own code: what its parts had made by then, by site, and what it was
+            given, by slot.
         params: Its weights, by name, where they were captured.
         others: Reference tensors of the same shape made elsewhere in the same layer, by site.
         before: What the candidate had here at earlier calls.
@@ -77,6 +79,7 @@ class Case:
     repeats: tuple[F64, ...] = ()
     pads: Flags | None = None
     leaning: bool = False
+    parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
 
     @cached_property
     def finite(self) -> Flags:

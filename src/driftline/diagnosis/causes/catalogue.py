@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from driftline.diagnosis.causes.activation import activation
+from driftline.diagnosis.causes.attention import attention
 from driftline.diagnosis.causes.case import Case, Clue, Rule
 from driftline.diagnosis.causes.determinism import nondeterminism
 from driftline.diagnosis.causes.dropout import dropout
@@ -44,7 +45,7 @@ CAUSES: dict[str, str] = {
 RULES: tuple[Rule, ...] = (
     *(nan_birth, saturation, nondeterminism, missing_reduction),
     *(dropout, zeroed, stale, shift, transpose, permutation),
-    *(activation, mask, scale, offset, norm_precision, low_precision),
+    *(attention, activation, mask, scale, offset, norm_precision, low_precision),
 )
 
 RULES_FOR_INPUTS: tuple[Rule, ...] = (stale, shift, transpose, permutation)
@@ -72,6 +73,10 @@ def best_clue(case: Case, rules: Sequence[Rule] = RULES) -> tuple[Clue | None, l
     if not found or found[0].score < _CLEAR:
         return None, found
     best = found[0]
+    if (
+        inner := next((c for c in found if c.detail == "attention" and c.score > 0.9), None)
+    ) is not None:
+        return inner, found  # recomputed as a whole, with nothing fitted but a factor
     for clue in found[1:]:
         if clue.cause != best.cause and clue.score > best.score - _MARGIN:
             preferred = _preferred(best, clue)

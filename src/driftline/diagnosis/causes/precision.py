@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 
@@ -25,6 +26,9 @@ _SHOWN = {
     "float16": "fp16",
     "tf32": "tf32",
 }
+
+
+_LINEAR = re.compile(r"linear|conv|proj|dense|matmul|gemm|fc")
 
 
 def low_precision(case: Case) -> Clue | None:
@@ -65,7 +69,7 @@ def _on_a_grid(case: Case) -> Clue | None:
             return Clue(
                 "low-precision", 0.95, f"every value lies on the grid of {_SHOWN[name]}", name
             )
-    grid = _integer_grid(c)
+    grid = _integer_grid(c) if case.unit <= 2.0**-11 else 0
     if grid and not _integer_grid(r):
         return Clue("low-precision", 0.95, f"values lie on {grid} equal steps", "int8")
     return None
@@ -84,7 +88,7 @@ def _integer_grid(values: F64) -> int:
     if not step > 0.0:
         return 0
     counts = distinct / step
-    if float(np.max(np.abs(counts - np.rint(counts)))) > 0.02 or counts[-1] > 32768:
+    if float(np.max(np.abs(counts - np.rint(counts)))) > 0.02 or counts[-1] > 300:
         return 0
     return int(np.rint(counts[-1]))
 
@@ -100,8 +104,10 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
     varying = float(np.sum((rows - rows.mean(axis=0)) ** 2))
     errors = (error, math.sqrt(beyond / max(varying, 1e-300)))
     for name, unit in UNITS.items():
-        # Rounding inputs (or inputs and weights) of a product leaves 0.3 to 1.2 units in it.
-        fits = any(0.22 * unit <= each <= 1.3 * unit for each in errors)
+        # Rounding inputs (or inputs and weights) of a product leaves 0.3 to 0.7 units in it.
+        if unit >= 2.0**-4 and not _LINEAR.search(case.words):
+            continue  # so coarse that anything may look like it, but for products
+        fits = any(0.22 * unit <= each <= 0.85 * unit for each in errors)
         if unit > 1.5 * case.unit and fits and name != "tf32":
             shown = "fp16 or tf32" if name == "float16" else _SHOWN[name]
             return Clue(
