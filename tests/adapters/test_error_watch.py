@@ -129,6 +129,12 @@ class TestProducers:
         assert found.cause == "entered" and found.types == ("nan",)
         assert "came in with" in found.sentence()
 
+    def test_a_parameter_of_one_element_is_no_constant(self, watch) -> None:
+        scale = nn.Parameter(torch.tensor(math.nan))
+        with watch() as w:
+            torch.ones(3) * scale
+        assert only(w).cause == "entered"
+
     def test_one_thread_beside_another_is_watched(self, watch) -> None:
         net = nn.Sequential(nn.Linear(2, 2))
 

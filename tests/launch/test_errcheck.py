@@ -108,7 +108,16 @@ def test_the_inputs_of_a_finding_open_as_a_run(errcheck) -> None:
     opened = open_run(run)
     assert opened.get("(root)/aten.log", "input").numpy().shape == (2, 4)
     assert opened.get("(root)/aten.log", "output").record.class_name == "aten.log.default"
-    assert f"driftline show {Path('found') / run.name}" in done.err
+    assert f"driftline opcheck -i {Path('found') / run.name}" in done.err
+
+
+def test_a_found_call_is_replayed_by_opcheck(errcheck, capfd) -> None:
+    text = "import torch\ntorch.full((2, 3), -float('inf')).softmax(1)\ntorch.zeros(3) / 0\n"
+    done = errcheck(text=text)
+    assert len(done.found) == 2
+    (run,) = done.folder.glob("errcheck_*")
+    assert main(["opcheck", "-i", str(run)]) == 0
+    assert "2 operators checked" in capfd.readouterr().out
 
 
 def test_a_program_that_is_killed_right_after_has_lost_nothing(errcheck) -> None:

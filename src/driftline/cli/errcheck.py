@@ -124,7 +124,8 @@ def messages(outcome: WatchOutcome) -> list[str]:
         lines += [f"  note: {text}" for text in outcome.remarks[:MOST_SHOWN]]
     if outcome.findings and plan.says("info"):
         where = shlex.quote(_shown(plan.folder))
-        lines.append(f"  written to {where}; its tensors: driftline show {where}")
+        look = "opcheck -i" if plan.level == "operator" else "show"
+        lines.append(f"  written to {where}, tensors and all: driftline {look} {where}")
     if lines and lines[0].startswith("  "):
         lines[0] = f"driftline: {lines[0].strip()}"
     return lines

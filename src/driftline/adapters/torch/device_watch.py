@@ -232,6 +232,7 @@ class DeviceWatch:
         if known is None or not known.asked:
             origin = known.origin if known is not None else Origin.UNKNOWN
             known = self._ask(value, pattern, origin, None)
+            known.single = known.single and not tensor.requires_grad
             self._values.put(value, known)
         return known
 

@@ -266,7 +266,7 @@ class ErrorTap:
             parts.append(Part(name, source, reading, tensor.dtype, shape_of(tensor), alias))
             read_from[name] = value
             origin = reporter.origin(origins.of(value))
-            if origin is Origin.UNKNOWN and value.numel() == 1:
+            if origin is Origin.UNKNOWN and value.numel() == 1 and not tensor.requires_grad:
                 origin = Origin.MEANT  # a number that the program wrote down
             mask = operator.short in LOGARITHMS and source is not None and is_mask(source)
             judged.append(Input(name, reading, origin, mask))
