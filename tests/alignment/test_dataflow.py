@@ -8,11 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import driftline
+from driftline.alignment.calls import calls_of
+from driftline.alignment.dataflow import edges_of
+from driftline.alignment.dataroles import tell_by_dataflow
 from driftline.alignment.plan import Plan
 from driftline.comparison.table import Table
 from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
+from driftline.testing.runs import run_of
 
 PROMPT = np.array([[3, 1, 4, 1, 5]])
 FIRST = "1_Decoder_layer.1_LinearOperation"
@@ -117,9 +123,6 @@ def test_a_layer_that_was_given_other_bytes_than_its_operators_took_is_a_finding
 
 
 def test_edges_that_are_nonsense_change_nothing(tmp_path: Path) -> None:
-    from driftline.alignment.dataflow import edges_of
-    from driftline.testing.runs import run_of
-
     run = run_of({"a": np.zeros((2, 2), np.float32)})
     run.topology = lambda rank=0, process=0: {  # type: ignore[method-assign]
         "edges": [None, 3, ["a"], ["a", 1, None, 2], {"from": "a"}, ["a", "0", "b", "1"]],
@@ -129,3 +132,42 @@ def test_edges_that_are_nonsense_change_nothing(tmp_path: Path) -> None:
     assert dict(flow.makers) == {("b", "1"): ("a", "0")}
     assert flow.source("b", "1") == "a/0"
     assert dict(flow.names) == {("b", "1"): "w"}
+
+
+_KINDS = tuple(
+    f"{word}Operation"
+    for word in "Linear Split SelfAttention Rope Elewise Activation Slice RmsNorm".split()
+)
+_SITES = [f"{at}_{kind}" for at, kind in enumerate(_KINDS * 2)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_graph_however_odd_breaks_the_roles(data: st.DataObject) -> None:
+    shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+    tensors: dict[str, Any] = {}
+    for site in _SITES:
+        for port in ("input", "output"):
+            for slot in range(data.draw(st.integers(0, 3))):
+                tensors[f"{site}/{port}/{slot}"] = np.zeros(data.draw(shapes), np.float32)
+    tensors["x"] = np.zeros(2, np.float32)
+    run = run_of(tensors, classes={site: site.partition("_")[2] for site in _SITES})
+    ends = st.tuples(
+        st.sampled_from(_SITES),
+        st.sampled_from("012"),
+        st.sampled_from(_SITES),
+        st.sampled_from("012"),
+    )
+    edges = data.draw(st.lists(ends, max_size=40))
+    roots = [
+        {"site": site, "param": {"offsets": [data.draw(st.integers(-3, 9))]}} for site in _SITES
+    ]
+    run.topology = lambda rank=0, process=0: {  # type: ignore[method-assign]
+        "edges": [list(edge) for edge in edges], "roots": roots,
+    }  # fmt: skip
+    calls = calls_of(list(run.records))
+    tell_by_dataflow(calls, edges_of(run, 0, 0))
+    for call in calls:
+        assert call.role in ("", "q", "k", "v", "gate", "up")
+        assert all(0 <= start < stop or start == stop for _, start, stop in call.layout)
+    driftline.align(run, run_of(tensors, classes={s: s.partition("_")[2] for s in _SITES}))

@@ -1,8 +1,8 @@
 """The door to alignment: two runs and what the user said become one plan.
 
 Rules are tried strongest first; each sees only what the stronger ones left over. What is not needed
-is not imported: runs whose names agree never pay for the rest. No rule knows another, and none
-reads values, but for the bytes that tell two inputs of one graph node apart.
+is not imported: runs whose names agree never pay for the rest. No rule knows another; values are
+read where they break a tie, and where bytes say who feeds whom.
 """
 
 from __future__ import annotations
