@@ -134,10 +134,8 @@ def test_edges_that_are_nonsense_change_nothing(tmp_path: Path) -> None:
     assert dict(flow.names) == {("b", "1"): "w"}
 
 
-_KINDS = tuple(
-    f"{word}Operation"
-    for word in "Linear Split SelfAttention Rope Elewise Activation Slice RmsNorm".split()
-)
+_WORDS = ("Linear", "Split", "SelfAttention", "Rope", "Elewise", "Activation", "Slice", "RmsNorm")
+_KINDS = tuple(f"{word}Operation" for word in _WORDS)
 _SITES = [f"{at}_{kind}" for at, kind in enumerate(_KINDS * 2)]
 
 
