@@ -129,3 +129,30 @@ def test_filters_hold_for_the_list_too(dump, workshop) -> None:
     sheet = driftline.open_run(workshop / "some").sheet("operation_tensors_0.csv")
     lines = read_operations(sheet, 0)
     assert {line.name for line in lines} == {"Linear_1_0", "aten.addmm.default_1_0_0"}
+
+
+def test_a_killed_program_and_a_second_process_leave_their_lists(dump, workshop) -> None:
+    (workshop / "killed.py").write_text(
+        "import os, signal, torch\n"
+        "model = torch.nn.Linear(3, 3)\n"
+        "model(torch.ones(1, 3))\n"
+        "if os.fork():\n"
+        "    os.wait()\n"
+        "else:\n"
+        "    model(torch.ones(2, 3))\n"
+        "    os._exit(0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = dump("--type", "op", "layer", "onnx", "--step", "*", "-o", "killed", run=["killed.py"])
+    assert done.code == 128 + 9
+    run = driftline.open_run(workshop / "killed")
+    for process in (0, 1):
+        names = [
+            line.kind
+            for name in run.sheets(0, process)
+            if name.startswith("operation_tensors")
+            for line in read_operations(run.sheet(name, 0, process), 0)
+        ]
+        assert names == ["Linear", "aten.addmm.default"], "each has its own call, not the parent's"
+        drawn = workshop / "killed" / ("rank0.p1" if process else "rank0") / "layer_0.onnx"
+        assert [node.op_type for node in checked(drawn).node] == ["aten.addmm.default"]

@@ -57,19 +57,19 @@ def finish_sheets(plan: CapturePlan) -> Sheets:
 
 
 def _words(output: Path) -> list[str]:
-    found = dict.fromkeys(_IN_WORDS, 0)
+    found: dict[str, set[str]] = {kind: set() for kind in _IN_WORDS}
     graphs = 0
     for path in output.rglob("*"):
         kind = kind_of_sheet(path.name)
         if kind is not None and path.suffix == (
             ".txt" if kind == "operation_statistic" else ".csv"
         ):
-            found[kind] += 1
+            found[kind].add(path.stem)  # several processes have the same steps
         graphs += path.suffix == ".onnx"
     words = [
-        f"{_IN_WORDS[kind]} of {count} step{'s' if count != 1 else ''}"
-        for kind, count in found.items()
-        if count
+        f"{_IN_WORDS[kind]} of {len(steps)} step{'s' if len(steps) != 1 else ''}"
+        for kind, steps in found.items()
+        if steps
     ]
     return words + ([f"{graphs} ONNX graph{'s' if graphs != 1 else ''}"] if graphs else [])
 

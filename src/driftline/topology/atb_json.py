@@ -121,7 +121,8 @@ def _text(value: object) -> str:
 
 
 def layers_of(graph: Graph) -> list[GraphNode]:
-    """The layers of a model: members of a list, the outermost; without a list, its modules.
+    """The layers of a model: members of a list, the outermost; without a list, its modules; without
+    modules inside, the model.
 
     A member of a list has a number for a name: `model.layers.3`.
     """
@@ -137,7 +138,8 @@ def layers_of(graph: Graph) -> list[GraphNode]:
                 look(node.children, depth + 1)
 
     look(graph.nodes, 0)
-    return found or [node for node in graph.nodes if node.children]
+    whole = GraphNode(graph.name, graph.kind, graph.inputs, graph.outputs, {}, graph.nodes)
+    return found or [node for node in graph.nodes if node.children] or [whole]
 
 
 def layer_graph(graph: Graph, layer: GraphNode) -> Graph:

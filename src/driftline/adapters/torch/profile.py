@@ -254,7 +254,7 @@ class ProfileTap:
             self._timed[step] = added(self._timed.get(step, ()), seen.times)
             self._write(STATISTIC.format(step), statistic_text(self._timed[step]), anew=True)
             self._write(TIMES.format(step), times_table(self._timed[step]), anew=True)
-        if self._kernels and not seen.kernels:
+        if self._kernels and not seen.kernels and self._model_called:
             self.session.event_once("kernels", "torch's profiler saw no kernel in a step")
 
 
