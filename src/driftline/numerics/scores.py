@@ -8,7 +8,7 @@ without a copy of it. Nothing here knows tokens' texts, models or files.
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from driftline.errors import BadInput
@@ -164,23 +164,28 @@ def score_rows(
     workers = threads or len(os.sched_getaffinity(0))
     workers = max(1, min(workers, rows // _THREAD_ROWS))
     cuts = [rows * i // workers for i in range(workers + 1)]
+    codes = kernel.code_of(reference_dtype), kernel.code_of(candidate_dtype)
+    size = 3 * (-(-vocabulary // STRIP) * STRIP) + _LINE
+    rooms = [np.empty(size, np.float32) for _ in range(workers)]
 
-    def work(first: int, last: int) -> None:
-        room = np.empty(3 * (-(-vocabulary // STRIP) * STRIP) + _LINE, np.float32)
+    def work(share: int) -> None:
         # The kernel's vectors should not lie across two cache lines.
-        scratch = room.ctypes.data + -room.ctypes.data % (4 * _LINE)
+        scratch = rooms[share].ctypes.data
+        scratch += -scratch % (4 * _LINE)
+        first, last = cuts[share], cuts[share + 1]
         parts = (reference, candidate, tokens, figures, top, r_top, c_top)
         r, c, t, *rest = (part[first:last].ctypes.data for part in parts)
         library.driftline_score(
-            *(r, kernel.code_of(reference_dtype), c, kernel.code_of(candidate_dtype)),
-            *(last - first, vocabulary, t, k, number, scratch, *rest),
+            *(r, codes[0], c, codes[1], last - first, vocabulary, t, k, number),
+            *(scratch, *rest),
         )
 
-    if workers == 1:
-        work(0, rows)
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(work, cuts[:-1], cuts[1:]))
+    others = [threading.Thread(target=work, args=(share,)) for share in range(1, workers)]
+    for thread in others:
+        thread.start()
+    work(0)
+    for thread in others:
+        thread.join()
     counts = figures.view(np.int64)
     columns: list[AnyArray] = [
         *(figures[:, at].copy() for at in range(5)),
