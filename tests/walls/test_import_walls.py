@@ -81,6 +81,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "gating/plugin.py": allow(top="pytest"),
     "gating/expecting.py": allow(top="pytest", inside="torch"),
     "operators": allow(top="numpy", inside="ml_dtypes torch"),
+    "operators/aten": allow(top="numpy torch"),
     "diagnosis": allow(top="numpy"),
     "decoding": allow(
         top="numpy", inside="torch transformers accelerate fms pyarrow torch_npu torch_sendnn"

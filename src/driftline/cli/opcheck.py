@@ -55,6 +55,9 @@ def opcheck(
         bool, Option(names=("--atb-rerun", "-rerun", "--rerun"), group="Execution")
     ] = False,
     repro: Annotated[Path | None, Option(metavar="DIR")] = None,
+    import_: Annotated[
+        list[str] | None, Option(metavar="MODULE", several=True, group="Execution")
+    ] = None,
     format: Format = "table",
     all: bool = False,
 ) -> int:
@@ -81,6 +84,7 @@ def opcheck(
         device_id: Where -rerun executes: a number, cpu, or cuda:0.
         atb_rerun: Execute each operator again instead of trusting the dumped output. Tells results
             that change from run to run from inaccurate ones. Not for ATB dumps without an NPU.
+        import_: Modules to import first, which define custom torch operators that the run calls.
         repro: Write a stand-alone script with its inputs for each operator that is not right, up to
             twenty.
         format: table for people; json, csv and markdown print the whole result.
@@ -107,6 +111,7 @@ def opcheck(
         atb_rerun,
         device_id,
         csv_path,
+        tuple(import_ or ()),
     )
     source = open_source(input, ask)
     progress = on_terminal("operators")

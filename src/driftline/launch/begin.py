@@ -111,7 +111,9 @@ class Launched:
         if plan.experiment:
             kind = EXPERIMENTS[plan.experiment["kind"]]
             self.experiment = _load(kind)(plan.experiment, self.session, self._rank)
-        if plan.wants_calls:
+        # Whoever keeps operators whole can have them executed again, which takes their parameters.
+        again = self.session.replayable and plan.layout == "run" and not plan.experiment
+        if plan.wants_calls or again:
             write = functools.partial(self.sink.sheet, CALLS)
             self.session.taps.append(_load(CALLS_TAP)(self.session, write))
         if plan.wants_profile:

@@ -27,6 +27,7 @@ class Ask(NamedTuple):
         rerun: Execute the operator again instead of taking what was dumped.
         device: Where to execute it again: "cpu", "cuda:0", or a number.
         csv: Operation csv that says what to check; None walks the dump.
+        imports: Modules that define custom torch operators.
     """
 
     ids: tuple[str, ...] = ()
@@ -35,6 +36,7 @@ class Ask(NamedTuple):
     rerun: bool = False
     device: str = ""
     csv: Path | None = None
+    imports: tuple[str, ...] = ()
 
     def wants(self, op_type: str, ids: str) -> bool:
         """Whether an operator is to be checked."""

@@ -30,6 +30,8 @@ class CallTensor(NamedTuple):
         dtype: A name of `numerics.dtypes.DTYPES`.
         shape: Its extents.
         source: Who made it, for what goes in.
+        order: Its axes as they lay in memory, from the slowest; empty if in their own order. A
+            tensor under port `param` is kept in this order.
     """
 
     slot: str
@@ -37,6 +39,7 @@ class CallTensor(NamedTuple):
     shape: tuple[int, ...]
     alias: str = ""
     source: Source = None
+    order: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {"slot": self.slot, "dtype": self.dtype, "shape": list(self.shape)}
@@ -44,6 +47,8 @@ class CallTensor(NamedTuple):
             data["alias"] = self.alias
         if self.source is not None:
             data["from"] = self.source
+        if self.order:
+            data["order"] = list(self.order)
         return data
 
 
@@ -146,6 +151,7 @@ def _tensors(value: Any) -> tuple[CallTensor, ...]:
             tuple(_number(size) for size in cast("Sequence[Any]", one["shape"])),
             str(one.get("alias", "")),
             _source(one.get("from")),
+            tuple(_number(axis) for axis in cast("Sequence[Any]", one.get("order") or ())),
         )
         for one in cast("list[Mapping[str, Any]]", value)
     )

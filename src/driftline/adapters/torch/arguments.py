@@ -34,6 +34,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, complex):
+        return str(value)
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in cast("Sequence[Any]", value)[:_LONGEST_LIST]]
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
@@ -41,3 +43,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return str(value)
     return f"<{type(value).__name__}>"
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its axes as they lie in memory, from the slowest; () where that is the order they have.
+
+    In that order a transposed weight has the bytes of the weight itself.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() < 2:
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+    return () if order == tuple(range(len(strides))) else order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Iterable
@@ -19,8 +20,9 @@ from driftline.adapters.torch.provenance import facts
 from driftline.adapters.torch.session import LEVELS, CaptureSession, known_levels
 from driftline.adapters.torch.steps import StepsBy
 from driftline.errors import BadInput, did_you_mean
+from driftline.runs.calls import CALLS
 from driftline.runs.manifest import create_run
-from driftline.runs.sink import Sink
+from driftline.runs.sink import Sheets, Sink
 from driftline.runs.writer import RunWriter
 
 Filter = str | int | Iterable[str | int] | None
@@ -149,6 +151,10 @@ def capture(
         rank=place.rank,
         steps_by=steps_by,
     )
+    if folder is not None and session.replayable and isinstance(sink, Sheets):
+        from driftline.adapters.torch.calls import CallTap
+
+        session.taps.append(CallTap(session, functools.partial(sink.sheet, CALLS)))
     return Capture(session, folder)
 
 

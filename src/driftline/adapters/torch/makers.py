@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from driftline.adapters.torch.arguments import memory_order
 from driftline.runs.calls import CallTensor, Source
 
 OUTSIDE = "(outside)"
@@ -45,7 +46,12 @@ class Makers:
     ) -> CallTensor:
         """A tensor that goes into a call of a step."""
         return CallTensor(
-            slot, dtype_of(tensor), shape_of(tensor), alias, self.source(tensor, step)
+            slot,
+            dtype_of(tensor),
+            shape_of(tensor),
+            alias,
+            self.source(tensor, step),
+            memory_order(tensor),
         )
 
     def source(self, tensor: torch.Tensor, step: int) -> Source:

@@ -14,8 +14,10 @@ called; see `held.py`.
 
 Views, and memory that was allocated but not yet written, have no values of their own and are left
 out; so is what an operator overwrites unread (`out=`, `bernoulli_`), and parameters as inputs: they
-are the parameter level's. Inputs are read before the call, outputs after it, and what an operator
-wrote into its arguments counts as output.
+are the parameter level's. With that level, and values kept whole, a parameter that an operator read
+is kept under the port `param`, in the order in which it lies in memory: its bytes are there already
+as a rule, and the operator can be executed again. Inputs are read before the call, outputs after
+it, and what an operator wrote into its arguments counts as output.
 
 Compiled regions stay compiled: their kernels run unseen, only what they call back is seen.
 How a tensor is kept is not known here; the session's `emit` does that.
@@ -34,6 +36,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from driftline.adapters.torch.arguments import memory_order
 from driftline.adapters.torch.dispatch import (
     begin_watching,
     end_watching,
@@ -72,6 +75,8 @@ class OperatorTap:
         self._building = False
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._weights: set[int] = set()
+        # To execute an operator again takes the parameters it read, as they were then.
+        self._keeps_weights = session.replayable and "params" in session.levels
 
     def install(self) -> None:
         self.active = True
@@ -265,7 +270,12 @@ class OperatorTap:
         if port == "input" and self._weights and value.layout is torch.strided:
             plain = type(value) in (torch.Tensor, nn.Parameter) and not is_zero(value)
             if plain and value.untyped_storage().data_ptr() in self._weights:
-                return
+                if not self._keeps_weights:
+                    return
+                port, value = (
+                    "param",
+                    value.permute(memory_order(value) or tuple(range(value.dim()))),
+                )
         one = Waiting(
             spot.outside,
             spot.site,

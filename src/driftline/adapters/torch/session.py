@@ -201,6 +201,13 @@ class CaptureSession:
             reason = "the filters left no tensor, or none could be stored; the run's events say why"
         return [f"nothing was captured: {reason}", *found]
 
+    @property
+    def replayable(self) -> bool:
+        """Whether operators are captured so that they can be executed again from the run."""
+        takes = self.selection.takes_port
+        whole = self.reduction.kept == "full" and takes("input") and takes("output")
+        return whole and "ops" in self.levels
+
     def step_over(self) -> None:
         """The program says that a step is over; from now on only this counts steps."""
         self.clock.step()

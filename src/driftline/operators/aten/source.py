@@ -1,12 +1,20 @@
-"""The seam for runs of `driftline dump --level ops`: replay of aten calls."""
+"""Calls of torch operators in a run of `driftline dump --level ops,params`, replayed on the CPU."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 
 from driftline.errors import BadInput
+from driftline.operators.aten.listing import calls_of
 from driftline.operators.sources import Ask, Checked, Reproduction
+from driftline.registry import require
 from driftline.runs.run import Run
+
+_VIEWS = "views and fresh memory have no values of their own: they are not among the operators"
 
 
 class AtenSource:
@@ -15,20 +23,58 @@ class AtenSource:
     kind = "aten calls"
 
     def __init__(self, run: Run, ask: Ask) -> None:
-        del ask
-        self.filtered = 0
-        self.remarks: Sequence[str] = ()
-        raise BadInput(
-            f"{run.name} is no ATB dump, and calls of torch operators cannot be replayed yet",
-            hint="give -i the folder of an ATB dump",
-        )
+        self.run = run
+        self.ask = ask
+        listed = calls_of(run)
+        require("torch", install="torch")
+        for module in ask.imports:
+            _imported(module)
+        from driftline.operators.aten.checking import device_of
+
+        self.device = device_of(ask.device) if ask.rerun else ""
+        self._listed = [one for one in listed if ask.wants(one.call.op_type, one.call.ids)]
+        self.filtered = len(listed) - len(self._listed)
+        if not self._listed:
+            raise BadInput(
+                f"-ids and -opname leave none of {len(listed)} operators of {run.name}",
+                hint="types: " + ", ".join(sorted({one.call.op_type for one in listed})[:8]),
+            )
+        self.remarks: Sequence[str] = self._remarked()
+
+    def _remarked(self) -> list[str]:
+        remarks = [_VIEWS]
+        if self.ask.device and not self.ask.rerun:
+            remarks.append("-device has no effect without -rerun: nothing is executed on it")
+        if self.ask.rerun:
+            remarks.append(f"executed again on {self.device}, in its own types")
+        return remarks
 
     def __len__(self) -> int:
-        return 0
+        return len(self._listed)
 
     def __iter__(self) -> Iterator[Checked]:
-        return iter(())
+        from driftline.operators.aten.checking import rows_of
+
+        for number, one in enumerate(self._listed):
+            yield Checked(one.call, tuple(rows_of(self.run, one, self.ask, self.device)))
+            if number % 256 == 255:
+                self.run.release()
 
     def reproduction(self, checked: Checked) -> Reproduction | None:
-        del checked
-        return None
+        """The inputs, what the program gave, and how to execute the call, as a script."""
+        from driftline.operators.aten.script import reproduction_of
+
+        found = next(one for one in self._listed if one.call is checked.call)
+        failing = [row.slot for row in checked.rows if row.status == "fail"]
+        return reproduction_of(self.run, found, failing)
+
+
+def _imported(module: str) -> None:
+    """A module of the user that defines custom operators."""
+    try:
+        importlib.import_module(module)
+    except Exception as trouble:
+        raise BadInput(
+            f"--import {module}: {type(trouble).__name__}: {trouble}",
+            hint="name a module as Python does; its folder must be on PYTHONPATH",
+        ) from None

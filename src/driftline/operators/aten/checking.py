@@ -1,0 +1,195 @@
+"""One listed call becomes rows: its inputs are read, it is executed, and its outputs are judged."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from driftline.adapters.torch.schemas import Operator
+from driftline.errors import BadInput, DriftlineError
+from driftline.numerics.dtypes import DTYPES
+from driftline.operators.aten import kinds
+from driftline.operators.aten.calling import Unfit, dtype_named, operator_of, tensor_of
+from driftline.operators.aten.golden import (
+    Golden,
+    Prepared,
+    as_array,
+    as_good,
+    golden_of,
+    placeholders,
+    scale_of,
+    sentence,
+)
+from driftline.operators.aten.listing import ListedCall, why_missing
+from driftline.operators.judging import judge
+from driftline.operators.rows import Figures, OutputRow, unchecked
+from driftline.operators.sources import Ask
+from driftline.runs.calls import CallTensor
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+
+def device_of(text: str) -> str:
+    """Where -rerun executes.
+
+    Raises:
+        BadInput: There is no such device.
+    """
+    name = f"cuda:{text}" if text.isdigit() else text or "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+        if device.type != "cpu":
+            torch.zeros(1, device=device).add_(1)
+    except Exception as trouble:
+        raise BadInput(
+            f"there is no device {name} here: {sentence(trouble)}",
+            hint="-device cpu is always there",
+        ) from None
+    if device.type == "meta":
+        raise BadInput("nothing can be executed on the device meta", hint="-device cpu")
+    return str(device)
+
+
+class Loaded(NamedTuple):
+    """A call with everything it takes to execute it, and what it gave."""
+
+    prepared: Prepared
+    actual: dict[str, torch.Tensor]
+
+
+def load(run: Run, listed: ListedCall) -> Loaded:
+    """Read the tensors of a call.
+
+    Raises:
+        Unfit: Something is missing, or cannot be executed again.
+    """
+    func = operator_of(listed.call.op_type)
+    operator = Operator(func)
+    why = kinds.no_answer(func, listed.call.param)
+    if why:
+        raise Unfit(why)
+    if operator.silent:
+        raise Unfit("a view: it has no values of its own")
+    if operator.in_flight:
+        raise Unfit("it takes the tensors of other ranks")
+    tensors: dict[str, torch.Tensor] = {}
+    for one in listed.inputs:
+        record = listed.read.get(one.slot)
+        if record is None:
+            if one.slot.partition(".")[0] not in operator.unread:
+                raise Unfit(why_missing(one))
+            continue
+        tensors[one.slot] = _tensor(run, record, one)
+    outputs = {one.slot: (one.shape, dtype_named(one.dtype)) for one in listed.outputs}
+    tensors |= placeholders(func, operator, list(tensors), outputs)
+    actual = {slot: _tensor(run, record, None) for slot, record in listed.made.items()}
+    return Loaded(Prepared(func, operator, listed.call.param, tensors), actual)
+
+
+def _tensor(run: Run, record: Record, listed: CallTensor | None) -> torch.Tensor:
+    if record.kept != "full":
+        raise Unfit(f"of {record.key.port} {record.key.slot} only its {record.kept} was kept")
+    try:
+        values = tensor_of(np.asarray(run.raw(record)), record.dtype, record.shape)
+        if listed is not None and record.key.port == "param" and listed.order:
+            if sorted(listed.order) != list(range(values.dim())):
+                raise Unfit("the order of the axes of a parameter makes no sense")
+            values = values.permute([listed.order.index(n) for n in range(len(listed.order))])
+    except DriftlineError as trouble:
+        raise Unfit(f"a tensor cannot be read: {trouble}") from None
+    return values
+
+
+def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputRow]:
+    """The rows of a call; one without a slot where it could not be checked as a whole."""
+    if not listed.outputs:
+        return [unchecked(listed.call, "it gives no tensor")]
+    try:
+        loaded = load(run, listed)
+        if not loaded.actual:
+            raise Unfit("what it gave is not in the run")
+        golden = golden_of(loaded.prepared)
+    except Unfit as why:
+        return [unchecked(listed.call, str(why))]
+    rows: list[OutputRow] = []
+    for one in listed.outputs:
+        actual = loaded.actual.get(one.slot)
+        if actual is None:
+            figures = Figures("not checked", "what it gave is not in the run")
+        elif one.slot not in golden.outputs:
+            figures = Figures("not checked", "executed again, it gives no such output")
+        else:
+            figures = judged(loaded.prepared, golden, one.slot, actual, ask)
+        rows.append(OutputRow(listed.call, one.slot, one.dtype, one.shape, figures))
+    return rows
+
+
+def judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask: Ask) -> Figures:
+    """Hold one output to what it should be."""
+    dtype = actual.dtype
+    right = golden.outputs[slot]
+    if right.layout is not torch.strided:
+        return Figures("not checked", "it gives a sparse tensor")
+    name = str(dtype).removeprefix("torch.")
+    exact = kinds.is_exact(call.func, call.param, dtype)
+    produced = as_array(actual, dtype)
+
+    def scale() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]] | None:
+        try:
+            return scale_of(call, slot, right, DTYPES[name].unit_roundoff)
+        except Exception:  # no float64 kernel: the size of the result itself has to do
+            return None
+
+    terms = 1 if exact else kinds.terms_of(call.func, call.arguments(), right)
+    figures = judge(
+        as_array(right, dtype),
+        produced,
+        name,
+        terms=terms,
+        scale=scale,
+        exact=exact,
+        metrics=ask.metrics,
+    )
+    if figures.status == "fail" and right.shape == actual.shape:
+        figures = _second_look(call, golden, slot, actual, figures, exact, ask)
+    if golden.note and figures.status != "not checked":
+        reason = f"{figures.reason}; {golden.note}" if figures.reason else golden.note
+        figures = figures._replace(reason=reason)
+    return figures
+
+
+def _second_look(
+    call: Prepared,
+    golden: Golden,
+    slot: str,
+    actual: torch.Tensor,
+    figures: Figures,
+    exact: bool,
+    ask: Ask,
+) -> Figures:
+    """Indices of equal values, and results that are exact in the type itself, are right."""
+    if not actual.dtype.is_floating_point and as_good(call, slot, golden.outputs, actual):
+        return figures._replace(status="pass", reason="other places, with equal values")
+    if not exact and not kinds.is_stepped(call.func):
+        return figures
+    try:
+        own = call.again("own")[slot]
+    except Exception:
+        return figures
+    name = str(actual.dtype).removeprefix("torch.")
+    again = judge(
+        as_array(own, actual.dtype),
+        as_array(actual, actual.dtype),
+        name,
+        exact=exact,
+        metrics=ask.metrics,
+    )
+    if again.status != "pass":
+        return figures
+    return again._replace(reason="equal in its own type, where a number is rounded first")
