@@ -16,6 +16,7 @@ from driftline.decoding.generation import generate
 from driftline.decoding.prompts import PromptPool
 from driftline.decoding.scoring import score
 from driftline.decoding.targets import Target, default_targets, ready
+from driftline.decoding.validate_ask import asks_from
 from driftline.errors import BadInput
 
 pytestmark = [
@@ -93,15 +94,7 @@ def test_validate_passes_on_the_gpu_and_notices_a_changed_one(
         assert "without the compiler" in said.out
 
 
-def test_the_gpu_is_validated_where_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(
-        [
-            *("validate", f"--model_paths={LLAMA}", f"--sharegpt_path={PROMPTS}"),
-            *("--batch_sizes=1", "--seq_lengths=32", "--max_new_tokens=4", "--explain"),
-            *("--cumulative_test_tokens_per_sequence=4", "--force_validation_level_1"),
-            "--metrics_threshold=4.0,1e-9",
-        ]
-    )
-    said = capsys.readouterr()
-    assert code == 1, said.err
-    assert "device=cuda,dtype=fp16" in said.out
+def test_the_gpu_is_validated_where_nothing_is_said() -> None:
+    said = {"COMMON_MODEL_PATHS": str(LLAMA), "COMMON_BATCH_SIZES": "1", "SHAREGPT_PATH": "x"}
+    asks = asks_from(lambda name: said.get(name, ""))
+    assert {ask.candidate for ask in asks} == {Target("cuda", "fp16")}
