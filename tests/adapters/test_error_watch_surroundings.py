@@ -98,6 +98,33 @@ def test_torch_func_and_nested_and_quantised_tensors_are_no_trouble(watch) -> No
     assert not [text for text in w.reporter.remarks if "could not be looked at" in text]
 
 
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield dist
+    dist.destroy_process_group()
+
+
+def test_distributed_tensors_are_read_by_their_local_part(watch, one_rank, tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from driftline import open_run
+
+    mesh = init_device_mesh("cpu", (1,))
+    whole = distribute_tensor(torch.tensor([[1.0, -1.0], [2.0, 3.0]]), mesh, [Shard(0)])
+    with watch() as w:
+        found = torch.log(whole) + 1
+        found.redistribute(mesh, [Replicate()]).to_local() * 2
+        whole.sub(5).sqrt_()
+    assert [f.operator for f in w.findings] == ["aten.log.default", "aten.sqrt_.default"]
+    assert w.findings[0].outputs[0].nan == 1
+    assert not [text for text in w.reporter.remarks if "could not" in text]
+    kept = open_run(tmp_path / "found").get("(program)/aten.log", "input").numpy()
+    assert kept.tolist() == [[1.0, -1.0], [2.0, 3.0]]
+
+
 def test_a_programs_own_modes_see_nothing_of_the_watch(watch) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 

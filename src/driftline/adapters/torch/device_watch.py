@@ -37,6 +37,7 @@ ASK_EVERY = 64
 """Calls between two questions whether a copy has arrived."""
 HELD = 256 << 20
 """Bytes of inputs that are held, at most, for calls whose readings are still on their way."""
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -270,7 +271,7 @@ class DeviceWatch:
 
     def _hold(self, waiting: _Waiting, slot: str, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
-        if self._held + size > HELD:
+        if self._held + size > HELD or type(tensor) not in _ORDINARY:
             return
         try:
             version: int | None = tensor._version
@@ -354,8 +355,9 @@ class DeviceWatch:
             reporter.note(verdict, call.site)
 
     def _origin(self, value: _Value, waiting: _Waiting) -> Origin:
-        if value.origin is not Origin.UNKNOWN:
-            return self._reporter.origin(value.origin)
+        origin = self._reporter.origin(value.origin)
+        if origin is not Origin.UNKNOWN:
+            return origin
         if value.single:
             return Origin.MEANT  # a number that the program wrote down
         # What functions do between modules is not seen: it may be the consequence.

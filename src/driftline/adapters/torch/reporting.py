@@ -134,8 +134,16 @@ class Reporter:
         return found
 
     def origin(self, origin: Origin) -> Origin:
-        """What others made is reported once; afterwards it is a consequence."""
-        return Origin.MADE if origin is Origin.RECEIVED and self.received else origin
+        """What other ranks made is reported once; afterwards it is a consequence.
+
+        Collectives also fill memory that nobody here has seen, so in a job of several ranks that
+        goes for what is of unknown origin too.
+        """
+        if origin is Origin.RECEIVED and self.received:
+            return Origin.MADE
+        if origin is Origin.UNKNOWN and self.findings and _several_ranks():
+            return Origin.MADE
+        return origin
 
     def note(self, verdict: Verdict, site: str) -> None:
         """A call that gave something not finite and is no finding."""
@@ -244,6 +252,11 @@ class Reporter:
             sink.sheet(CALLS, line.to_line())
         self.session.event("finding", finding.sentence(), number=finding.number, site=finding.site)
         self.session.intake._open_sink().flush()
+
+
+def _several_ranks() -> bool:
+    group: Any = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def _described(part: Part) -> CallTensor:

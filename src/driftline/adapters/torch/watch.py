@@ -261,14 +261,16 @@ class ErrorTap:
             source, reading = tensor, None
             if before is not None and name in before:
                 source, reading = before[name]
+            # A subclass's own operators are out of reach here, even reading it would end badly.
+            shown = value if source is None or source is tensor else source
             if reading is None:
-                reading = read(value if source is None or source is tensor else source, pattern)
+                reading = read(shown, pattern)
             parts.append(Part(name, source, reading, tensor.dtype, shape_of(tensor), alias))
             read_from[name] = value
             origin = reporter.origin(origins.of(value))
             if origin is Origin.UNKNOWN and value.numel() == 1 and not tensor.requires_grad:
                 origin = Origin.MEANT  # a number that the program wrote down
-            mask = operator.short in LOGARITHMS and source is not None and is_mask(source)
+            mask = operator.short in LOGARITHMS and source is not None and is_mask(shown)
             judged.append(Input(name, reading, origin, mask))
         outs: list[Part] = []
         for slot, tensor in outputs_of(operator, args, kwargs, result):
