@@ -62,7 +62,33 @@ def members(path: Path) -> list[Member]:
     """
     torch_module = require("torch", install=INSTALL)
     loaded = _load(path, torch_module)
-    return [_member(name, tensor) for name, tensor in _tensors(path, loaded, torch_module)]
+    return [
+        _member(part, plain)
+        for name, tensor in _tensors(path, loaded, torch_module)
+        for part, plain in _parts(name, tensor, torch_module)
+    ]
+
+
+def _parts(
+    name: str, tensor: torch.Tensor, torch_module: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A quantised tensor as what it holds: its codes, and beside them scale and zero point."""
+    scheme = str(tensor.qscheme()) if tensor.is_quantized else ""
+    if not scheme.endswith("affine") or str(tensor.dtype) not in _CODES:
+        yield name, tensor
+        return
+    site = name or "tensor"
+    if "per_channel" in scheme:
+        scale, zero = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    else:
+        scale = torch_module.tensor(tensor.q_scale(), dtype=torch_module.float64)
+        zero = torch_module.tensor(tensor.q_zero_point())
+    yield site, tensor.int_repr()
+    yield f"{site}.scale", scale
+    yield f"{site}.zero_point", zero
+
+
+_CODES = ("torch.qint8", "torch.quint8", "torch.qint32")
 
 
 def _load(path: Path, torch_module: Any) -> Any:
