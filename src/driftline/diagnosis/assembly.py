@@ -17,6 +17,7 @@ from driftline.diagnosis.confirming import Confirmation, confirmed
 from driftline.diagnosis.finding import Diagnosis, SiteFinding
 from driftline.diagnosis.floor import Floor, Variant, noise_floor
 from driftline.diagnosis.growth import growths, jump_along_depth
+from driftline.diagnosis.kinds import other_kinds
 from driftline.diagnosis.naming import Naming, Runs, name_cause
 from driftline.diagnosis.needs import needs
 from driftline.diagnosis.quantised import quantised_sites
@@ -88,6 +89,9 @@ class Assembly:
                 "the replay has no tensor in common with the candidate",
                 hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
             )
+        for site, why in other_kinds(runs.plan).items():
+            if site in judged:
+                judged[site] = Judgement(False, trouble=why)
         # Findings go by the reference's names.
         names = {
             pair.candidate.key.site: pair.reference.key.site

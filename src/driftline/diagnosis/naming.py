@@ -15,7 +15,7 @@ import numpy as np
 from driftline.alignment.plan import Plan
 from driftline.diagnosis.artefacts import Replay
 from driftline.diagnosis.calls import Call, Place, Site, contains
-from driftline.diagnosis.causes.case import F64, Case, Flags
+from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.causes.catalogue import RULES_FOR_INPUTS, Clue, best_clue
 from driftline.diagnosis.causes.linear import what_it_saw
 from driftline.diagnosis.handed import own_code
@@ -247,6 +247,8 @@ class _Desk:
             self._repeats(record),
             self._pads(record, c.shape),
             leaning,
+            self._parts(record, record.key.site),
+            self._codes(record),
         )
 
     def _inputs(self, record: Record) -> dict[str, F64]:
@@ -261,6 +263,20 @@ class _Desk:
                 if values is not None:
                     given[of.slot] = values
         return given
+
+    def _codes(self, record: Record) -> dict[str, Codes]:
+        """Integers that the candidate's site was given in this call: routes, positions."""
+        found: dict[str, Codes] = {}
+        key = record.key
+        for other in self.runs.candidate.records:
+            of = other.key
+            dtype = DTYPES.get(other.dtype)
+            if of.port != "input" or of[0] != key[0] or of[3:7] != key[3:7] or dtype is None:
+                continue
+            if dtype.kind in ("int", "uint") and dtype.bits >= 8 and other.kept == "full":
+                values = self.runs.candidate.raw(other)
+                found[of.slot] = np.asarray(values, dtype=np.int64).reshape(other.shape)
+        return found
 
     def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
         """Outputs of the same size made earlier in the same container: what a function was of."""
@@ -362,8 +378,8 @@ class _Desk:
 
 
 def _sub_noise(judged: Judgement) -> bool:
-    """Whether the error as a whole is no larger than noise."""
-    return judged.found is not None and judged.found.error <= 1.35 * judged.noise
+    """Whether the error as a whole is of the size of noise."""
+    return judged.found is not None and judged.found.error <= 2.0 * judged.noise
 
 
 def _error(metrics: Mapping[str, float]) -> float:

@@ -134,7 +134,9 @@ def judge(
                 judged[name] = Judgement(False, trouble=_CHOICES)
                 continue
             judgement = _site(found, unit, inside, most, choices > 0)
-            judged[name] = judgement._replace(own_code_only=alone and not given)
+            whole = about is not None and about.applied == "whole"
+            blind = parts.get(name, 0) > 0 and not given and not whole
+            judged[name] = judgement._replace(own_code_only=blind)
     return judged
 
 

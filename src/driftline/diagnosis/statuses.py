@@ -28,6 +28,7 @@ from driftline.diagnosis.replayed import Judgement
 
 _STEP_UP = 1.3
 _AMPLIFIED = 3.0
+_SURE = 2.5
 LEAN = 0.5
 """Units of roundoff by which a projection may leave what trusted runs have."""
 
@@ -121,6 +122,8 @@ def _within(
             standing = _by_noise(site, floor)
         else:
             standing = _by_growth(grown[place])
+            if standing.ratio <= _SURE:
+                continue  # tensors between parts vary more than outputs do
         if standing.status == "introduced":
             found[place] = standing._replace(reason=reason)
     return found

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 F64: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
+Codes: TypeAlias = npt.NDArray[np.int64]
 
 _TINY = 1e-300
 _LEFT = 3e-4
@@ -55,6 +56,7 @@ class Case:
             shortly before, by name.
         parts: Of a container's own code: what its parts had made by then, by site, and what it was
             given, by slot.
+        codes: Integers that it was given, by slot.
         params: Its weights, by name, where they were captured.
         others: Reference tensors of the same shape made elsewhere in the same layer, by site.
         before: What the candidate had here at earlier calls.
@@ -80,6 +82,7 @@ class Case:
     pads: Flags | None = None
     leaning: bool = False
     parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
+    codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
 
     @cached_property
     def finite(self) -> Flags:

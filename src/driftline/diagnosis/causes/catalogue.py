@@ -19,7 +19,7 @@ from driftline.diagnosis.causes.saturation import saturation
 from driftline.diagnosis.causes.scale import scale
 from driftline.diagnosis.causes.shift import shift
 from driftline.diagnosis.causes.transpose import transpose
-from driftline.diagnosis.causes.zeroed import stale, zeroed
+from driftline.diagnosis.causes.zeroed import lost_expert, stale, zeroed
 
 CAUSES: dict[str, str] = {
     "scale": "everything is too large or too small by a factor, or a norm's epsilon is wrong",
@@ -44,7 +44,7 @@ CAUSES: dict[str, str] = {
 
 RULES: tuple[Rule, ...] = (
     *(nan_birth, saturation, nondeterminism, missing_reduction),
-    *(dropout, zeroed, stale, shift, transpose, permutation),
+    *(dropout, zeroed, lost_expert, stale, shift, transpose, permutation),
     *(attention, activation, mask, scale, offset, norm_precision, low_precision),
 )
 

@@ -8,6 +8,7 @@ import re
 import numpy as np
 
 from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.transpose import solved
 from driftline.diagnosis.reading import GRIDS, rounded
 
 UNITS = {
@@ -35,7 +36,35 @@ def low_precision(case: Case) -> Clue | None:
     """Rounded to a coarser format than declared, at the end or on the way."""
     if case.ratio < 1.3 or case.is_norm:
         return None
-    return _on_a_grid(case) or _as_noise(case, "low-precision")
+    return _on_a_grid(case) or _rounded_product(case) or _as_noise(case, "low-precision")
+
+
+def _rounded_product(case: Case) -> Clue | None:
+    """A linear layer whose input or weight was rounded first: recomputed and compared."""
+    if case.r.ndim < 2 or case.ratio < 2.0:
+        return None
+    best: Clue | None = None
+    for x in case.inputs.values():
+        if x.shape[:-1] != case.r.shape[:-1]:
+            continue
+        given = case.rows(x)
+        found = solved(given, case.rows(case.r))
+        if found is None:
+            continue
+        weight, bias = found
+        for name, unit in UNITS.items():
+            if unit <= 1.5 * case.unit:
+                continue
+            for what, a, b in (
+                ("its weight", given, rounded(weight, name)),
+                ("its input", rounded(given, name), weight),
+                ("its input and weight", rounded(given, name), rounded(weight, name)),
+            ):
+                score = case.explained((a @ b + bias).reshape(case.r.shape))
+                if score > 0.8 and (best is None or score > best.score):
+                    said = f"it is the product with {what} rounded to {_SHOWN[name]}"
+                    best = Clue("low-precision", min(score, 0.98), said, name)
+    return best
 
 
 def norm_precision(case: Case) -> Clue | None:
@@ -107,7 +136,9 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
         # Rounding inputs (or inputs and weights) of a product leaves 0.3 to 0.7 units in it.
         if unit >= 2.0**-4 and not _LINEAR.search(case.words):
             continue  # so coarse that anything may look like it, but for products
-        fits = any(0.22 * unit <= each <= 0.85 * unit for each in errors)
+        # Sums that are kept in such a format are rounded again and again.
+        most = 3.0 if name == "bfloat16" and _LINEAR.search(case.words) else 0.7
+        fits = any(0.22 * unit <= each <= most * unit for each in errors)
         if unit > 1.5 * case.unit and fits and name != "tf32":
             shown = "fp16 or tf32" if name == "float16" else _SHOWN[name]
             return Clue(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from driftline.diagnosis.causes.case import Case, Clue
+from driftline.diagnosis.causes.transpose import solved
 
 
 def missing_reduction(case: Case) -> Clue | None:
     """All ranks together (their sum or mean) are right; each by itself is not."""
     if not case.ranks:
-        return None
+        return _partial_sum(case)
     parts = [case.c, *(other for other in case.ranks if other.shape == case.c.shape)]
     if len(parts) < 2:
         return None
@@ -31,4 +32,29 @@ def missing_reduction(case: Case) -> Clue | None:
         score = min(max((case.energy - rest) / beyond, 0.0), 1.0)
         if best is None or score > best.score + 0.01:
             best = Clue("missing-reduction", score, what)
+    return best
+
+
+def _partial_sum(case: Case) -> Clue | None:
+    """A product over only some of the inputs' channels: one rank's part of a sum."""
+    if case.r.ndim < 2 or case.ratio < 4.0:
+        return None
+    best: Clue | None = None
+    for x in case.inputs.values():
+        if x.shape[:-1] != case.r.shape[:-1]:
+            continue
+        given = case.rows(x)
+        found = solved(given, case.rows(case.r))
+        if found is None:
+            continue
+        weight, bias = found
+        for ranks in (2, 4, 8):
+            width = given.shape[1] // ranks
+            for rank in range(ranks if width else 0):
+                own = slice(rank * width, (rank + 1) * width)
+                made = (given[:, own] @ weight[own] + bias).reshape(case.r.shape)
+                score = case.explained(made)
+                if best is None or score > best.score:
+                    what = f"it is the product with part {rank + 1} of {ranks} of its input alone"
+                    best = Clue("missing-reduction", score, f"{what}: the others were not added")
     return best

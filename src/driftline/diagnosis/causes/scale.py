@@ -21,7 +21,12 @@ def scale(case: Case) -> Clue | None:
             f"the error leans along the output by {projection:+.2g} of it, less than noise{what}",
             "epsilon" if case.is_norm else "scale",
         )
-    clues = [_one_factor(case, projection), _without_bias(case, r), _by_token(case, r)]
+    clues = [
+        _one_factor(case, projection),
+        _without_bias(case, r),
+        _by_token(case, r),
+        _by_channel(case, r),
+    ]
     return max((clue for clue in clues if clue is not None), key=lambda c: c.score, default=None)
 
 
@@ -63,6 +68,27 @@ def _without_bias(case: Case, r: F64) -> Clue | None:
         "scaled weight",
         "weight",
     )
+
+
+def _by_channel(case: Case, r: F64) -> Clue | None:
+    """A factor of its own for every channel, with what is constant in it left free."""
+    rows, e = case.rows(r), case.rows(case.e)
+    if case.r.ndim < 2 or len(rows) < 16 or rows.shape[1] < 2:
+        return None
+    middle, lean = rows - rows.mean(axis=0), e - e.mean(axis=0)
+    size = np.maximum(np.einsum("ij,ij->j", middle, middle), 1e-300)
+    factors = np.einsum("ij,ij->j", middle, lean) / size
+    if float(np.abs(1.0 + factors).min()) < 0.02:
+        return None  # a channel that is gone is another fault
+    rest, energy = lean - factors * middle, float(np.sum(lean * lean))
+    noise = case.noise**2 * float(size.sum())
+    if energy <= 4.0 * noise or float(np.sum(rest * rest)) > 3.0 * noise + 1e-3 * energy:
+        return None
+    predicted = rows + factors * middle + e.mean(axis=0)
+    score = case.fitted(predicted.reshape(case.r.shape)) - 2.0 / len(rows)
+    low, high = float(1.0 + factors.min()), float(1.0 + factors.max())
+    what = f"each channel is scaled by a factor of its own ({low:.4g} to {high:.4g})"
+    return Clue("scale", max(0.0, min(score, 0.9)), what, "channels")
 
 
 def _by_token(case: Case, r: F64) -> Clue | None:

@@ -46,29 +46,31 @@ def stale(case: Case) -> Clue | None:
 
 
 def _copied_rows(case: Case) -> Clue | None:
-    """Rows that are copies of other rows of the same tensor."""
+    """Tokens, or some channels of them, that are copies of other tokens of the same tensor."""
     if case.r.ndim < 2 or case.r.shape[-1] < 8:
         return None
     r = case.rows(np.where(case.finite, case.r, 0.0))
     c, e = case.rows(case.r + case.e), case.rows(case.e)
+    level = 16.0 * max(case.noise, case.unit) ** 2
     size = np.einsum("ij,ij->i", r, r)
-    wrong = np.flatnonzero(
-        np.einsum("ij,ij->i", e, e) > 16.0 * max(case.noise, case.unit) ** 2 * size
-    )
+    wrong = np.flatnonzero(np.einsum("ij,ij->i", e, e) > level * size)
     if not 1 <= len(wrong) <= min(1024, 0.6 * len(r)) or len(r) > 16384:
         return None
-    sources = _nearest(r, c[wrong])
+    off = np.einsum("ij,ij->j", e, e)
+    wide = np.flatnonzero(off > level * np.maximum(np.einsum("ij,ij->j", r, r), 1e-300))
+    if len(wide) < 4:
+        return None
+    part, wanted = r[:, wide], c[np.ix_(wrong, wide)]
+    sources = _nearest(part, wanted)
+    if np.any(sources == wrong) or len(np.unique(wrong - sources)) > max(4, len(wrong) // 4):
+        return None
     predicted = r.copy()
-    predicted[wrong] = r[sources]
-    if np.any(sources == wrong):
-        return None
-    shifts = np.unique(wrong - sources)
+    predicted[np.ix_(wrong, wide)] = part[sources]
     share = case.explained(predicted.reshape(case.r.shape))
-    if len(shifts) > max(4, len(wrong) // 4):
-        return None
-    return Clue(
-        "stale", share, f"{len(wrong)} of {len(r)} tokens hold what belongs to other tokens", "rows"
-    )
+    what = f"{len(wrong)} of {len(r)} tokens hold what belongs to other tokens"
+    if len(wide) < r.shape[1]:
+        what = f"{len(wide)} channels of " + what
+    return Clue("stale", share, what, "rows")
 
 
 def _nearest(r: F64, wanted: F64) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
@@ -104,3 +106,31 @@ def _structure(empty: Flags) -> str:
 
 def _is(where: str) -> str:
     return "is" if where.startswith(("a ", "one ", "every")) else "are"
+
+
+def lost_expert(case: Case) -> Clue | None:
+    """Only tokens that were sent to one expert are off, and what they lack is a summand."""
+    rows = case.rows(case.e)
+    error = np.einsum("ij,ij->i", rows, rows)
+    r, c = case.rows(np.where(case.finite, case.r, 0.0)), case.rows(case.r + case.e)
+    level = 9.0 * max(case.noise, case.unit) ** 2
+    off = error > level * np.maximum(np.einsum("ij,ij->i", r, r), 1e-300)
+    if not off.any() or off.all() or case.ratio < 2.0:
+        return None
+    for codes in case.codes.values():
+        routes = codes.reshape(-1, codes.shape[-1]) if codes.ndim > 1 else codes.reshape(-1, 1)
+        if len(routes) != len(rows):
+            continue
+        for expert in np.unique(routes):
+            sent: Flags = (routes == expert).any(axis=1)
+            if float(np.count_nonzero(sent == off)) < 0.98 * len(off):
+                continue
+            # What is left and what is gone are parts of one sum: neither holds any of the other.
+            left, gone = c[off], -rows[off]
+            lengths = float(np.linalg.norm(left)) * float(np.linalg.norm(gone))
+            both = float(np.sum(left * gone))
+            if lengths > 0.0 and abs(both) > 0.25 * lengths:
+                return None
+            what = f"only tokens sent to expert {int(expert)} are off, by what it should add"
+            return Clue("zeroed", 0.85, what, "expert")
+    return None
