@@ -18,7 +18,7 @@ from torch import nn
 
 p = argparse.ArgumentParser()
 p.add_argument("--dtype", default="float32")
-p.add_argument("--arch", default="llama")
+p.add_argument("--arch", default="toy")
 p.add_argument("--fault", default="")
 p.add_argument("--layers", type=int, default=2)
 p.add_argument("--hidden", type=int, default=64)
@@ -29,7 +29,66 @@ p.add_argument("--save", default="")
 a = p.parse_args()
 torch.manual_seed(0)
 
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.scale = (width // 4) ** -0.5
+        self.dropout = 0.1
+
+    def forward(self, x, mask=None):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.3 * torch.randn(width))
+        self.eps = 1e-6
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, True) + self.eps)).to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1 = Norm(width)
+        self.attn = Attention(width)
+        self.norm2 = Norm(width)
+        self.up = nn.Linear(width, 96)
+        self.act = nn.GELU()
+        self.down = nn.Linear(96, width)
+
+    def forward(self, x, mask=None):
+        x = x + self.attn(self.norm1(x), mask=mask)
+        return x + self.down(self.act(self.up(self.norm2(x))))
+
+
+class Toy(nn.Module):
+    def __init__(self, width, layers):
+        super().__init__()
+        self.embed = nn.Embedding(96, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.norm = Norm(width)
+        self.head = nn.Linear(width, 96, bias=False)
+
+    def forward(self, ids, attention_mask=None):
+        x = 0.1 * self.embed(ids)
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return self.head(self.norm(x))
+
+
 def build():
+    if a.arch == "toy":
+        return Toy(a.hidden, a.layers)
     if a.arch == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
         return LlamaForCausalLM(LlamaConfig(hidden_size=a.hidden, intermediate_size=96,
@@ -54,12 +113,20 @@ m = build()
 m.train() if a.train else m.eval()
 m.to(getattr(torch, a.dtype))
 if a.fault == "eps":
-    m.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-3
+    m.layers[1].norm2.eps = 1e-3
 if a.fault == "scale":
-    m.model.layers[1].self_attn.scaling *= 1.5
+    m.layers[1].attn.scale *= 1.5
 if a.fault == "down":
     with torch.no_grad():
-        m.model.layers[1].mlp.down_proj.weight.mul_(1.02)
+        m.layers[1].down.weight.mul_(1.5)
+if a.fault == "random":
+    own = torch.Generator()
+    own.seed()
+    m.layers[1].act.register_forward_hook(lambda *x: x[2] + 1e-3 * torch.rand((), generator=own))
+if a.fault == "batch":  # a row's result depends on who else is in the batch
+    m.layers[1].norm2.register_forward_hook(lambda *x: x[2] * (1 + 1e-3 * len(x[2])))
+if a.fault == "exit":
+    sys.exit(3)
 ids = torch.randint(2, 96, (a.batch, 12))
 kwargs = {"attention_mask": torch.ones_like(ids)}
 with torch.no_grad():
@@ -68,7 +135,8 @@ with torch.no_grad():
     elif a.arch == "t5":
         out = m(input_ids=ids, decoder_input_ids=ids[:, :5], **kwargs).logits
     else:
-        out = m(ids, **kwargs).logits
+        out = m(ids, **kwargs)
+        out = getattr(out, "logits", out)
 if a.save:
     torch.save(out, a.save)
 print("drawn", torch.rand(1).item())

@@ -59,7 +59,7 @@ def bisect(
 
 
 def _tell(one: Try) -> None:
-    what = f"{one.replaced} modules replaced, up to {one.upto}" if one.replaced else "as it is"
+    what = f"{one.replaced} replaced, up to {one.upto}" if one.upto else "as it is"
     print(f"driftline: {what}: {one.value:.3g}", file=sys.stderr)
 
 

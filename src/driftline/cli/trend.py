@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -123,7 +124,7 @@ def spark(values: Sequence[float | None], width: int = _WIDTH) -> str:
     """
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        groups = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        groups = [values[a:b] for a, b in pairwise(edges)]
         values = [max((v for v in g if v is not None), key=abs, default=None) for g in groups]
     known = [v for v in values if v is not None and math.isfinite(v)]
     if not known:
@@ -135,7 +136,7 @@ def spark(values: Sequence[float | None], width: int = _WIDTH) -> str:
 
     low = scale(min(known))
     # Values that hardly move look so.
-    high = max(scale(max(known)), low + 0.2 * abs(max(known, key=abs)))
+    high = max(scale(max(known)), low if wide else low + 0.2 * abs(max(known, key=abs)))
     bars: list[str] = []
     for value in values:
         if value is None:
