@@ -18,6 +18,9 @@ from torch import nn
 
 VOCABULARY = 160
 _WIDTH, _HEADS, _INNER = 64, 4, 96
+_STREAM = 0.3
+"""Size of the residual stream where every block begins with a norm. The norms take it away again,
+but for their epsilon: with a stream of order one an epsilon of 1e-4 would be no fault at all."""
 
 
 class Specimen(NamedTuple):
@@ -27,7 +30,7 @@ class Specimen(NamedTuple):
     inputs: dict[str, Any]
 
 
-def _llama(layers: int) -> nn.Module:
+def _llama(layers: int, length: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -39,13 +42,14 @@ def _llama(layers: int) -> nn.Module:
             num_key_value_heads=2,
             vocab_size=VOCABULARY,
             rms_norm_eps=1e-6,
+            max_position_embeddings=max(2048, length),
             use_cache=False,
             attn_implementation="eager",
         )
     )
 
 
-def _gpt2(layers: int) -> nn.Module:
+def _gpt2(layers: int, length: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
@@ -55,14 +59,14 @@ def _gpt2(layers: int) -> nn.Module:
             n_head=_HEADS,
             n_inner=_INNER,
             vocab_size=VOCABULARY,
-            n_positions=1024,
+            n_positions=max(1024, length),
             use_cache=False,
             attn_implementation="eager",
         )
     )
 
 
-def _bert(layers: int) -> nn.Module:
+def _bert(layers: int, length: int) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
@@ -72,13 +76,13 @@ def _bert(layers: int) -> nn.Module:
             num_attention_heads=_HEADS,
             intermediate_size=_INNER,
             vocab_size=VOCABULARY,
-            max_position_embeddings=1024,
+            max_position_embeddings=max(1024, length),
             attn_implementation="eager",
         )
     )
 
 
-def _t5(layers: int) -> nn.Module:
+def _t5(layers: int, length: int) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
@@ -97,7 +101,7 @@ def _t5(layers: int) -> nn.Module:
     )
 
 
-def _mixtral(layers: int) -> nn.Module:
+def _mixtral(layers: int, length: int) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(
@@ -110,13 +114,14 @@ def _mixtral(layers: int) -> nn.Module:
             vocab_size=VOCABULARY,
             num_local_experts=4,
             rms_norm_eps=1e-6,
+            max_position_embeddings=max(2048, length),
             use_cache=False,
             attn_implementation="eager",
         )
     )
 
 
-def _vit(layers: int) -> nn.Module:
+def _vit(layers: int, length: int) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
@@ -133,7 +138,7 @@ def _vit(layers: int) -> nn.Module:
     )
 
 
-_BUILDERS: Mapping[str, Callable[[int], nn.Module]] = {
+_BUILDERS: Mapping[str, Callable[[int, int], nn.Module]] = {
     "llama": _llama,
     "gpt2": _gpt2,
     "bert": _bert,
@@ -145,30 +150,36 @@ ARCHITECTURES = tuple(_BUILDERS)
 """Names that `specimen` takes."""
 
 
-def _liven(model: nn.Module, generator: torch.Generator) -> None:
+def _liven(model: nn.Module, generator: torch.Generator, stream: float) -> None:
     """Weights of order 1/sqrt(fan in), larger queries and keys, norms and biases that matter."""
     for name, parameter in model.named_parameters():
         fan_in = parameter.shape[0] if _stored_transposed(model, name) else parameter.shape[-1]
+        if parameter.dim() == 4:  # a convolution sums over everything but its first axis
+            fan_in = parameter[0].numel()
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
+            size = stream if _joins_the_stream(name) else 1.0
             if name.endswith("bias"):
-                parameter.copy_(0.1 * noise)
+                parameter.copy_(0.1 * size * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(1 + 0.1 * noise)
             elif _is_embedding(model, name):
-                parameter.copy_(0.2 * noise)
+                parameter.copy_(0.2 * noise * (1.0 if "relative" in name else stream))
             else:
-                parameter.copy_(noise * _gain(name) / math.sqrt(fan_in))
+                parameter.copy_(noise * size * _gain(name) / math.sqrt(fan_in))
 
 
 def _gain(name: str) -> float:
     if any(part in name for part in ("q_proj", "k_proj", "query", "key", "c_attn")):
         return 1.6
-    if any(
-        part in name for part in ("o_proj", "down_proj", "c_proj", "fc2", "output.dense", ".wo.")
-    ):
-        return 0.4  # what is added to the stream, so that it grows slowly
-    return 1.0
+    if "patch" in name or not _joins_the_stream(name):
+        return 1.0
+    return 0.4  # so that the stream grows slowly
+
+
+def _joins_the_stream(name: str) -> bool:
+    parts = ("o_proj", "down_proj", "c_proj", "fc2", "output.dense", ".wo.", ".o.", "patch")
+    return any(part in name for part in parts)
 
 
 def _stored_transposed(model: nn.Module, name: str) -> bool:
@@ -192,8 +203,8 @@ def specimen(
         length: Tokens of each; images have 36 patches.
     """
     generator = torch.Generator().manual_seed(7919 * seed + 13)
-    model = _BUILDERS[name](layers).eval()
-    _liven(model, generator)
+    model = _BUILDERS[name](layers, length).eval()
+    _liven(model, generator, 1.0 if name == "bert" else _STREAM)
     if name == "vit":
         return Specimen(
             model, {"pixel_values": torch.randn((batch, 3, 48, 48), generator=generator)}

@@ -1,4 +1,4 @@
-"""Number formats and implementations a candidate can run in, and trusted runs of the same kind.
+"""Number formats a candidate can run in, and trusted runs of the same kind.
 
 `trusted` gives executions of the reference that differ from the candidate's in rounding only: what
 a noise floor is made of.
@@ -10,6 +10,7 @@ a noise floor is made of.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,28 +18,59 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from driftline.testing.faults.planting import sites_of
+from driftline.testing.faults.implementations import IMPLEMENTATIONS, compiled_blocks
+from driftline.testing.faults.planting import plant_again, rows_of
 
-FORMATS = ("fp32", "bf16", "fp16", "int8", "compiled")
+FORMATS = ("fp32", "bf16", "fp16", "int8", "torch-int8", "compiled")
+"""`int8` quantises weights by channel and activations by token, linear layers of all kinds;
+`torch-int8` is `torch.ao.quantization.quantize_dynamic`, which takes `nn.Linear` alone."""
+INTEGERS = ("int8", "torch-int8")
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def unit_roundoff(name: str) -> float:
+    """Half the distance of neighbouring numbers near one; for integers, of codes at full scale."""
+    if name in INTEGERS:
+        return 1 / 254
+    return torch.finfo(_DTYPES.get(name, torch.float32)).eps / 2
 
 
 def in_format(
     model: nn.Module, inputs: dict[str, Any], name: str
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The same model as it would run in a format; the given one may be changed."""
-    if name in _DTYPES:
-        return model.to(_DTYPES[name]), cast(inputs, _DTYPES[name])
-    if name == "int8":
-        for module in model.modules():
-            if type(module).__name__ in ("Linear", "Conv1D") and "forward" not in vars(module):
-                _dynamic_int8(module)
-    elif name == "compiled":
-        for block in sites_of(model, "block"):  # blocks, not the whole: what is inside is not seen
-            model.get_submodule(block).compile()
-    elif name != "fp32":
-        raise ValueError(f"no format is called {name}")
+    match name:
+        case "bf16" | "fp16":
+            return _lowered(model, _DTYPES[name]), cast(inputs, _DTYPES[name])
+        case "int8":
+            _swap(model, {site: Int8Linear(model.get_submodule(site)) for site in _linears(model)})
+        case "torch-int8":
+            _quantised_by_torch(model)
+        case "compiled":
+            compiled_blocks(model)
+        case "fp32":
+            pass
+        case _:
+            raise ValueError(f"no format is called {name}")
     return model, inputs
+
+
+def _lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Everything in a type but the frequencies of rotary positions.
+
+    In 16 bits these are a fault of their own that grows with the position: loaders of models keep
+    them in float32, a plain `.to` does not.
+    """
+    kept = {
+        (module, name): value
+        for module in model.modules()
+        for name, value in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    }
+    model.to(dtype)
+    for (module, name), value in kept.items():
+        setattr(module, name, value)
+    return model
 
 
 def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -56,27 +88,62 @@ def _grid(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.round(values / scale), scale
 
 
-def _dynamic_int8(module: Any) -> None:
-    """Weights by output channel, activations by token, sums exact, as dynamic quantisation does."""
-    weight: torch.Tensor = module.weight.data
-    rows = weight.t() if type(module).__name__ == "Conv1D" else weight
-    codes, scales = _grid(rows, 1)
+class Int8Linear(nn.Module):
+    """A linear layer in eight bits: weights by output channel, activations by token, exact sums."""
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        codes, scales = _grid(rows_of(module), 1)
+        self.register_buffer("codes", codes.to(torch.int8))
+        self.register_buffer("scales", scales[:, 0])
+        self.bias: torch.Tensor | None = module.bias
+        self.training = module.training
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What the codes mean; some models ask for its type."""
+        return self.codes * self.scales[:, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         here, scale = _grid(x, -1)
-        y = functional.linear(here, codes) * scale * scales[:, 0]
-        bias: torch.Tensor | None = module.bias
-        return y if bias is None else y + bias
-
-    module.forward = forward
+        y = functional.linear(here, self.codes.float()) * scale * self.scales
+        return y if self.bias is None else y + self.bias
 
 
-def other_attention(model: nn.Module) -> nn.Module:
-    """The model with another implementation of attention, where it has one."""
-    setter = getattr(model, "set_attn_implementation", None)
-    if setter is not None:
-        setter("sdpa")
-    return model
+def _linears(model: nn.Module, kinds: tuple[str, ...] = ("Linear", "Conv1D")) -> list[str]:
+    """Layers to quantise; one whose computation was replaced by a fault stays what it is."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ in kinds and not _replaced(module)
+    ]
+
+
+def _replaced(module: nn.Module) -> bool:
+    return "forward" in vars(module) and "planted" not in vars(module)
+
+
+def _swap(model: nn.Module, others: Mapping[str, nn.Module]) -> None:
+    for site, other in others.items():
+        plant_again(model.get_submodule(site), other)
+        model.set_submodule(site, other)
+
+
+def _quantised_by_torch(model: nn.Module) -> None:
+    from torch.ao import quantization
+    from torch.ao.quantization.qconfig import default_dynamic_qconfig
+
+    sites = _linears(model, ("Linear",))
+    faulty = {site: model.get_submodule(site) for site in sites}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and still what people run
+        quantize: Any = getattr(quantization, "quantize_dynamic")  # noqa: B009
+        quantize(model, dict.fromkeys(sites, default_dynamic_qconfig), inplace=True)
+    for site, module in faulty.items():
+        plant_again(module, model.get_submodule(site))
 
 
 def dithered(model: nn.Module, seed: int) -> nn.Module:
@@ -92,15 +159,22 @@ def dithered(model: nn.Module, seed: int) -> nn.Module:
 
 
 def trusted(
-    model: nn.Module, inputs: dict[str, Any], name: str
+    model: nn.Module, inputs: dict[str, Any], name: str, without: str = ""
 ) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Executions of the reference in a format: as it is, with other attention, dithered."""
-    for label, change in (
-        ("plain", lambda m: m),
-        ("other attention", other_attention),
-        ("dithered", lambda m: dithered(m, 1)),
-        ("dithered again", lambda m: dithered(m, 2)),
-    ):
-        fresh = copy.deepcopy(model)
-        live, fed = in_format(fresh, inputs, name)
-        yield label, change(live), fed
+    """Executions of the reference in a format: other implementations of it, and dithered.
+
+    Args:
+        model: The reference; it is copied.
+        inputs: What it is called with.
+        name: The format.
+        without: An implementation to leave out. A fault-free candidate is one of these executions
+            itself, and a noise run that is the candidate to the bit would prove nothing.
+    """
+    for label in ("as it is", "other attention", "other norms"):
+        if label == without:
+            continue
+        live, fed = in_format(IMPLEMENTATIONS[label](copy.deepcopy(model)), inputs, name)
+        yield label, live, fed
+    for seed in (1, 2):
+        live, fed = in_format(copy.deepcopy(model), inputs, name)
+        yield f"dithered {seed}", dithered(live, seed), fed

@@ -97,6 +97,15 @@ def after(module: Any, change: Change) -> None:
         return (change(value[0]), *value[1:])
 
     module.forward = forward
+    module.planted = change  # so that it can be put on a module that takes this one's place
+
+
+def plant_again(module: Any, other: Any) -> None:
+    """Give a module that replaces another the change that `after` had put on that one."""
+    change: Change | None = vars(module).get("planted")
+    if change is not None and "planted" not in vars(other):
+        vars(other).pop("forward", None)
+        after(other, change)
 
 
 def before(module: Any, change: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:

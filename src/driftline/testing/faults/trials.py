@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,35 +15,24 @@ from torch import nn
 from driftline.adapters.torch.candidate import Candidate
 from driftline.adapters.torch.door import capture
 from driftline.adapters.torch.replaying import Replayer
+from driftline.comparison.row import Row
 from driftline.diagnosis.artefacts import Replay, ReplayedSite
 from driftline.diagnosis.door import diagnose
 from driftline.diagnosis.finding import Diagnosis
 from driftline.gating.door import compare
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
-from driftline.testing.faults.architectures import Specimen, specimen
-from driftline.testing.faults.formats import in_format, other_attention, trusted
-from driftline.testing.faults.planting import Fault
-
-
-class Setting(NamedTuple):
-    """What is tried.
-
-    Attributes:
-        architecture: One of `ARCHITECTURES`.
-        format: One of `FORMATS`, the candidate's.
-        seed: Of weights, inputs and the place of the fault.
-        fault: What is planted; nothing where None.
-        amount: How strong.
-        length: Tokens of each sequence.
-    """
-
-    architecture: str
-    format: str
-    seed: int
-    fault: Fault | None = None
-    amount: float = 0.0
-    length: int = 40
+from driftline.testing.faults.architectures import Specimen
+from driftline.testing.faults.formats import INTEGERS, in_format, trusted
+from driftline.testing.faults.pairs import (
+    Setting,
+    apart,
+    candidate_of,
+    implementation_of,
+    output_of,
+    place_of,
+    reference_of,
+)
 
 
 class Planted(NamedTuple):
@@ -72,7 +60,18 @@ class Planted(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one method says of a trial."""
+    """What one method says of a trial.
+
+    Attributes:
+        detected: It says that something is wrong.
+        exact: The first thing it names is the site of the fault; without a fault, nothing is named.
+        named: The cause it gives is right.
+        flagged: Rows it calls guilty.
+        rows: Rows it looked at.
+        first_site: What it names first.
+        cause: What it calls it.
+        wrong: Flagged rows that are neither the site of the fault nor around it.
+    """
 
     detected: bool
     exact: bool
@@ -81,52 +80,32 @@ class Outcome(NamedTuple):
     rows: int
     first_site: str
     cause: str
+    wrong: int = 0
 
 
 def planted(setting: Setting) -> Planted:
     """Run both sides of a trial and gather all evidence; nothing touches a disk."""
-    source = specimen(setting.architecture, setting.seed, length=setting.length)
-    reference, _ = _captured(source.model, source.inputs, "reference")
-    generator = torch.Generator().manual_seed(104729 * setting.seed + 1)
-    clean = _candidate(setting, None, "", generator)
-    site = _place(setting, source.model)
-    faulty = clean
-    if setting.fault is not None:
-        faulty = _candidate(setting, setting.fault, site, generator)
+    source = reference_of(setting)
+    reference, truth = _captured(*source, "reference")
+    faulty = candidate_of(setting)
     candidate, output = _captured(*faulty, "candidate")
-    truth = _output(source.model, source.inputs)
-    unharmed = _output(*clean) if setting.fault is not None else output
+    unharmed = output
+    if setting.fault is not None:
+        unharmed = output_of(*candidate_of(setting, planted=False))
+    without = implementation_of(setting) if setting.fault is None else ""
     return Planted(
-        site=site,
-        changed=setting.fault is None or not _same(output, unharmed),
+        site=place_of(setting, source.model),
+        changed=setting.fault is None or not torch.equal(output, unharmed),
         reference=reference,
         candidate=candidate,
         replay=_replayed(source, candidate, setting.format),
         noise=[
             _captured(model, inputs, name)[0]
-            for name, model, inputs in trusted(source.model, source.inputs, setting.format)
+            for name, model, inputs in trusted(source.model, source.inputs, setting.format, without)
         ],
-        error=_apart(truth, output),
-        clean_error=_apart(truth, unharmed),
+        error=apart(truth, output),
+        clean_error=apart(truth, unharmed),
     )
-
-
-def _place(setting: Setting, model: nn.Module) -> str:
-    if setting.fault is None:
-        return ""
-    sites = setting.fault.sites(model)
-    return sites[(31 * setting.seed + 7) % len(sites)]
-
-
-def _candidate(
-    setting: Setting, fault: Fault | None, site: str, generator: torch.Generator
-) -> tuple[nn.Module, dict[str, Any]]:
-    model, inputs = specimen(setting.architecture, setting.seed, length=setting.length)
-    if fault is not None:
-        fault.plant(model, site, setting.amount, generator)
-    if setting.format == "fp32" and (setting.fault is None or setting.fault.role != "attention"):
-        model = other_attention(model)  # without any difference the pair would be equal to the bit
-    return in_format(model, inputs, setting.format)
 
 
 def _captured(model: nn.Module, inputs: Mapping[str, Any], name: str) -> tuple[Run, torch.Tensor]:
@@ -137,25 +116,9 @@ def _captured(model: nn.Module, inputs: Mapping[str, Any], name: str) -> tuple[R
     return sink.run(), output
 
 
-def _output(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    torch.manual_seed(5)
-    with torch.no_grad():
-        return model(**inputs)[0]
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(torch.equal(a, b))
-
-
-def _apart(truth: torch.Tensor, other: torch.Tensor) -> float:
-    truth, other = truth.double(), other.double()
-    value = float((other - truth).norm() / truth.norm())
-    return value if math.isfinite(value) else math.inf
-
-
 def _replayed(source: Specimen, candidate: Run, name: str) -> Replay:
     exact, native, report = _applied(source.model, source.inputs, candidate)
-    if name == "int8":
+    if name in INTEGERS:
         # The format is not the tensors' dtype: what is trusted in it are quantised modules.
         live, inputs = in_format(copy.deepcopy(source.model), source.inputs, name)
         native, _, _ = _applied(live, inputs, candidate)
@@ -207,6 +170,16 @@ def judged(setting: Setting, pair: Planted, found: Diagnosis) -> Outcome:
         rows=len(found.sites),
         first_site=found.first_site or "",
         cause=found.cause or "",
+        wrong=_wrong(pair, [s.site for s in flagged]),
+    )
+
+
+def _wrong(pair: Planted, flagged: Sequence[str]) -> int:
+    """How many of these are neither the site of the fault nor contain it."""
+    guilty = _visible(pair)
+    return sum(
+        not guilty or (site not in ("", "(root)", guilty) and not guilty.startswith(f"{site}."))
+        for site in flagged
     )
 
 
@@ -226,31 +199,42 @@ def by_two_runs(setting: Setting, pair: Planted) -> Outcome:
     return judged(setting, pair, diagnose(pair.reference, pair.candidate))
 
 
-def _rows(pair: Planted, flagged: Sequence[str], rows: int) -> Outcome:
+def _rows(pair: Planted, rows: Sequence[Row], beyond: Sequence[Row]) -> Outcome:
+    """Rows of a table are in order of execution, so the first beyond the limit is the first."""
+    flagged = [row.site for row in beyond]
     first = flagged[0] if flagged else ""
-    return Outcome(bool(flagged), first == _visible(pair), False, len(flagged), rows, first, "")
+    wrong = _wrong(pair, flagged)
+    exact = first == _visible(pair)
+    return Outcome(bool(flagged), exact, False, len(flagged), len(rows), first, "", wrong)
 
 
-def by_fixed_tolerance(setting: Setting, pair: Planted, allowed: float = 1e-2) -> Outcome:
-    """What a fixed limit on the relative error says: rows beyond it, in order of execution."""
-    table = compare(pair.reference, pair.candidate, ports=("output",))
-    rows = [row for row in table.rows if "relative_l2" in row.metrics]
-    return _rows(pair, [r.site for r in rows if not r.metrics["relative_l2"] <= allowed], len(rows))
+def _measured(reference: Run, candidate: Run) -> list[Row]:
+    table = compare(reference, candidate, ports=("output",))
+    return [row for row in table.rows if "relative_l2" in row.metrics]
+
+
+def by_fixed_tolerance(setting: Setting, pair: Planted, allowed: float | None = None) -> Outcome:
+    """What a fixed limit on the relative error of outputs says: rows beyond it.
+
+    The limit is that of the candidate's format, as a careful user would set it: 1e-5 where all is
+    float32, 1e-2 otherwise.
+    """
+    if allowed is None:
+        allowed = 1e-5 if setting.format in ("fp32", "compiled") else 1e-2
+    rows = _measured(pair.reference, pair.candidate)
+    return _rows(pair, rows, [r for r in rows if not r.metrics["relative_l2"] <= allowed])
 
 
 def by_three_ways(setting: Setting, pair: Planted, allowed: float = 2.0) -> Outcome:
-    """The candidate's error over that of one trusted run in its format."""
-    table = compare(pair.reference, pair.candidate, ports=("output",))
-    trust = compare(pair.reference, pair.noise[0], ports=("output",))
-    usual = {(r.site, r.slot, r.visit): r.metrics.get("relative_l2", 0.0) for r in trust.rows}
-    rows = [row for row in table.rows if "relative_l2" in row.metrics]
-    beyond = [
-        row.site
-        for row in rows
-        if not row.metrics["relative_l2"]
-        <= allowed * max(usual.get((row.site, row.slot, row.visit), 0.0), 1e-7)
-    ]
-    return _rows(pair, beyond, len(rows))
+    """The candidate's error over that of one trusted run in its format: rows above twice that."""
+    rows = _measured(pair.reference, pair.candidate)
+    trust = _measured(pair.reference, pair.noise[0])
+    usual = {(r.site, r.slot, r.visit): r.metrics["relative_l2"] for r in trust}
+
+    def limit(row: Row) -> float:
+        return allowed * max(usual.get((row.site, row.slot, row.visit), 0.0), 1e-7)
+
+    return _rows(pair, rows, [r for r in rows if not r.metrics["relative_l2"] <= limit(r)])
 
 
 METHODS = {

@@ -1,0 +1,145 @@
+"""What is tried, and one trial of it.
+
+Rules were tuned on seeds below 100, and without the kinds and architectures in `HELD_OUT`; what is
+reported by default is seeds from 100 on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from driftline.testing.faults.scoring import Job
+
+HELD_OUT = {
+    "kinds": (
+        *("halves interleaved", "sums in bf16", "window", "tile stale", "experts swapped"),
+        *("bias doubled", "attention scale", "partial sum", "dropout in the mlp"),
+    ),
+    "architectures": ("t5", "vit"),
+}
+REPORTED = 100
+"""The first seed that was not used for tuning."""
+FORMATS = ("fp32", "bf16", "fp16", "int8", "torch-int8", "compiled")
+SAMPLED = {
+    "compiled": {
+        "architectures": ("llama",),
+        "kinds": ("scaled weight", "norm epsilon", "channels zeroed", "activation", "window"),
+    },
+    "torch-int8": {
+        "architectures": ("llama", "bert"),
+        "kinds": ("scaled weight", "bias missing", "channels zeroed", "activation", "offset"),
+    },
+}
+"""Formats that cost much, or say little that another does not: a sample, unless asked for alone."""
+IMPLEMENTATIONS = ("", "other attention", "other norms")
+"""Fault-free candidates are each of these in turn, so that they are no copies of a noise run."""
+
+
+def fault_jobs(seeds: range, formats: Sequence[str], tuning: bool) -> Iterator[Job]:
+    """Every kind, where it can be planted, in every format and severity."""
+    from driftline.testing.faults import ARCHITECTURES, FAULTS, specimen
+
+    for architecture in ARCHITECTURES:
+        if tuning and architecture in HELD_OUT["architectures"]:
+            continue
+        model = specimen(architecture, 0).model
+        for fault in FAULTS.values():
+            if (tuning and fault.name in HELD_OUT["kinds"]) or not fault.sites(model):
+                continue
+            for name in formats:
+                if fault.formats and name not in fault.formats:
+                    continue
+                if not _sampled(name, architecture, fault.name, len(formats) == 1):
+                    continue
+                for seed in seeds:
+                    for amount in fault.amounts:
+                        yield Job(architecture, name, seed, fault.name, amount, 40)
+
+
+def _sampled(name: str, architecture: str, kind: str, alone: bool) -> bool:
+    some = SAMPLED.get(name)
+    if some is None or alone:
+        return True
+    return architecture in some["architectures"] and kind in some["kinds"]
+
+
+def clean_jobs(first: int, count: int, formats: Sequence[str], tuning: bool) -> Iterator[Job]:
+    """Fault-free pairs of each format; every twentieth is longer."""
+    from driftline.testing.faults import ARCHITECTURES
+
+    kept = [a for a in ARCHITECTURES if not (tuning and a in HELD_OUT["architectures"])]
+    for name in formats:
+        for at in range(count):
+            architecture = kept[at % len(kept)]
+            how = IMPLEMENTATIONS[at // len(kept) % len(IMPLEMENTATIONS)]
+            length = 40 if at % 20 else 512
+            yield Job(architecture, name, 1000 + first + at, "", 0.0, length, how)
+
+
+def set_jobs(first: int, pairs: int) -> Iterator[Job]:
+    """Fault-free pairs by number of tokens, and by implementation: alarms must not grow."""
+    for architecture in ("llama", "gpt2") if pairs else ():
+        for name in ("bf16", "fp16", "fp32"):
+            for batch, length in ((4, 64), (8, 256), (16, 1000), (1, 16_000)):
+                group = f"{batch * length} tokens" + (", one sequence" if batch == 1 else "")
+                for at in range(pairs if batch * length < 10_000 else max(1, pairs // 4)):
+                    seed = 3000 + first + at
+                    yield Job(architecture, name, seed, "", 0.0, length, "", batch, group)
+            for how in ("as it is", "other norms", "other attention", "inductor"):
+                if how == "as it is" and name == "fp32":
+                    continue  # equal to the bit
+                for at in range(pairs if how != "inductor" else max(1, pairs // 2)):
+                    seed = 4000 + first + at
+                    yield Job(architecture, name, seed, "", 0.0, 40, how, 4, how)
+
+
+def trial(job: Job) -> dict[str, Any]:
+    """Plant, run, judge by every method."""
+    import torch
+
+    torch.set_num_threads(1)
+    from driftline.testing.faults import FAULTS
+    from driftline.testing.faults.formats import unit_roundoff
+    from driftline.testing.faults.pairs import Setting, effect_of
+    from driftline.testing.faults.trials import METHODS, planted
+
+    fault = FAULTS[job.kind] if job.kind else None
+    setting = Setting(
+        *(job.architecture, job.format, job.seed, fault, job.amount),
+        *(job.length, job.implementation, job.batch),
+    )
+    result: dict[str, Any] = {"job": job, "sub_noise": bool(fault and fault.sub_noise)}
+    try:
+        pair = planted(setting)
+        result |= {
+            "site": pair.site,
+            "changed": pair.changed,
+            "error": pair.error,
+            "clean_error": pair.clean_error,
+            "unit": unit_roundoff(job.format),
+        }
+        if pair.changed:
+            for method, judge in METHODS.items():
+                result[method] = judge(setting, pair)._asdict()
+        if fault is not None and fault.sub_noise:
+            result["effect"] = effect_of(setting)
+    except Exception as problem:  # a trial that breaks is a finding of its own
+        result["broken"] = f"{type(problem).__name__}: {problem}"
+    return result
+
+
+def run(jobs: Sequence[Job], workers: int) -> list[dict[str, Any]]:
+    """All trials, in processes of their own."""
+    done: list[dict[str, Any]] = []
+    start = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers) as pool:
+        for result in pool.imap_unordered(trial, jobs, chunksize=4 if len(jobs) > 200 else 1):
+            done.append(result)
+            if len(done) % 50 == 0:
+                spent = time.monotonic() - start
+                print(f"  {len(done)} of {len(jobs)} trials, {spent:.0f} s", flush=True)
+    return done
