@@ -88,7 +88,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     ),
     "experiments": allow(top="numpy", inside="torch"),
     "experiments/live": allow(top="numpy torch"),
-    "dialects": allow(top="numpy", inside="torch"),
+    "dialects": allow(top="numpy", inside="torch torchair"),
     "suites": allow(top="numpy pytest", inside="torch"),
     "reports": allow(),
     "cli": allow(inside="torch"),
