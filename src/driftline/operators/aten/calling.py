@@ -150,6 +150,8 @@ def arguments_of(
     tensors: Mapping[str, torch.Tensor],
     precision: str,
     device: str,
+    *,
+    lenient: bool = False,
 ) -> list[Any]:
     """All arguments of a call, by position, tensors copied and widened.
 
@@ -159,6 +161,7 @@ def arguments_of(
         tensors: The others, by name; members of a list as `name.0`, `name.1`.
         precision: See `widened`.
         device: Where the tensors go.
+        lenient: An argument that is missing is None.
     """
     lists: dict[str, dict[int, torch.Tensor]] = {}
     for slot, tensor in tensors.items():
@@ -186,7 +189,7 @@ def arguments_of(
             found.append(decoded(name, kind, param[name], precision, device))
         elif argument.has_default_value():
             found.append(argument.default_value)
-        elif "Optional" in kind:
+        elif lenient or "Optional" in kind:
             found.append(None)
         else:
             raise Unfit(f"its argument {name} is not in the run")

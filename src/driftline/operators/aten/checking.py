@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from driftline.adapters.torch.schemas import Operator
-from driftline.errors import BadInput, DriftlineError
-from driftline.numerics.dtypes import DTYPES
+from driftline.errors import DriftlineError
 from driftline.operators.aten import kinds
 from driftline.operators.aten.calling import Unfit, dtype_named, operator_of, tensor_of
 from driftline.operators.aten.golden import (
@@ -20,40 +19,19 @@ from driftline.operators.aten.golden import (
     Prepared,
     as_array,
     as_good,
+    fitted,
     golden_of,
     placeholders,
-    scale_of,
-    sentence,
 )
 from driftline.operators.aten.listing import ListedCall, why_missing
+from driftline.operators.aten.rerunning import executions, told_apart
+from driftline.operators.aten.scaling import scale_of
 from driftline.operators.judging import judge
 from driftline.operators.rows import Figures, OutputRow, unchecked
 from driftline.operators.sources import Ask
 from driftline.runs.calls import CallTensor
 from driftline.runs.record import Record
 from driftline.runs.run import Run
-
-
-def device_of(text: str) -> str:
-    """Where -rerun executes.
-
-    Raises:
-        BadInput: There is no such device.
-    """
-    name = f"cuda:{text}" if text.isdigit() else text or "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-        if device.type != "cpu":
-            torch.zeros(1, device=device).add_(1)
-    except Exception as trouble:
-        raise BadInput(
-            f"there is no device {name} here: {sentence(trouble)}",
-            hint="-device cpu is always there",
-        ) from None
-    if device.type == "meta":
-        raise BadInput("nothing can be executed on the device meta", hint="-device cpu")
-    return str(device)
 
 
 class Loaded(NamedTuple):
@@ -114,9 +92,13 @@ def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputR
         loaded = load(run, listed)
         if not loaded.actual:
             raise Unfit("what it gave is not in the run")
+        listed_elements = sum(t.numel() for t in loaded.prepared.tensors.values())
+        listed_elements += sum(t.numel() for t in loaded.actual.values())
+        loaded.prepared.check_size(listed_elements)
         golden = golden_of(loaded.prepared)
     except Unfit as why:
         return [unchecked(listed.call, str(why))]
+    again = executions(loaded.prepared, device) if device else None
     rows: list[OutputRow] = []
     for one in listed.outputs:
         actual = loaded.actual.get(one.slot)
@@ -126,6 +108,12 @@ def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputR
             figures = Figures("not checked", "executed again, it gives no such output")
         else:
             figures = judged(loaded.prepared, golden, one.slot, actual, ask)
+            if again is not None:
+
+                def judged_again(other: torch.Tensor, slot: str = one.slot) -> Figures:
+                    return judged(loaded.prepared, golden, slot, other, ask)
+
+                figures = told_apart(figures, again, one.slot, actual, judged_again, device)
         rows.append(OutputRow(listed.call, one.slot, one.dtype, one.shape, figures))
     return rows
 
@@ -133,7 +121,7 @@ def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputR
 def judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask: Ask) -> Figures:
     """Hold one output to what it should be."""
     dtype = actual.dtype
-    right = golden.outputs[slot]
+    right = fitted(call, slot, golden.outputs[slot], actual)
     if right.layout is not torch.strided:
         return Figures("not checked", "it gives a sparse tensor")
     name = str(dtype).removeprefix("torch.")
@@ -142,7 +130,7 @@ def judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask:
 
     def scale() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]] | None:
         try:
-            return scale_of(call, slot, right, DTYPES[name].unit_roundoff)
+            return scale_of(call, slot, right, dtype)
         except Exception:  # no float64 kernel: the size of the result itself has to do
             return None
 

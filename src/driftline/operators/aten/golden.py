@@ -19,10 +19,11 @@ import torch
 from driftline.adapters.torch.schemas import Operator
 from driftline.operators.aten import kinds
 from driftline.operators.aten.calling import Unfit, arguments_of, executed
+from driftline.operators.aten.formulas import computed, has_formula
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
-_DRAWS = 8
-_SEED = 20240229
+_SMALL = 1 << 20
+_TIMES = 64
 
 
 class Prepared(NamedTuple):
@@ -42,11 +43,49 @@ class Prepared(NamedTuple):
 
     def again(self, precision: str, device: str = "cpu") -> dict[str, torch.Tensor]:
         """Execute it; raises whatever torch raises, and Unfit."""
+        if precision == "float64" and has_formula(self.func):
+            named = arguments_of(
+                self.func, self.param, self.tensors, precision, device, lenient=True
+            )
+            return computed(self.func, named)
         args = arguments_of(self.func, self.param, self.tensors, precision, device)
         return executed(self.func, args, precision, self.operator.written)
 
     def arguments(self) -> list[Any]:
-        return arguments_of(self.func, self.param, self.tensors, "float64", "cpu")
+        """All arguments, widened, on the CPU; one that is missing is None."""
+        return arguments_of(self.func, self.param, self.tensors, "float64", "cpu", lenient=True)
+
+    def check_size(self, listed: int) -> None:
+        """Refuse what would take far more memory than what the run lists of it.
+
+        Args:
+            listed: How many elements the run lists, inputs and outputs together.
+
+        Raises:
+            Unfit: It would.
+        """
+        most = _SMALL + _TIMES * listed
+        wanted = self._asked_for()
+        if wanted <= most and not has_formula(self.func):
+            try:
+                args = arguments_of(self.func, self.param, self.tensors, "own", "meta")
+                made = executed(self.func, args, "own", self.operator.written)
+                wanted = max(wanted, sum(tensor.numel() for tensor in made.values()))
+            except Unfit:
+                raise
+            except Exception:  # many have no description of their result without values
+                wanted = max(wanted, 0)
+        if wanted > most:
+            raise Unfit(f"it would give {wanted} elements, where the run lists {listed}")
+
+    def _asked_for(self) -> int:
+        """How many elements values ask for, where those decide about the size of the result."""
+        deciding = {"repeat_interleave": "repeats", "bincount": "self", "_embedding_bag": ""}
+        slot = deciding.get(kinds.plain_name(self.func), "")
+        tensor = self.tensors.get(slot) if slot else None
+        if tensor is None or not tensor.numel() or tensor.is_floating_point():
+            return 0
+        return int(tensor.max()) * (tensor.numel() if slot == "repeats" else 1)
 
 
 class Golden(NamedTuple):
@@ -93,41 +132,21 @@ def sentence(trouble: Exception) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def scale_of(call: Prepared, slot: str, golden: torch.Tensor, roundoff: float) -> AnyArray:
-    """The size of the terms behind each element: how the result moves when inputs are rounded.
+def fitted(call: Prepared, slot: str, right: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """A formula's result in the shape in which a device's kernel gives it.
 
-    For products and sums it is the root of the sum of the squared terms. For everything else the
-    inputs are moved by a rounding error each, at random and several times.
+    Kernels of attention may leave the sums of exponentials out, or pad them.
     """
-    if kinds.plain_name(call.func) in kinds.LINEAR and not kinds.is_foreach(call.func):
-        squared = {s: _wide(t).abs().square() for s, t in call.tensors.items()}
-        param = dict(call.param)
-        for name in ("alpha", "beta"):
-            if isinstance(param.get(name), (int, float)):
-                param[name] = param[name] ** 2
-        found = call._replace(tensors=squared, param=param).again("float64")[slot]
-        return found.abs().sqrt().numpy()
-    source = torch.Generator().manual_seed(_SEED)
-    moved = torch.zeros(golden.shape, dtype=torch.float64)
-    step = max(roundoff, 1e-9)
-    base = golden.to(torch.complex128 if golden.is_complex() else torch.float64)
-    for _ in range(_DRAWS):
-        tensors = {s: _jolted(t, step, source) for s, t in call.tensors.items()}
-        other = call._replace(tensors=tensors).again("float64")[slot]
-        moved += ((other - base).abs() / step).nan_to_num(0.0, 0.0, 0.0).square()
-    return (moved / _DRAWS).sqrt().numpy()
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _jolted(tensor: torch.Tensor, step: float, source: torch.Generator) -> torch.Tensor:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
-    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    signs = torch.randint(0, 2, tensor.shape, generator=source).double() * 2 - 1
-    return wide * (1 + step * signs)
+    if not has_formula(call.func) or slot != "1" or right.shape == actual.shape:
+        return right
+    if not actual.numel():
+        return actual
+    if right.numel() == actual.numel():
+        return right.reshape(actual.shape)
+    if actual.dim() == right.dim() and actual.shape[:-1] == right.shape[:-1]:
+        beyond = actual[..., right.shape[-1] :].to(right.dtype)
+        return torch.cat([right, beyond], -1) if beyond.shape[-1] else right
+    return right
 
 
 def as_array(tensor: torch.Tensor, dtype: torch.dtype) -> AnyArray:

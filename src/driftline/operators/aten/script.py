@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from driftline.numerics.dtypes import DTYPES
 from driftline.operators.aten import calling, kinds
 from driftline.operators.aten.calling import Unfit, raw_of
 from driftline.operators.aten.checking import load
-from driftline.operators.aten.golden import golden_of, scale_of
+from driftline.operators.aten.golden import golden_of
 from driftline.operators.aten.listing import ListedCall
+from driftline.operators.aten.scaling import scale_of
 from driftline.operators.sources import Reproduction
 from driftline.runs.run import Run
 from driftline.tolerance.operators import allowed
@@ -158,8 +158,7 @@ def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Rep
         growth = bound.growth(terms)
         if growth and right.shape == actual.shape:
             try:
-                unit = DTYPES[name].unit_roundoff
-                arrays[f"scale_{slot}"] = scale_of(loaded.prepared, slot, right, unit)
+                arrays[f"scale_{slot}"] = scale_of(loaded.prepared, slot, right, actual.dtype)
             except Exception:
                 growth = 0.0
         bounds[slot] = (bound.error, bound.relative, bound.floor, bound.share, growth)

@@ -29,7 +29,7 @@ class AtenSource:
         require("torch", install="torch")
         for module in ask.imports:
             _imported(module)
-        from driftline.operators.aten.checking import device_of
+        from driftline.operators.aten.rerunning import device_of
 
         self.device = device_of(ask.device) if ask.rerun else ""
         self._listed = [one for one in listed if ask.wants(one.call.op_type, one.call.ids)]

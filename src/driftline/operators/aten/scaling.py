@@ -1,0 +1,105 @@
+"""The size of the terms behind an element of a result: what its rounding errors are measured in.
+
+For products and sums it is the root of the sum of the squared terms. For sums that are added up one
+after the other in their own type it is the sum of their sizes. For everything else the inputs are
+moved by a rounding error each, at random and several times: three times what the result moves by.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from driftline.numerics.dtypes import DTYPES
+from driftline.operators.aten import kinds
+from driftline.operators.aten.golden import Prepared
+
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+_DRAWS = 8
+_SURE = 3.0
+_SEED = 20240229
+_ONE_BY_ONE = (
+    *("embedding_dense_backward", "index_add", "index_put", "_index_put_impl", "scatter_add"),
+    *("_unsafe_index_put", "cumsum"),
+)
+_AROUND_ONE = ("gelu", "erfc", "expm1", "mish", "softplus", "log_sigmoid_forward", "elu", "silu")
+"""They take the difference of two numbers near 1, times their argument."""
+_ROUGHLY = 4.0
+"""Those numbers come from series, and are off by more than one rounding."""
+
+
+def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype) -> AnyArray:
+    """The size of the terms behind each element of an output of this type."""
+    name = kinds.plain_name(call.func)
+    if not kinds.is_foreach(call.func):
+        if name in kinds.LINEAR:
+            return _squared(call, slot)
+        if name in _ONE_BY_ONE:
+            sizes = {s: _wide(t).abs() for s, t in call.tensors.items()}
+            return call._replace(tensors=sizes).again("float64")[slot].abs().numpy()
+    roundoff = DTYPES[str(dtype).removeprefix("torch.")].unit_roundoff
+    found = _moved(call, slot, golden, roundoff)
+    source = call.tensors.get("self")
+    if name in _AROUND_ONE and source is not None and source.shape == golden.shape:
+        around = _ROUGHLY * source.double().abs()
+        found = np.maximum(found, around.nan_to_num(0.0, 0.0, 0.0).numpy())
+    grad = call.tensors.get("grad_output")
+    if name.removesuffix("_backward") in _AROUND_ONE and grad is not None and source is not None:
+        around = _ROUGHLY * grad.double().abs() * (1 + source.double().abs())
+        found = np.maximum(found, around.nan_to_num(0.0, 0.0, 0.0).numpy())
+    if "attention" in name:
+        found = _of_attention(call, slot, found, roundoff, backward="backward" in name)
+    return found
+
+
+def _of_attention(
+    call: Prepared, slot: str, found: AnyArray, roundoff: float, *, backward: bool
+) -> AnyArray:
+    """Fused kernels take the exponential as roughly as the inputs are, whatever the result's type.
+
+    The logarithm of the sum of exponentials is off by the relative error of that sum.
+    """
+    read = [t.dtype for t in call.tensors.values() if t.is_floating_point()]
+    units = [DTYPES[str(dtype).removeprefix("torch.")].unit_roundoff for dtype in read]
+    if slot == "1" and not backward:
+        found = np.maximum(found, 1.0)
+    return found * max(1.0, max(units, default=0.0) / roundoff)
+
+
+def _squared(call: Prepared, slot: str) -> AnyArray:
+    squared = {s: _wide(t).abs().square() for s, t in call.tensors.items()}
+    param = dict(call.param)
+    for name in ("alpha", "beta"):
+        if isinstance(param.get(name), (int, float)):
+            param[name] = param[name] ** 2
+    found = call._replace(tensors=squared, param=param).again("float64")[slot]
+    return found.abs().sqrt().numpy()
+
+
+def _moved(call: Prepared, slot: str, golden: torch.Tensor, roundoff: float) -> AnyArray:
+    source = torch.Generator().manual_seed(_SEED)
+    moved = torch.zeros(golden.shape, dtype=torch.float64)
+    step = max(roundoff, 1e-9)
+    base = golden.to(torch.complex128 if golden.is_complex() else torch.float64)
+    for _ in range(_DRAWS):
+        tensors = {s: _jolted(t, step, source) for s, t in call.tensors.items()}
+        other = call._replace(tensors=tensors).again("float64")[slot]
+        moved += ((other - base).abs() / step).nan_to_num(0.0, 0.0, 0.0).square()
+    return _SURE * (moved / _DRAWS).sqrt().numpy()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _jolted(tensor: torch.Tensor, step: float, source: torch.Generator) -> torch.Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    signs = torch.randint(0, 2, tensor.shape, generator=source).double() * 2 - 1
+    return wide * (1 + step * signs)
