@@ -48,11 +48,6 @@ COMMANDS: dict[str, Command] = {
         "Compare",
         "two runs or tensor files: which layers differ, which one first",
     ),
-    "diagnose": Command(
-        "driftline.cli.diagnose:diagnose",
-        "Compare",
-        "two runs: where the drift starts, whether it is more than noise, what kind of bug it is",
-    ),
     "calibrate": Command(
         "driftline.cli.calibrate:calibrate",
         "Compare",
@@ -98,6 +93,11 @@ COMMANDS: dict[str, Command] = {
         "driftline.cli.validate:validate",
         "Decoders",
         "a decoder against such limits: equal tokens, or rates of failing ones",
+    ),
+    "diagnose": Command(
+        "driftline.cli.diagnose:diagnose",
+        "Diagnose",
+        "two runs: where the drift starts, whether it is more than noise, what kind of bug it is",
     ),
     "replay": Command(
         "driftline.cli.replay:replay",
