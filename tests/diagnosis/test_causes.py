@@ -399,3 +399,63 @@ def test_an_attention_that_is_wrong_in_another_way_gets_no_name() -> None:
     right = _attention()
     other = right.output() + 0.1 * np.tanh(_attention(3).output())
     assert best_clue(_attention_case(right, other))[0] is None
+
+
+def _linear(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((4, 40, 64)), rng.standard_normal((64, 48)) / 8.0
+
+
+@pytest.mark.parametrize("coarse", [False, True], ids=["float32", "bfloat16"])
+def test_one_ranks_part_of_a_product_is_a_missing_reduction_even_in_a_single_run(
+    coarse: bool,
+) -> None:
+    x, w = _linear()
+    part = x[..., :32] @ w[:32]
+    found, all_of_them = best_clue(case(x @ w, part, coarse=coarse, inputs={"input": x}))
+    assert found is not None, all_of_them
+    assert found.cause == "missing-reduction"
+
+
+@pytest.mark.parametrize("which", ["weight", "input"])
+def test_a_rounded_factor_of_a_product_is_recomputed(which: str) -> None:
+    x, w = _linear()
+    x = x + 2.0  # constants in the input make constants in the error: no white noise
+    a, b = (x, rounded(w, "float8_e4m3fn")) if which == "weight" else (rounded(x, "bfloat16"), w)
+    found, all_of_them = best_clue(case(x @ w, a @ b, inputs={"input": x}, class_name="Linear"))
+    assert found is not None, all_of_them
+    assert found.cause == "low-precision"
+    assert which in found.sentence
+
+
+def test_factors_per_channel_are_a_scale() -> None:
+    r = tensor()
+    factors = 1.0 + np.random.default_rng(4).random(64)
+    found, _ = best_clue(case(r, r * factors, class_name="RMSNorm", site="norm"))
+    assert found is not None
+    assert (found.cause, found.detail) == ("scale", "channels")
+
+
+def test_some_channels_of_some_tokens_that_hold_other_tokens_values_are_stale() -> None:
+    r = tensor()
+    c = r.copy()
+    c[:, 8:16, :16] = c[:, :8, :16]
+    found, all_of_them = best_clue(case(r, c))
+    assert found is not None, all_of_them
+    assert found.cause == "stale"
+
+
+def test_tokens_of_one_expert_that_lack_a_summand_lost_that_expert() -> None:
+    rng = np.random.default_rng(0)
+    routes = np.stack([rng.permutation(6)[:2] for _ in range(160)])
+    gives = rng.standard_normal((6, 160, 64))
+    r = np.stack([gives[a, t] + gives[b, t] for t, (a, b) in enumerate(routes)])
+    lacks = np.stack(
+        [sum(gives[e, t] for e in pair if e != 3) + np.zeros(64) for t, pair in enumerate(routes)]
+    )
+    found, all_of_them = best_clue(case(r, lacks, codes={"top_k_index": routes}))
+    assert found is not None, all_of_them
+    assert (found.cause, found.detail) == ("zeroed", "expert")
+    other = np.where((routes == 3).any(axis=1)[:, None], r + 0.5 * np.tanh(r), r)
+    found, _ = best_clue(case(r, other, codes={"top_k_index": routes}))
+    assert found is None

@@ -379,7 +379,7 @@ class _Desk:
 
 def _sub_noise(judged: Judgement) -> bool:
     """Whether the error as a whole is of the size of noise."""
-    return judged.found is not None and judged.found.error <= 2.0 * judged.noise
+    return judged.found is not None and judged.found.error <= 3.0 * judged.noise
 
 
 def _error(metrics: Mapping[str, float]) -> float:

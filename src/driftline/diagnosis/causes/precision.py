@@ -163,13 +163,18 @@ def _whiteness(case: Case) -> float:
         return 0.0
     e, r = case.rows(case.e), case.rows(np.where(case.finite, case.r, 0.0))
     rows, columns = e.shape
-    energy = case.energy
-    if rows < 8 or columns < 8 or not energy > 0.0:
+    if rows < 8 or columns < 8 or not case.energy > 0.0:
+        return 0.0
+    if _LINEAR.search(case.words):
+        # A rounded weight makes a constant error of the constant part of its input.
+        e, r = e - e.mean(axis=0), r - r.mean(axis=0)
+    energy, size = float(np.sum(e * e)), float(np.sum(r * r))
+    if not energy > 0.2 * case.energy:
         return 0.0
     per_row = np.einsum("ij,ij->i", e, e)
     if float(np.count_nonzero(e == 0.0)) > 0.5 * e.size or not (per_row > 0.0).all():
         return 0.0
-    lean = float(np.sum(e * r)) ** 2 / (energy * max(case.size, 1e-300))
+    lean = float(np.sum(e * r)) ** 2 / (energy * max(size, 1e-300))
     means = e.mean(axis=0)
     offset = max(rows * float(np.sum(means * means)) / energy - 1.5 / rows, 0.0)
     level = np.sqrt(per_row / np.maximum(np.einsum("ij,ij->i", r, r), 1e-300))
