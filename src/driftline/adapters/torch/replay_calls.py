@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from driftline.adapters.torch.candidate import CandidateCall
+from driftline.adapters.torch.names import is_compiled
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.taps import Frame
@@ -93,6 +94,16 @@ def is_pure(module: nn.Module) -> bool:
 def is_table(module: nn.Module) -> bool:
     """An embedding that only looks up: rounding its rows is rounding what comes out."""
     return type(module) is nn.Embedding and module.max_norm is None and is_pure(module)
+
+
+def why_never(module: nn.Module) -> str:
+    """Why a module is never applied again; empty if it may be."""
+    if is_compiled(module):
+        return "it is compiled; run the program with TORCHDYNAMO_DISABLE=1"
+    held = (*module._parameters.values(), *module._buffers.values())
+    if any(type(tensor).__name__ == "DTensor" for tensor in held):
+        return "its weights are sharded over ranks"
+    return ""
 
 
 def likeness(opened: Open) -> Any:

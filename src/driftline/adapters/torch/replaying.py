@@ -27,7 +27,7 @@ from driftline.adapters.torch import flatten
 from driftline.adapters.torch import snapshot as snapshots
 from driftline.adapters.torch.candidate import Candidate, torch_dtype
 from driftline.adapters.torch.modules import cache_part
-from driftline.adapters.torch.names import is_compiled, unwrapped
+from driftline.adapters.torch.names import unwrapped
 from driftline.adapters.torch.recasting import Given, Recast
 from driftline.adapters.torch.repeating import (
     Script,
@@ -50,6 +50,7 @@ from driftline.adapters.torch.replay_calls import (
     is_pure,
     is_table,
     likeness,
+    why_never,
 )
 from driftline.adapters.torch.replay_parts import Parts
 from driftline.adapters.torch.replay_report import Report
@@ -170,8 +171,8 @@ class Replayer:
         opened = Open(frame, args, kwargs)
         opened.site, opened.candidate = site, candidate
         module = frame.module
-        if is_compiled(module):
-            opened.reason = "it is compiled; run the program with TORCHDYNAMO_DISABLE=1"
+        opened.reason = why_never(module)
+        if opened.reason:
             return opened
         forward = unwrapped(module).forward if frame.place.wraps else module.forward
         part = cache_part(module, self._session.frames())
