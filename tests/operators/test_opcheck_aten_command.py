@@ -159,6 +159,40 @@ def test_a_custom_operator_that_nothing_defines_here_has_a_reason(custom):
     assert json.loads(done.stdout)["coverage"]["passed"] == 2
 
 
+def as_if_on_a_gpu(run):
+    """Say of each operator of a CPU that it was the GPU's, whose kernel is not here."""
+    for name in ("calls.jsonl", "index.jsonl"):
+        file = run / "rank0" / name
+        text = file.read_text()
+        for short in ("attention_for_cpu_backward", "attention_for_cpu"):
+            text = text.replace(short, short.replace("_for_cpu", ""))
+        file.write_text(text)
+
+
+def test_attention_of_a_gpu_is_held_to_its_formula(tmp_path):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 12, 8, requires_grad=True) for _ in range(3))
+    attention = nn.functional.scaled_dot_product_attention
+    model = Given(lambda q, k, v: attention(q, k, v, is_causal=True))
+    captured(tmp_path / "run", model, lambda: model(q, k, v).square().sum().backward())
+    as_if_on_a_gpu(tmp_path / "run")
+    found = check(tmp_path / "run")
+    mine = [row for row in found.rows if "attention" in row.call.op_type]
+    assert {row.call.op_type for row in mine} == {
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_flash_attention_backward.default",
+    }
+    assert {(row.slot, row.status) for row in mine} == {(n, "pass") for n in "012"}
+    damage(tmp_path / "run", "(root)/aten._scaled_dot_product_flash_attention", factor=1.01)
+    words = ["opcheck", "-i", str(tmp_path / "run"), "-opname", "attention.default"]
+    words += ["--repro", str(tmp_path / "repro"), "-o", str(tmp_path)]
+    assert main(words) == 1
+    script = next((tmp_path / "repro").glob("*/repro.py"))
+    done = subprocess.run([sys.executable, "-I", str(script)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "WRONG" in done.stdout
+
+
 # --- bad input
 
 

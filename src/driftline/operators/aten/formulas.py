@@ -17,8 +17,10 @@ import torch
 Results = dict[str, torch.Tensor]
 
 
-def _attended(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and the logarithm of the sum of its exponentials."""
+def _scored(
+    given: Mapping[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Scores before the softmax, key and value for every query head, and the scale."""
     query, key, value = given["query"], given["key"], given["value"]
     heads = query.shape[1] // key.shape[1]
     if heads > 1:  # several query heads share one
@@ -27,34 +29,42 @@ def _attended(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query @ key.transpose(-1, -2)) * scale
     bias = given.get("attn_bias")
-    if bias is None:
-        bias = given.get("attn_mask")
     if bias is not None:
         scores = scores + bias
     if given.get("is_causal"):
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, -math.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+    return scores, key, value, scale
 
 
 def attention(given: Mapping[str, Any]) -> Results:
-    found, sums = _attended(given)
-    return {"0": found, "1": sums}
+    """Attention and the logarithm of the sum of its exponentials."""
+    scores, _, value, _ = _scored(given)
+    return {"0": scores.softmax(-1) @ value, "1": scores.logsumexp(-1)}
 
 
 def attention_backward(given: Mapping[str, Any]) -> Results:
-    names = ("query", "key", "value", "attn_bias")
-    given = dict(given)
-    for name in names:
-        if isinstance(given.get(name), torch.Tensor) and given[name].is_floating_point():
-            given[name] = given[name].detach().requires_grad_()
+    """Gradients of query, key, value and bias; as kernels do, from what the forward pass gave."""
+    scores, key, value, scale = _scored(given)
     gradient = given.get("grad_out")
     gradient = given["grad_out_"] if gradient is None else gradient
-    with torch.enable_grad():
-        found, _ = _attended(given)
-        wanted = [given[name] for name in names if isinstance(given.get(name), torch.Tensor)]
-        made = torch.autograd.grad(found, wanted, gradient)
-    return {str(index): one for index, one in enumerate(made)}
+    share = scores.softmax(-1)
+    inner = (gradient * given["out"]).sum(-1, keepdim=True)
+    moved = share * (gradient @ value.transpose(-1, -2) - inner)
+    shared = given["key"].shape[1]
+
+    def together(made: torch.Tensor) -> torch.Tensor:
+        return made.unflatten(1, (shared, -1)).sum(2)
+
+    found = {
+        "0": moved @ key * scale,
+        "1": together(moved.transpose(-1, -2) @ given["query"] * scale),
+        "2": together(share.transpose(-1, -2) @ gradient),
+    }
+    bias = given.get("attn_bias")
+    if bias is not None:
+        found["3"] = moved.sum_to_size(bias.shape)
+    return found
 
 
 def batch_norm(given: Mapping[str, Any]) -> Results:

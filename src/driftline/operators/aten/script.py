@@ -1,7 +1,7 @@
 """A failing call of a torch operator as a stand-alone script: torch, numpy, its tensors.
 
-The script carries `calling.py`, which builds and executes the call, and compares what the program
-gave with what float64 gives on the CPU.
+The script carries `calling.py`, which builds and executes the call, and `formulas.py` where a CPU
+has no kernel. It compares what the program gave with what float64 gives on the CPU.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,11 +14,12 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from driftline.operators.aten import calling, kinds
+from driftline.operators.aten import calling, formulas, kinds
 from driftline.operators.aten.calling import Unfit, raw_of
 from driftline.operators.aten.checking import load
 from driftline.operators.aten.golden import golden_of
@@ -47,7 +48,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def main():
         scales = {{slot: held["scale_" + slot] for slot in BOUNDS if "scale_" + slot in held}}
     func = operator_of(OPERATOR)
     precision = {precision!r}
-    right = executed(func, arguments_of(func, PARAM, read, precision, "cpu"), precision, WRITTEN)
+    {golden}
     try:
         again = executed(func, arguments_of(func, PARAM, read, "own", device), "own", WRITTEN)
     except Exception as trouble:
@@ -135,6 +136,12 @@ if __name__ == "__main__":
 """
 
 
+_KERNEL = (
+    'right = executed(func, arguments_of(func, PARAM, read, precision, "cpu"), precision, WRITTEN)'
+)
+_FORMULA = 'right = computed(func, arguments_of(func, PARAM, read, precision, "cpu", lenient=True))'
+
+
 def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Reproduction | None:
     """The script and its tensors; None where the call can no longer be built."""
     try:
@@ -164,6 +171,8 @@ def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Rep
         bounds[slot] = (bound.error, bound.relative, bound.floor, bound.share, growth)
     inputs = _named("input", loaded.prepared.tensors)
     outputs = _named("output", loaded.actual)
+    formula = golden.precision == "float64" and formulas.has_formula(loaded.prepared.func)
+    parts = (calling, formulas) if formula else (calling,)
     place = _UNSAFE.sub("_", call.site)[:200]
     title = f"{call.op_type} at {place}, step {call.step}: its output is not right."
     tail = _TAIL.format(
@@ -174,6 +183,7 @@ def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Rep
         written=list(loaded.prepared.operator.written),
         bounds=json.dumps(bounds),
         precision=golden.precision,
+        golden=_FORMULA if formula else _KERNEL,
     )
     held = {name: raw_of(tensor) for name, (_, tensor) in {**inputs, **outputs}.items()}
     return Reproduction(
@@ -184,7 +194,7 @@ def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Rep
             name: str(t.dtype).removeprefix("torch.")
             for name, (_, t) in {**inputs, **outputs}.items()
         },
-        _HEAD.format(title=title) + _body() + tail,
+        _HEAD.format(title=title) + "\n\n".join(map(_body, parts)) + tail,
     )
 
 
@@ -201,9 +211,9 @@ def _described(
     ]
 
 
-def _body() -> str:
-    """The text of `calling.py` without its head and imports."""
-    text = inspect.getsource(calling)
+def _body(module: ModuleType) -> str:
+    """The text of a file without its head and imports."""
+    text = inspect.getsource(module)
     nodes = ast.parse(text).body
     first = next(node for node in nodes[1:] if not isinstance(node, (ast.Import, ast.ImportFrom)))
     return "\n".join(text.split("\n")[first.lineno - 1 :])
