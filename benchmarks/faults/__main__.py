@@ -43,7 +43,7 @@ def main() -> int:
         "--peers",
         type=int,
         nargs="?",
-        const=24,
+        const=16,
         default=0,
         metavar="TRIALS",
         help="so many of the trials by msprobe too, in .bench-venv",
