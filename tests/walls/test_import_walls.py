@@ -178,6 +178,8 @@ def test_a_room_uses_only_the_packages_it_is_allowed(path: Path) -> None:
         room = "adapters/torch"
     if path.is_relative_to(PACKAGE / "experiments" / "live"):
         room = "experiments/live"
+    if path.is_relative_to(PACKAGE / "operators" / "aten"):
+        room = "operators/aten"
     allowance = THIRD_PARTY.get(str(path.relative_to(PACKAGE)), THIRD_PARTY[room])
     for found in imports_of(path):
         top = found.module.partition(".")[0]

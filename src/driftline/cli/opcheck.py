@@ -73,7 +73,7 @@ def opcheck(
     nothing could be checked.
 
     Args:
-        input: An ATB dump or a folder inside it, or a run of `driftline dump --level ops`.
+        input: An ATB dump or a folder inside it, or a run of `driftline dump --level ops,params`.
         csv_path: The operation csv of an ATB dump: checks what it lists. Without it, every operator
             that the folders hold.
         output: Where opcheck_result_{time}.csv goes; the current folder unless given.
