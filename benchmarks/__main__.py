@@ -28,6 +28,7 @@ SUITES = (
     "foreign",
     "alignment",
     "decoding",
+    "diagnosis",
     "replay",
 )
 
