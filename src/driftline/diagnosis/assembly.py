@@ -47,6 +47,9 @@ class Assembly:
         self.floor: Floor | None = noise_floor(variants) if variants else None
         self.judged: dict[str, Judgement] = {}
         self.seen: dict[Place, Confirmation] = {}
+        self.allowed: Mapping[str, float] = {}
+        if runs is not None:
+            self.allowed = quantised_sites(runs.reference, runs.candidate)
         if runs is not None and runs.replay is not None:
             self.judged = self._replayed(runs, runs.replay)
 
@@ -76,14 +79,13 @@ class Assembly:
         return kept
 
     def _replayed(self, runs: Runs, replay: Replay) -> dict[str, Judgement]:
-        allowed = quantised_sites(runs.reference, runs.candidate)
         own = str(runs.candidate.manifest.get("id") or "")
         if own and replay.of and own != replay.of:
             raise BadInput(
                 f"the replay was made for another run than '{runs.candidate.name}'",
                 hint="driftline replay CAND makes one for this run",
             )
-        judged = judge(runs.candidate, replay, allowed=allowed)
+        judged = judge(runs.candidate, replay, allowed=self.allowed)
         if not judged:
             raise BadInput(
                 "the replay has no tensor in common with the candidate",
@@ -111,7 +113,7 @@ class Assembly:
             )
             said = (f"Nothing could be judged: {why}.",)
             return Diagnosis("incomparable", said, coverage=coverage, needs=(what,))
-        growth = growths(self.sites)
+        growth = growths(self.sites, self.allowed)
         found = standings(self.sites, growth, self.floor, self.judged)
         found, culprits = self._looked_at_again(found)
         order = {place: at for at, place in enumerate(self.sites)}

@@ -48,8 +48,15 @@ def rounding(unit: float, parts: int) -> float:
     return times * unit * math.sqrt(1.0 + parts)
 
 
-def growths(sites: Mapping[Place, Site]) -> dict[Place, Growth]:
-    """For every site, its worst call against what was to be expected."""
+def growths(
+    sites: Mapping[Place, Site], allowed: Mapping[str, float] | None = None
+) -> dict[Place, Growth]:
+    """For every site, its worst call against what was to be expected.
+
+    Args:
+        sites: All of them.
+        allowed: Relative error that a site may have whatever its dtype says.
+    """
     parts = parts_of(place.site for place in sites)
     roles: dict[tuple[str, str, str], list[float]] = {}
     logs: dict[int, float] = {}
@@ -68,6 +75,9 @@ def growths(sites: Mapping[Place, Site]) -> dict[Place, Growth]:
         best: Growth | None = None
         for call in site.calls:
             growth = _judged(call, logs[id(call)], middle, spread, count, inside)
+            least = (allowed or {}).get(place.site, 0.0)
+            if least and math.isfinite(growth.excess):
+                growth = growth._replace(excess=min(growth.excess, call.error / least))
             if best is None or growth.excess > best.excess:
                 best = growth
         assert best is not None
