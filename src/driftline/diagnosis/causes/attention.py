@@ -243,24 +243,27 @@ def _mistakes(right: Attention) -> Iterator[_Mistake]:
 def _scaled(case: Case, right: Attention, base: F64) -> Clue | None:
     """Another factor of the scores: the best of a few, then refined."""
 
-    def score(factor: float) -> float:
-        made = replace(right, scale=right.scale * factor).output()
-        return case.explained(case.r + made - base)
+    def made(factor: float) -> F64:
+        return case.r + replace(right, scale=right.scale * factor).output() - base
+
+    def left(factor: float) -> float:
+        # Not the score: that is cut off at 1, where a search would lose its way.
+        rest = np.where(case.finite, case.c - made(factor), 0.0)
+        return float(np.sum(rest * rest))
 
     width = right.q.shape[-1]
-    tried = {factor: score(factor) for factor in (*_FACTORS, math.sqrt(width), width**-0.5)}
-    best = max(tried, key=tried.__getitem__)
-    low, high = best / 1.1, best * 1.1
+    best = min((*_FACTORS, math.sqrt(width), width**-0.5), key=left)
+    low, high = best / 1.15, best * 1.15
     for _ in range(12):
-        left, right_of = low + (high - low) / 3, high - (high - low) / 3
-        if score(left) < score(right_of):
-            low = left
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        if left(a) > left(b):
+            low = a
         else:
-            high = right_of
+            high = b
     best = (low + high) / 2
     return Clue(
         "scale",
-        score(best),
+        case.explained(made(best)),
         f"it is the attention with its scores scaled by {best:.4g} times the right factor",
         "attention",
     )
