@@ -15,7 +15,7 @@ import torch
 
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.record import Record
-from driftline.runs.run import Run
+from driftline.runs.run import Memory, Run
 from driftline.topology.tree import ModuleTree
 
 Call = tuple[str, int, int]
@@ -133,14 +133,17 @@ def tensor_of(
     wide: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A captured tensor of any run, in memory of its own."""
-    raw = run.raw(record)
     dtype = torch_dtype(record.dtype)
     if dtype is None:
         raise ValueError(f"{record.key} has {record.dtype} elements, which torch has not")
-    if not raw.nbytes:
+    memory = run.memory(record) if record.kept == "full" else None
+    if memory is None:
+        raw = run.raw(record)
+        memory = Memory(raw.ctypes.data, raw.nbytes, raw)
+    if not memory.length:
         return torch.empty(record.shape, dtype=dtype, device=device)
     # Through its address: torch warns of arrays that are read-only, and this one is copied.
-    window = (ctypes.c_uint8 * raw.nbytes).from_address(raw.ctypes.data)
+    window = (ctypes.c_uint8 * memory.length).from_address(memory.address)
     flat = torch.frombuffer(window, dtype=dtype).reshape(record.shape)
     value = flat.to(device, wide if wide is not None and dtype.is_floating_point else dtype)
     return value.clone() if value.data_ptr() == flat.data_ptr() else value

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn.modules import module as _module_home
 from torch.overrides import TorchFunctionMode
 
@@ -152,7 +151,7 @@ Answer = Callable[[Callable[..., Any], nn.Module, Any, Any], Any]
 def repeat(
     script: Answer,
     module: nn.Module,
-    real: Iterable[nn.Module],
+    real: Mapping[str, nn.Module],
     tensors: Mapping[str, torch.Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -162,15 +161,32 @@ def repeat(
     Args:
         script: Answers the calls of its parts.
         module: What is called.
-        real: The modules that may really run, `module` among them.
+        real: The modules that may really run, by their paths below `module`; itself is "".
         tensors: Weights and buffers by their names below `module`, in place of its own.
         args: Its arguments; they may be changed.
         kwargs: The same.
     """
-    with unmarked(real), modules.aside(script), torch.no_grad():
-        if not tensors:
-            return module(*args, **kwargs)
-        return functional_call(module, dict(tensors), args, kwargs, tie_weights=False, strict=False)
+    with unmarked(real.values()), modules.aside(script), torch.no_grad(), _holding(real, tensors):
+        return module(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _holding(real: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """Modules hold other weights and buffers meanwhile; `functional_call` takes longer for that."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, tensor in tensors.items():
+            place, _, name = path.rpartition(".")
+            owner = real[place]
+            table: dict[str, Any] = (
+                owner._parameters if name in owner._parameters else owner._buffers
+            )
+            before.append((table, name, table[name]))
+            table[name] = tensor
+        yield
+    finally:
+        for table, name, tensor in reversed(before):
+            table[name] = tensor
 
 
 @contextlib.contextmanager

@@ -105,8 +105,7 @@ class Replayer:
         self._sinks = (exact, native)
         self._selection = selection or Selection()
         self._most_held = most_held
-        self._held = 0
-        self._names = -1
+        self._held, self._names = 0, -1
         self._sites: Mapping[str, str] = {}
         self._alike: dict[Any, str] = {}
         self._check_each = check_each
@@ -321,7 +320,7 @@ class Replayer:
             real = self._parts.real(opened, way, own=True)
             script = self._parts.own(opened, way)
             tensors = self._recast.as_they_are(real)
-            result = repeat(script, module, real.values(), tensors, args, kwargs)
+            result = repeat(script, module, real, tensors, args, kwargs)
             if has_drawn(before):
                 reasons.append("it draws random numbers")
                 continue
@@ -354,7 +353,7 @@ class Replayer:
         give = self._recast.inputs(opened.candidate, opened.inputs, opened.site, given, exact=exact)
         args, kwargs = copied(source, give)
         if is_table(module):  # which may be huge, to look up a few rows
-            rows = repeat(Script(module), module, (module,), {}, args, kwargs)
+            rows = repeat(Script(module), module, {"": module}, {}, args, kwargs)
             return {"0": self._recast.looked_up(module, rows, exact=exact)}
         real = self._parts.real(opened, way, own=False)
         sink = self._sinks[0 if exact else 1]
@@ -369,7 +368,7 @@ class Replayer:
             result = repeat(
                 self._parts.captured(opened, way, given, hand, exact=exact),
                 module,
-                real.values(),
+                real,
                 self._recast.weights(real, exact=exact, cast=cast),
                 args,
                 kwargs,
