@@ -134,7 +134,7 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
     errors = (error, math.sqrt(beyond / max(varying, 1e-300)))
     for name, unit in UNITS.items():
         # Rounding inputs (or inputs and weights) of a product leaves 0.3 to 0.7 units in it.
-        if unit >= 2.0**-4 and not _LINEAR.search(case.words):
+        if unit >= 2.0**-4 and (case.ratio < 6.0 or not _LINEAR.search(case.words)):
             continue  # so coarse that anything may look like it, but for products
         # Sums that are kept in such a format are rounded again and again.
         most = 3.0 if name == "bfloat16" and _LINEAR.search(case.words) else 0.7
