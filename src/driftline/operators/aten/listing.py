@@ -121,4 +121,7 @@ def why_missing(one: CallTensor) -> str:
     """Why an input is not in the run, and what to do about it."""
     if isinstance(one.source, str) and not one.source.startswith("("):
         return "it read a parameter that the run does not hold; capture with --level ops,params"
-    return f"its input {one.slot.partition('.')[0]} is not in the run"
+    return (
+        f"its input {one.slot.partition('.')[0]} is not in the run; sparse, quantised and nested "
+        "tensors are not kept"
+    )

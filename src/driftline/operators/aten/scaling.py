@@ -29,6 +29,8 @@ _ONE_BY_ONE = (
 )
 _AROUND_ONE = ("gelu", "erfc", "expm1", "mish", "softplus", "log_sigmoid_forward", "elu", "silu")
 """They take the difference of two numbers near 1, times their argument."""
+_FROM_ROWS = ("_log_softmax", "log_softmax", "logsumexp", "logcumsumexp")
+"""They take the logarithm of a sum from elements, whose digits go with it."""
 _ROUGHLY = 4.0
 """Those numbers come from series, and are off by more than one rounding."""
 
@@ -52,6 +54,8 @@ def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype
     if name.removesuffix("_backward") in _AROUND_ONE and grad is not None and source is not None:
         around = _ROUGHLY * grad.double().abs() * (1 + source.double().abs())
         found = np.maximum(found, around.nan_to_num(0.0, 0.0, 0.0).numpy())
+    if name in _FROM_ROWS and source is not None and source.dim():
+        found = np.maximum(found, _row_size(source, call.param.get("dim"), golden))
     if "attention" in name:
         found = _of_attention(call, slot, found, roundoff, backward="backward" in name)
     return found
@@ -71,6 +75,15 @@ def _of_attention(
     return found * max(1.0, max(units, default=0.0) / roundoff)
 
 
+def _row_size(source: torch.Tensor, dim: Any, golden: torch.Tensor) -> AnyArray:
+    sizes = source.double().abs().nan_to_num(0.0, 0.0, 0.0)
+    if isinstance(dim, int):
+        sizes = sizes.amax(dim, keepdim=True)
+        if sizes.dim() == golden.dim():
+            return sizes.expand(golden.shape).numpy()
+    return np.full(tuple(golden.shape), float(sizes.max()) if sizes.numel() else 0.0)
+
+
 def _squared(call: Prepared, slot: str) -> AnyArray:
     squared = {s: _wide(t).abs().square() for s, t in call.tensors.items()}
     param = dict(call.param)
@@ -86,8 +99,11 @@ def _moved(call: Prepared, slot: str, golden: torch.Tensor, roundoff: float) -> 
     moved = torch.zeros(golden.shape, dtype=torch.float64)
     step = max(roundoff, 1e-9)
     base = golden.to(torch.complex128 if golden.is_complex() else torch.float64)
+    rounded = any(t.is_floating_point() or t.is_complex() for t in call.tensors.values())
     for _ in range(_DRAWS):
-        tensors = {s: _jolted(t, step, source) for s, t in call.tensors.items()}
+        tensors = {
+            s: _jolted(t if rounded else t.double(), step, source) for s, t in call.tensors.items()
+        }
         other = call._replace(tensors=tensors).again("float64")[slot]
         moved += ((other - base).abs() / step).nan_to_num(0.0, 0.0, 0.0).square()
     return _SURE * (moved / _DRAWS).sqrt().numpy()
