@@ -11,6 +11,7 @@ from torch import nn
 
 from driftline.adapters.torch.candidate import CandidateCall
 from driftline.adapters.torch.names import is_compiled
+from driftline.runs.key import TensorKey
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.taps import Frame
@@ -44,6 +45,7 @@ class Open:
         held: Its arguments as they were before it, in memory of their own; None if not needed.
         parts: The calls it made; None when nobody wants them.
         reason: Why it cannot be replayed, found out before it ran.
+        handed: What its own code made for its parts, in exact arithmetic.
         proven: How a call like it was repeated to the bit; empty if that is still to be shown.
     """
 
@@ -51,6 +53,7 @@ class Open:
         "args",
         "candidate",
         "frame",
+        "handed",
         "held",
         "inputs",
         "kwargs",
@@ -71,6 +74,7 @@ class Open:
         self.parts: list[Part] | None = None
         self.reason = ""
         self.proven = ""
+        self.handed: set[TensorKey] = set()
 
 
 def bytes_of(slots: Slots) -> int:

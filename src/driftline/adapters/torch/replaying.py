@@ -5,9 +5,8 @@ which must give its own output to the bit, then to the captured ones, once in wi
 once in the captured run's number format. A module with parts has its *own code* repeated: the calls
 it makes of its parts are answered with what the captured run's parts gave. So nothing is computed
 twice for the sake of its ancestors, and an error is seen where it is made, not in all modules
-around it. Where its own code cannot be repeated alone the module is applied whole.
-
-Knows neither names of other runs (`match` does) nor files.
+around it. Where its own code cannot be repeated alone the module is applied whole. Files and other
+runs' names are not known here.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -77,13 +76,11 @@ class Replayer:
         candidate: The captured calls.
         match: Sites of the program's modules → those of the captured run.
         exact: Takes what the modules give in wide arithmetic.
-        native: Takes what they give in the captured run's number format; nothing where that is
-            wide throughout, since it would be the same.
+        native: Takes what they give in the captured run's format; nothing where that is wide.
         selection: Which calls.
         most_held: Bytes of results held at a time to repeat the code of modules with parts.
         partial: Go on where the two models are not the same.
-        check_each: Prove for every call that it reproduces its own output, not once for calls of
-            one class with the same shapes and parts.
+        check_each: Prove for every call that it reproduces its output, not once for like ones.
     """
 
     def __init__(
@@ -348,7 +345,7 @@ class Replayer:
     ) -> dict[str, torch.Tensor]:
         """The module on the captured inputs; slot to tensor."""
         module = opened.frame.module
-        source = opened.held if opened.held is not None else (opened.args, opened.kwargs)
+        source = opened.held or (opened.args, opened.kwargs)
         given = Given()
         give = self._recast.inputs(opened.candidate, opened.inputs, opened.site, given, exact=exact)
         args, kwargs = copied(source, give)
@@ -359,9 +356,12 @@ class Replayer:
         sink = self._sinks[0 if exact else 1]
 
         def hand(record: Record, tensor: torch.Tensor) -> None:
-            low = torch_dtype(record.dtype)
-            if not exact and low is not None:  # code that asks a part's weights for their format
-                tensor = tensor.to(low)
+            if exact:
+                opened.handed.add(record.key)
+            elif record.key not in opened.handed:  # no more than a change of format
+                return
+            elif (low := torch_dtype(record.dtype)) is not None:
+                tensor = tensor.to(low)  # code may ask a part's weights for their format
             self._put(sink, record, record.alias, record.class_name, tensor)
 
         with self._recast.arithmetic(module, exact=exact):
