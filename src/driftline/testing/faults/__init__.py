@@ -1,4 +1,4 @@
-"""Faults to plant: 37 kinds, six architectures, five number formats, and one trial of each.
+"""Faults to plant: 37 kinds, six architectures, six number formats, and one trial of each.
 
 Public: whoever builds a tool of this kind can measure it with the same plants. `benchmarks/faults`
 does so with ours.
@@ -6,10 +6,25 @@ does so with ours.
 
 from driftline.testing.faults.architectures import ARCHITECTURES, Specimen, specimen
 from driftline.testing.faults.computing import COMPUTING_FAULTS
+from driftline.testing.faults.formats import FORMATS
+from driftline.testing.faults.implementations import IMPLEMENTATIONS
+from driftline.testing.faults.pairs import Setting, candidate_of, place_of, reference_of
 from driftline.testing.faults.parameters import PARAMETER_FAULTS
 from driftline.testing.faults.planting import Fault
 
 FAULTS = {fault.name: fault for fault in (*PARAMETER_FAULTS, *COMPUTING_FAULTS)}
 """All kinds by name."""
 
-__all__ = ["ARCHITECTURES", "FAULTS", "Fault", "Specimen", "specimen"]
+__all__ = [
+    "ARCHITECTURES",
+    "FAULTS",
+    "FORMATS",
+    "IMPLEMENTATIONS",
+    "Fault",
+    "Setting",
+    "Specimen",
+    "candidate_of",
+    "place_of",
+    "reference_of",
+    "specimen",
+]
