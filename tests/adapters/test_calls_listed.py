@@ -16,7 +16,7 @@ from driftline.adapters.torch.calls import CallTap
 from driftline.adapters.torch.profile import ProfileTap
 from driftline.adapters.torch.session import CaptureSession
 from driftline.formats.atb_sheets import read_operations, read_profile
-from driftline.runs.calls import Call, read_calls
+from driftline.runs.calls import Call, CallTensor, read_calls
 from driftline.runs.sheets import operation_sheet
 from driftline.runs.writer import RunWriter
 from driftline.topology.calls_graph import calls_graph
@@ -299,3 +299,42 @@ def test_what_is_left_of_a_killed_program_s_list_is_read() -> None:
     assert [call.number for call in read_calls(text)] == [0]
     for line in ("[]", "{}", '{"call":-1,"site":"a","class":"b"}', "x", "null", '{"call":"a"}'):
         assert list(read_calls(line)) == []
+
+
+def test_a_training_step_s_graph_is_its_forward_pass_without_the_optimizer(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Watched(tmp_path / "run") as watched:
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    calls = watched.calls
+    assert not [call for call in calls if call.site.split("/")[-1].startswith("profiler.")]
+    assert any(call.site.startswith("AdamW/") for call in calls)
+    graph = calls_graph(calls)
+    assert graph is not None
+    assert not [node for node in seen_at(graph).nodes if node.site.startswith("AdamW/")]
+    assert "optimizers are not in the graph" in graph.notes[0]
+
+
+def test_the_line_of_a_call_is_read_back_as_it_was() -> None:
+    call = Call(
+        3,
+        "operator",
+        'a"\\é\n/aten.x',
+        "aten.x.default",
+        "0_1",
+        2,
+        1,
+        "backward",
+        None,
+        (
+            CallTensor("a", "float32", (2, 0), "0", (1, "0.1"), (1, 0)),
+            CallTensor("b", "bool", (), "", "w\u2028"),
+        ),
+        (CallTensor("0", "float16", (1,)),),
+        {"alpha": 1.5, "text": "\ud800", "none": None, "many": [1, [True]]},
+    )
+    (line,) = call.to_line().splitlines()
+    assert list(read_calls(line)) == [call]
+    plain = Call(0, "module", "(root)", "Net", inside=7)
+    assert list(read_calls(plain.to_line())) == [plain]

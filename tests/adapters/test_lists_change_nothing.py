@@ -78,4 +78,4 @@ def test_recomputation_is_listed_as_such_and_changes_nothing(tmp_path: Path) -> 
     seen = watched(tmp_path / "run", name, checkpointing=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
     text = driftline.open_run(tmp_path / "run").sheet("calls.jsonl")
-    assert '"phase": "recompute"' in text
+    assert '"phase":"recompute"' in text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from json.encoder import encode_basestring_ascii as json_string
 from typing import Any, NamedTuple, cast
 
 CALLS = "calls.jsonl"
@@ -16,6 +17,7 @@ CALLS = "calls.jsonl"
 LARGEST_CALLS = 1 << 29
 _LONGEST_LINE = 1 << 20
 _LARGEST_NUMBER = 1 << 62
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 Source = tuple[int, str] | str | None
 """Call and slot that made a tensor; the name of a parameter, or `(outside).n`; None: not known."""
@@ -41,15 +43,21 @@ class CallTensor(NamedTuple):
     source: Source = None
     order: tuple[int, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = {"slot": self.slot, "dtype": self.dtype, "shape": list(self.shape)}
+    def to_json(self) -> str:
+        text = (
+            f'{{"slot":{json_string(self.slot)},"dtype":{json_string(self.dtype)},'
+            f'"shape":[{",".join(map(str, self.shape))}]'
+        )
         if self.alias:
-            data["alias"] = self.alias
-        if self.source is not None:
-            data["from"] = self.source
+            text += f',"alias":{json_string(self.alias)}'
+        source = self.source
+        if isinstance(source, str):
+            text += f',"from":{json_string(source)}'
+        elif source is not None:
+            text += f',"from":[{source[0]},{json_string(source[1])}]'
         if self.order:
-            data["order"] = list(self.order)
-        return data
+            text += f',"order":[{",".join(map(str, self.order))}]'
+        return text + "}"
 
 
 class Call(NamedTuple):
@@ -90,22 +98,17 @@ class Call(NamedTuple):
         return f"{self.class_name}_{self.ids}" if self.ids else self.class_name
 
     def to_line(self) -> str:
-        data: dict[str, Any] = {
-            "call": self.number,
-            "kind": self.kind,
-            "site": self.site,
-            "class": self.class_name,
-            "ids": self.ids,
-            "step": self.step,
-            "visit": self.visit,
-            "phase": self.phase,
-            "in": self.inside,
-            "inputs": [one.to_json() for one in self.inputs],
-            "outputs": [one.to_json() for one in self.outputs],
-        }
-        if self.param:
-            data["param"] = dict(self.param)
-        return json.dumps(data, allow_nan=False) + "\n"
+        """The JSON and a line end; by hand, as it is written while the program waits."""
+        inside = "null" if self.inside is None else self.inside
+        text = (
+            f'{{"call":{self.number},"kind":{json_string(self.kind)},'
+            f'"site":{json_string(self.site)},"class":{json_string(self.class_name)},'
+            f'"ids":{json_string(self.ids)},"step":{self.step},"visit":{self.visit},'
+            f'"phase":{json_string(self.phase)},"in":{inside},'
+            f'"inputs":[{",".join([one.to_json() for one in self.inputs])}],'
+            f'"outputs":[{",".join([one.to_json() for one in self.outputs])}]'
+        )
+        return f'{text},"param":{_encode(self.param)}}}\n' if self.param else text + "}\n"
 
 
 def read_calls(text: str) -> Iterator[Call]:

@@ -1,7 +1,8 @@
 """The calls of a program as a graph: modules hold operators, and memory says who feeds whom.
 
-One step's forward pass: what a backward pass runs is not nested in modules and left out. Knows the
-lines of `calls.jsonl`, not where they lie.
+One step's forward pass: what a backward pass runs is not nested in modules and left out, and so is
+what follows it outside of modules: an optimizer's arithmetic. Knows the lines of `calls.jsonl`, not
+where they lie.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
     steps = sorted({call.step for call in forward})
     chosen = steps[0] if step is None else step
     mine = sorted((call for call in forward if call.step == chosen), key=lambda call: call.number)
+    backward = [call.number for call in calls if call.step == chosen and call.phase != "forward"]
+    if backward and any(call.kind == "module" for call in mine):
+        turn = min(backward)
+        mine = [c for c in mine if c.number < turn or c.inside is not None or c.kind == "module"]
     if not mine:
         return None
     building = _Building(mine)
@@ -44,8 +49,8 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
         read = {building.name_of(one) for call in after for one in call.inputs}
         last = [name for call in after for name in building.made(call) if name not in read]
         outputs = tuple(dict.fromkeys((*building.made(root), *last)))
-    later = sum(call.phase != "forward" for call in calls if call.step == chosen)
-    notes = ["the operators of backward passes are not in the graph"] if later else []
+    notes = ["the operators of backward passes and optimizers are not in the graph"]
+    notes = notes if backward else []
     if len(steps) > 1:
         notes.append(f"this is step {chosen} of {len(steps)}")
     return Graph(name, kind, nodes, inputs, outputs, building.tensors, "aten", tuple(notes))

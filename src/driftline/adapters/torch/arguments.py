@@ -50,7 +50,9 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
     In that order a transposed weight has the bytes of the weight itself.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() < 2:
+    if tensor.dim() < 2 or tensor.layout is not torch.strided or tensor.is_nested:
+        return ()
+    if tensor.is_contiguous():
         return ()
     strides = tensor.stride()
     order = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))

@@ -258,19 +258,25 @@ class CallTap:
         names = operator.arguments
         inputs: list[CallTensor] = []
         param = dict(defaults)
-        positional = [
-            (names[index] if index < len(names) else str(index), str(index), value)
-            for index, value in enumerate(args)
-        ]
-        for slot, alias, value in (*positional, *((name, "", v) for name, v in kwargs.items())):
-            tensors = list(tensors_in(value, slot))
+        described = self._memory.described
+        for index, value in enumerate((*args, *kwargs.values())):
+            if index < len(args):
+                slot, alias = names[index] if index < len(names) else str(index), str(index)
+            else:
+                slot, alias = list(kwargs)[index - len(args)], ""
+            if isinstance(value, torch.Tensor):
+                tensors = [(slot, value)]
+            elif isinstance(value, (list, tuple)):
+                tensors = list(tensors_in(value, slot))
+            else:
+                tensors = []
             if tensors:
                 inputs += [
-                    self._memory.described(one, alias, tensor, step=spot.step)
+                    described(one, alias, tensor, step=spot.step)
                     for one, tensor in tensors
                     if slot not in operator.unread or self._memory.has_maker(tensor)
                 ]
-            elif not isinstance(value, torch.Tensor):
+            else:
                 param[slot] = plain(value)
         return Call(
             self._number(),

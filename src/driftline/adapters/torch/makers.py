@@ -10,6 +10,7 @@ too no other memory can be taken for it. Reads no values, and knows no operators
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, NamedTuple
 
@@ -115,11 +116,16 @@ class Makers:
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Its extents; a nested tensor has none."""
-    return () if tensor.is_nested else tuple(int(size) for size in tensor.shape)
+    return () if tensor.is_nested else tuple(map(int, tensor.shape))
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _memory(tensor: torch.Tensor) -> Any | None:
