@@ -302,3 +302,37 @@ def test_a_long_sum_in_half_precision_is_no_failure_and_says_its_bound(tmp_path)
     assert not found.failing
     found = checked(tmp_path / "mm", lambda a, b: a @ b, a, b)
     assert [r.status for r in found.rows] == ["pass"]
+
+
+def test_formulas_in_which_digits_cancel_are_right_in_every_format(tmp_path):
+    torch.manual_seed(2)
+    wide = torch.tensor([[120.0, 0.5, -90.0, 119.0], [3.0, -3.0, 3.0, 3.0]])
+
+    def act(x):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            y = x.to(dtype)
+            functional.log_softmax(y, -1)
+            torch.logsumexp(y, -1)
+            functional.gelu(y.clamp(-6, 6))
+            functional.softplus(-y)
+            functional.layer_norm(y + 100, (4,))
+            functional.interpolate(y[None], size=7, mode="linear")
+            y.var(1)
+            torch.sinc(y)
+        torch.sinc(torch.arange(9))
+        torch.linalg.svd(x)
+        return torch.tensor([1e30, 1e-30]).sqrt().prod()
+
+    found = checked(tmp_path, act, wide)
+    assert not found.failing, [(r.call.op_type, r.dtype, r.figures) for r in found.failing]
+    unchecked = {r.figures.reason for r in found.rows if r.status == "not checked"}
+    assert unchecked <= {"its result is one of several that are right"}
+
+
+def test_a_recurrent_backward_that_reads_scratch_memory_says_so(tmp_path):
+    model, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
+    captured(tmp_path / "run", model, lambda: model(x)[0].sum().backward())
+    found = check(tmp_path / "run")
+    assert not found.failing
+    reasons = [r.figures.reason for r in found.rows if r.status == "not checked"]
+    assert all("scratch memory" in reason for reason in reasons), reasons

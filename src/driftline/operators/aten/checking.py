@@ -1,11 +1,11 @@
 """One listed call becomes rows: its inputs are read, it is executed, and its outputs are judged."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from driftline.adapters.torch.schemas import Operator
 from driftline.errors import DriftlineError
 from driftline.operators.aten import kinds
 from driftline.operators.aten.calling import Unfit, dtype_named, operator_of, tensor_of
+from driftline.operators.aten.formulas import has_formula
 from driftline.operators.aten.golden import (
     Golden,
     Prepared,
@@ -66,9 +67,21 @@ def load(run: Run, listed: ListedCall) -> Loaded:
             continue
         tensors[one.slot] = _tensor(run, record, one)
     outputs = {one.slot: (one.shape, dtype_named(one.dtype)) for one in listed.outputs}
+    _refuse_scratch(func, operator, listed)
     tensors |= placeholders(func, operator, list(tensors), outputs)
     actual = {slot: _tensor(run, record, None) for slot, record in listed.made.items()}
     return Loaded(Prepared(func, operator, listed.call.param, tensors), actual)
+
+
+def _refuse_scratch(func: Any, operator: Operator, listed: ListedCall) -> None:
+    """A backward pass may read memory that its forward pass left, of which nothing is kept."""
+    if has_formula(func):
+        return
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        given = written or listed.call.param.get(argument.name) is not None
+        if not given and argument.name in operator.unread and str(argument.type) == "Tensor":
+            raise Unfit(f"it reads scratch memory of its forward pass ({argument.name})")
 
 
 def _tensor(run: Run, record: Record, listed: CallTensor | None) -> torch.Tensor:
