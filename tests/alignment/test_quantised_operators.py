@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ PROMPT = np.array([[3, 1, 4, 1, 5]])
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("options", [{}, {"packed": True}, {"fused": True, "packed": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packed": True},
+        {"fused": True, "packed": True},
+        {"scaled": "input"},
+        {"scaled": "input", "fused": True},
+        {"scaled": "token"},
+        {"scaled": "token", "fused": True, "packed": True},
+    ],
+)
 def test_every_tensor_of_float_operators_is_compared_with_the_quantised_ones(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -141,3 +153,53 @@ def test_the_plan_of_quantised_operators_can_be_saved_and_given_back(tmp_path: P
         pair.candidate_recipe for pair in plan.pairs
     ]
     assert driftline.compare(tmp_path / "float", tmp_path / "int8", plan=again).verdict == "pass"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_square_weight_of_codes_takes_its_scales_along_the_axis_its_operator_says(
+    turned: bool,
+) -> None:
+    weight = RNG.normal(size=(8, 8)).astype(np.float32) * np.arange(1, 9)[:, None]
+    scale = (np.abs(weight).max(1) / 127).astype(np.float32)
+    codes = np.rint(weight / scale[:, None]).astype(np.int8)
+    x = RNG.normal(size=(4, 8)).astype(np.float16)
+    site = "0_LinearOperation"
+    result = (x @ weight.T).astype(np.float16)
+
+    def made(matrix: Any, **more: Any) -> Any:
+        tensors = {f"{site}/input/0": x, f"{site}/input/1": matrix, **more}
+        run = run_of({**tensors, f"{site}/output/0": result}, classes={site: "LinearOperation"})
+        root = {"site": site, "param": {"transposeB": not turned}}
+        run.topology = lambda rank=0, process=0: {"roots": [root]}  # type: ignore[method-assign]
+        return run
+
+    def lying(matrix: Any) -> Any:
+        return np.ascontiguousarray(matrix.T) if turned else matrix
+
+    here = made(lying(weight))
+    there = made(lying(codes), **{f"{site}/input/2": scale})
+    table = driftline.compare(here, there)
+    row = next(row for row in table.rows if row.key.slot == "1")
+    assert row.metrics["relative_l2"] < 0.02
+
+
+def test_many_quantised_layers_take_time_in_proportion(tmp_path: Path) -> None:
+    used: list[float] = []
+    for layers in (10, 80):
+        model = toy_decoder(layers=layers)
+        atb_twin(tmp_path / f"float{layers}", model, PROMPT)
+        atb_twin(tmp_path / f"int{layers}", model, PROMPT, quantised=True, fused=True)
+        here, there = (driftline.open_run(tmp_path / f"{n}{layers}") for n in ("float", "int"))
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            driftline.align(here, there)
+        finally:
+            sys.setprofile(None)
+        used.append(calls)
+    assert used[1] < 12 * used[0]

@@ -100,7 +100,7 @@ class Frame(NamedTuple):
 
 
 def main_tensor(records: Iterable[Record], port: str) -> Record | None:
-    """The first tensor of a port in the forward pass: floats before ids and masks.
+    """The first tensor of a port in the forward pass: floats and their codes before ids and masks.
 
     Vectors come last: where operators take weights as inputs, those are scales and biases.
     """
@@ -110,7 +110,7 @@ def main_tensor(records: Iterable[Record], port: str) -> Record | None:
         if record.key.port == port and record.key.phase == "forward":
             first = first or record
             if len(record.shape) > 1:
-                if "float" in record.dtype:
+                if "float" in record.dtype or record.dtype in ("int8", "int4"):
                     return record
                 matrix = matrix or record
     return matrix or first

@@ -16,6 +16,8 @@ from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Recipe
 from driftline.runs.record import Record
 
+_NONE: dict[object, Pair] = {}
+
 
 def name_of(record: Record, flow: Dataflow) -> str:
     """What the dump calls an input; empty if it does not say."""
@@ -29,11 +31,12 @@ class HandedOn:
 
     def __init__(self, pairs: Iterable[Pair], ours: Dataflow, theirs: Dataflow) -> None:
         self._flows = (ours, theirs)
-        self._pairs: dict[str, list[Pair]] = {}
+        self._pairs: dict[str, dict[object, Pair]] = {}
         for pair in pairs:
             names = name_of(pair.reference, ours), name_of(pair.candidate, theirs)
             if all(names):
-                self._pairs.setdefault(names[0], []).append(pair)
+                # Norms of all layers may hold the same bytes: what says the same is said once.
+                self._pairs.setdefault(names[0], {}).setdefault((names[1], _said(pair)), pair)
 
     def pairs_of(
         self, one: Call, other: Call, free: set[int], confidence: float
@@ -51,7 +54,7 @@ class HandedOn:
             name = name_of(record, self._flows[0])
             nth = seen[name]  # equal bytes have equal names: the nth goes with the nth
             seen[name] += 1
-            for pair in self._pairs.get(name, ()):
+            for pair in self._pairs.get(name, _NONE).values():
                 fitting = there.get(name_of(pair.candidate, self._flows[1]), ())
                 partner = fitting[min(nth, len(fitting) - 1)] if fitting else None
                 alike = partner is not None and _alike(record, pair.reference)
@@ -63,6 +66,19 @@ class HandedOn:
                 found.setdefault((id(record), id(partner), f"{mine} {theirs}"), both)
         told = {id(record) for pair in found.values() for record in pair.records}
         return list(found.values()), told
+
+
+def _said(pair: Pair) -> object:
+    """What a pair says of two tensors, whichever they are."""
+    said: list[object] = []
+    for record, recipe in (
+        (pair.reference, pair.reference_recipe),
+        (pair.candidate, pair.candidate_recipe),
+    ):
+        alone = recipe is None or recipe.sources == (record,)
+        steps = () if recipe is None else recipe.steps
+        said.append((record.shape, record.dtype, steps, None if alone else id(recipe)))
+    return tuple(said)
 
 
 def _alike(ours: Record, theirs: Record) -> bool:

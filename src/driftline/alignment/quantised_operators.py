@@ -41,6 +41,7 @@ class OperatorScales:
         self._flows = Dataflows(run)
         self._frames: dict[Frame, list[Record]] | None = None
         self._known: dict[Frame, tuple[dict[str, Call], Dataflow]] = {}
+        self._taken: dict[Frame, dict[str, Record]] = {}
 
     def recipe(self, record: Record, known: Recipe | None) -> Recipe | None:
         """What makes numbers of these codes; None if no operator says it."""
@@ -63,20 +64,28 @@ class OperatorScales:
         name = flow.names.get((record.key.site, record.key.slot))
         if not name or record.key.port != "input":
             return None
-        for call in calls.values():
-            for taken in call.records:
-                place = (taken.key.site, taken.key.slot)
-                if taken.key.port == "input" and flow.names.get(place) == name:
-                    found = self.recipe(taken, known)
-                    if found is None:
-                        return None
-                    sources = (record if known is None else known, *found.sources[1:])
-                    return found._replace(sources=sources)
-        return None
+        taken = self._takers(record, calls, flow).get(name)
+        found = None if taken is None else self.recipe(taken, known)
+        if found is None:
+            return None
+        return found._replace(sources=(record if known is None else known, *found.sources[1:]))
+
+    def _takers(
+        self, record: Record, calls: Mapping[str, Call], flow: Dataflow
+    ) -> dict[str, Record]:
+        """The first input of an operator that has each name, in the step of a record."""
+        frame = _frame(record)
+        if frame not in self._taken:
+            first: dict[str, Record] = {}
+            for taken in (taken for call in calls.values() for taken in call.records):
+                name = flow.names.get((taken.key.site, taken.key.slot))
+                if name and taken.key.port == "input":
+                    first.setdefault(name, taken)
+            self._taken[frame] = first
+        return self._taken[frame]
 
     def _at(self, record: Record) -> tuple[dict[str, Call], Dataflow]:
-        key = record.key
-        frame = Frame(key.rank, key.process, key.step)
+        frame = _frame(record)
         if frame not in self._known:
             if self._frames is None:
                 self._frames = frames_of(self._run.records)
@@ -93,13 +102,13 @@ class OperatorScales:
         call = None if maker is None else calls.get(maker[0])
         if maker is None or call is None:
             return None
+        # Tensors first: an operator that takes its scale as one still has a parameter, at its
+        # default of 1.
+        if call.kind != "linear" and (beside := self._beside(call, codes)) is not None:
+            return beside
         param = flow.params.get(call.site, {})
         scale = _number(param, _SCALES)
-        if scale:
-            return _Made(scale, _number(param, _ZEROS) or 0.0)
-        if call.kind == "linear":
-            return None
-        return self._beside(call, codes)
+        return _Made(scale, _number(param, _ZEROS) or 0.0) if scale else None
 
     def _beside(self, call: Call, codes: Record) -> _Made | None:
         """A scale, and perhaps a zero point, that a quantising operator takes, or gives per token.
@@ -165,9 +174,16 @@ class OperatorScales:
             made = self._made(fed, calls, flow)
             if made is None:
                 return None  # a scale for both, and nothing says the input's
+            if made.scale is not None and made.scale.key.port == "input":
+                return None  # one per column of the input cannot be divided out
             factor = 1.0 / made.factor if made.scale is None else None
         scale: Source = scales[0]
         axis = 0 if codes.shape[0] == call.features else 1
+        if (
+            codes.shape[0] == codes.shape[1]
+            and flow.params.get(call.site, {}).get("transposeB") is False
+        ):  # [in, out], which the shape does not say
+            axis = 1
         if scales[0].dtype in ("uint64", "int64"):
             scale = Recipe((scales[0],), (Step("lowfloat"),), scales[0].shape)
         if known is not None:
@@ -192,6 +208,10 @@ class OperatorScales:
             return float(to_float64(self._run.raw(record).reshape(-1), DTYPES[record.dtype])[0])
         except (DriftlineError, OSError, ValueError, IndexError, KeyError):
             return None
+
+
+def _frame(record: Record) -> Frame:
+    return Frame(record.key.rank, record.key.process, record.key.step)
 
 
 def _recipe(values: Source, shape: tuple[int, ...], made: _Made) -> Recipe:

@@ -106,6 +106,7 @@ def atb_twin(
     dtype: Any = np.float16,
     quantised: bool = False,
     packed: bool = False,
+    scaled: str = "parameter",
     fused: bool = False,
     flat: bool = False,
     order: str = "qkv",
@@ -130,6 +131,8 @@ def atb_twin(
         dtype: What it computes in.
         quantised: int8 matrices, with the scales as further inputs.
         packed: Those scales as words of 64 bits with a float32 in the low half.
+        scaled: Where the input's scale is: the `parameter` of the operator that quantises, an
+            `input` of it (its parameter then has the default), or per `token` an output of it.
         fused: One matrix for q, k and v, and one for gate and up, then a split.
         flat: All tokens on one axis, as ATB models have them.
         order: In which the projections of an attention are computed, and lie in a fused matrix.
@@ -147,6 +150,7 @@ def atb_twin(
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     program = _Program(weights, np.dtype(dtype), quantised, fused, flat, error, order)
     program.packed = packed
+    program.scaled = scaled
     if swapped:
         program.swap("q_proj", "k_proj")
     first = 0
@@ -188,6 +192,7 @@ class _Program:
     error: Error | None
     order: str = "qkv"
     packed: bool = False
+    scaled: str = "parameter"
     cache: dict[int, tuple[AnyArray, AnyArray]] = field(
         default_factory=dict[int, tuple[AnyArray, AnyArray]]
     )
@@ -268,25 +273,46 @@ class _Program:
             rounded = weight.values.astype(np.float32)
             param = {"hasBias": False, "transposeA": False, "transposeB": True}
             return self._emit(leaves, "LinearOperation", [x, weight], wide @ rounded.T, param)
-        scale = float(np.abs(wide).max() / 127) or 1.0
+        coded, scale, more = self._coded(leaves, name, x)
         steps = np.abs(matrix).max(1) / 127
-        small = np.clip(np.rint(wide / scale), -127, 127).astype(np.int8)
-        param = {"elewiseType": 16, "quantParam": {"inputScale": scale, "inputOffset": 0}}
-        coded = Value(f"{name}.int8", small)
-        leaves.append(Operation("ElewiseOperation", [x], [coded], param))
         codes = Value(f"{name}.weight.int8", np.rint(matrix / steps[:, None]).astype(np.int8))
-        product = (steps * scale).astype(np.float32)
+        product = (steps if more else steps * scale).astype(np.float32)
         stored = product.view(np.uint32).astype(np.uint64) if self.packed else product
         scales = Value(f"{name}.scale", stored)
         self.weight_names += [codes.name, scales.name]
-        result = (small.astype(np.float32) @ codes.values.T.astype(np.float32)) * product
+        result = coded.values.astype(np.float32) @ codes.values.T.astype(np.float32)
         return self._emit(
             leaves,
             "LinearOperation",
-            [coded, codes, scales],
-            result,
+            [coded, codes, scales, *more],
+            result * product * (scale if more else 1),
             {"hasBias": False, "outDataType": 1, "transposeB": True},
         )
+
+    def _coded(
+        self, leaves: list[Operation], name: str, x: Value
+    ) -> tuple[Value, AnyArray, list[Value]]:
+        """The codes of an input, their scale, and what a product takes of it beside them."""
+        wide = x.values.astype(np.float32)
+        each = -1 if self.scaled == "token" else None
+        scale = np.abs(wide).max(each, keepdims=True) / np.float32(127) + np.float32(1e-12)
+        small = np.clip(np.rint(wide / scale), -127, 127).astype(np.int8)
+        coded = Value(f"{name}.int8", small)
+        said = float(scale.reshape(-1)[0]) if self.scaled == "parameter" else 1.0
+        inputs, outputs, kind = [x], [coded], 16
+        if self.scaled == "input":
+            inputs += [
+                Value(f"{name}.input_scale", scale.reshape(1)),
+                Value(f"{name}.input_offset", np.zeros(1, np.int8)),
+            ]
+            self.weight_names += [value.name for value in inputs[1:]]
+            kind = 17
+        if self.scaled == "token":
+            outputs.append(Value(f"{name}.token_scale", scale[..., 0]))
+            kind = 19
+        param = {"elewiseType": kind, "quantParam": {"inputScale": said, "inputOffset": 0}}
+        leaves.append(Operation("ElewiseOperation", inputs, outputs, param))
+        return coded, scale, outputs[1:]
 
     def _norm(self, leaves: list[Operation], name: str, x: Value) -> Value:
         weight = self._weight(f"{name}.weight")
