@@ -375,3 +375,29 @@ class TestWhatIsLeft:
             (x / x).view(3, 4).t() + 1
         found = only(w)
         assert found.operator == "aten.div.Tensor" and w.reporter.propagators == 1
+
+
+class TestWhatWasWrittenOnPurpose:
+    @pytest.mark.parametrize(("value", "kind"), [("nan", "nan"), ("inf", "inf"), ("-inf", "inf")])
+    def test_one_bad_weight_is_found_where_it_spreads(self, watch, value: str, kind: str) -> None:
+        model = nn.Linear(4, 4)
+        with watch() as w, torch.no_grad():
+            model.weight.view(-1)[3] = float(value)
+            model(torch.ones(2, 4))
+        found = only(w)
+        assert found.operator == "aten.addmm.default" and found.types == (kind,)
+        assert "the program wrote there itself" in found.sentence()
+
+    def test_a_nan_that_marks_what_is_not_there_may_stand(self, watch, tmp_path: Path) -> None:
+        with watch() as w:
+            x = torch.full((4, 4), float("nan"))
+            x[:2] = 1.0
+            y = (x * 2).clone().T.contiguous()
+            y.nansum() + y.isnan().sum() + torch.nan_to_num(y).mean()
+        assert clean(w, tmp_path)
+
+    def test_a_mask_added_to_a_product_may_be_infinite(self, watch, tmp_path: Path) -> None:
+        with watch() as w:
+            mask = torch.full((1, 3, 3), -INF).triu(1)
+            torch.baddbmm(mask, torch.ones(1, 3, 2), torch.ones(1, 2, 3)).softmax(-1)
+        assert clean(w, tmp_path)

@@ -130,6 +130,13 @@ def test_a_program_that_is_killed_right_after_has_lost_nothing(errcheck) -> None
     (run,) = done.folder.glob("errcheck_*")
     assert open_run(run).get("(root)/aten.log", "input").numpy().shape == (2, 4)
     assert found.sentence() in done.out
+    assert "until the program was killed: 1 finding" in done.err and "0 processes" not in done.err
+
+
+def test_of_a_killed_program_nothing_is_said_that_is_not_known(errcheck) -> None:
+    done = errcheck(text="import torch, os\ntorch.ones(2) + 1\nos.kill(os.getpid(), 9)")
+    assert done.code == 128 + signal.SIGKILL and done.left == []
+    assert "nothing was found up to the end" in done.err and "computed anything" not in done.err
 
 
 def test_exit_stops_the_program_and_prints_the_finding_last(errcheck, workshop: Path) -> None:

@@ -157,18 +157,28 @@ def _in_short(outcome: WatchOutcome) -> str:
     count = len(outcome.findings)
     processes = outcome.processes
     where = "1 process" if processes == 1 else f"{processes} processes"
-    looked = f"{outcome.calls} {plan.level}s in {where} watched for {', '.join(plan.types)}"
+    looked = f"{_count(outcome.calls, plan.level)} in {where} watched for {', '.join(plan.types)}"
+    if outcome.silent and not processes:
+        looked = f"{plan.level}s watched for {', '.join(plan.types)} until the program was killed"
     if outcome.atb is not None:
         looked += " by torch, and kernels by the ATB probe"
     if not outcome.found:
         return f"{looked}: nothing found"
     total = count + len(outcome.atb or ())
-    text = f"{looked}: {total} finding{'s' if total > 1 else ''}"
+    text = f"{looked}: {_count(total, 'finding')}"
     if outcome.propagators:
-        text += f"; {outcome.propagators} {plan.level}s only handed on what was there"
+        text += f"; {_count(outcome.propagators, plan.level)} only handed on what was there"
     if outcome.repeats:
         text += f"; {outcome.repeats} more of the same at the same sites"
+    if outcome.silent and processes and outcome.stopped is None:
+        text += (
+            f"; {_count(outcome.silent, 'more process', 'more processes')} did not end by itself"
+        )
     return text + ("; the program was stopped" if outcome.stopped is not None else "")
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _nearest(outcome: WatchOutcome) -> list[str]:

@@ -63,6 +63,7 @@ class WatchOutcome:
         reason: Why nothing was watched; empty when something was.
         hint: What to try then.
         remarks: Sentences for the person.
+        silent: Processes that were watched and ended without reporting: they were killed.
     """
 
     plan: WatchPlan
@@ -78,6 +79,7 @@ class WatchOutcome:
     reason: str = ""
     hint: str = ""
     remarks: tuple[str, ...] = ()
+    silent: int = 0
 
     @property
     def found(self) -> bool:
@@ -171,6 +173,7 @@ def judge(
         sum(int(one["repeats"]) for one in watched),
         tuple(sorted(nearest.values(), key=_by_headroom)),
         remarks=tuple(dict.fromkeys(told)),
+        silent=max(0, marks.began - len(watched)),
     )
     if calls or findings or stopped is not None:
         return outcome
@@ -188,7 +191,8 @@ def _why_nothing(plan: WatchPlan, marks: Marks, reported: int) -> tuple[str, str
         return reason.replace("captur", "watch"), hint
     if reported < marks.began:
         return (
-            "nothing was watched: the program ended before it computed anything",
+            "nothing was found up to the end of the program, which did not end by itself: how much "
+            "was watched is not known",
             "its own messages above say why it ended",
         )
     what = "operator ran" if plan.level == "operator" else "module was called"

@@ -6,7 +6,9 @@ on: a *propagator*. Deliberate are numbers written into the call (`full(-inf)`,
 `masked_fill(-inf)`), infinities that came from such a tensor, the lowest value of a 16-bit or wider
 format (masks are filled with it: one step further down it is minus infinity), minus infinities that
 came with data, and the logarithm of a mask of zeros and ones, or of positions. A NaN out of
-deliberate infinities is nobody's intention, and is found.
+deliberate infinities is nobody's intention, and is found. So is what comes of a NaN that was
+written down on purpose (a value that is not there) as soon as a product, norm or softmax spreads
+it, and of an infinity that is a factor in a product of matrices.
 
 Reads no tensors: readings in, a verdict out.
 """
@@ -38,6 +40,15 @@ UNDERFLOWS = frozenset(
 )
 """Operators whose zero from numbers that are none is a loss. Where zeros are the point (`relu`,
 `dropout`, comparisons, `sub`, the far side of `exp` and `softmax`), they are none."""
+_SUMS = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
+_PRODUCTS = _SUMS | {"mm", "bmm", "mv", "dot", "convolution", "_scaled_mm"}
+SPREADING = _PRODUCTS.union(
+    ("_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm"),
+    ("native_batch_norm", "_native_batch_norm_legit", "cudnn_convolution", "mkldnn_convolution"),
+    ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    ("_scaled_dot_product_efficient_attention",),
+)
+"""Operators that put one element of an input into many of an output."""
 _NARROW_TOPS = {p.largest: p for p in PATTERNS.values() if p.narrow and p.reals == 1}
 
 
@@ -156,10 +167,13 @@ def _not_finite(
         return _entered(entered, wanted)
     nan = any(one.nan for one in outputs)
     infinite = any(one.infinite for one in outputs)
-    meant_nan = numbers.nan or any(one.reading.nan for one in strange)
+    written = any(one.reading.nan for one in strange)
+    meant_nan = numbers.nan or (written and name not in SPREADING)
+    factors = [one for one in strange if not (name in _SUMS and one.name == "self")]
+    factors = factors if name in _PRODUCTS else []
     meant_infinite = (
         numbers.infinite
-        or any(one.reading.infinite for one in strange)
+        or any(one.reading.infinite for one in strange if one not in factors)
         or _below_the_lowest(inputs, outputs)
         or (name in LOGARITHMS and any(one.mask for one in inputs))
     )
@@ -171,7 +185,11 @@ def _not_finite(
     if not made:
         return Verdict(origin=Origin.MEANT)
     reason = ""
-    if "nan" in made and strange:
+    if written:
+        reason = "out of a NaN that the program wrote there itself"
+    elif factors:
+        reason = "out of an infinity that the program wrote there itself"
+    elif "nan" in made and strange:
         reason = "out of deliberate infinities: is everything in a row masked?"
     return Verdict(tuple(made), Origin.MADE, reason=reason)
 
