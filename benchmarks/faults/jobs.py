@@ -7,6 +7,7 @@ reported by default is seeds from 100 on.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ SAMPLED = {
     },
 }
 """Formats that cost much, or say little that another does not: a sample, unless asked for alone."""
+LARGE = 10_000
+"""Tokens from which on a trial is a large one."""
 IMPLEMENTATIONS = ("", "other attention", "other norms")
 """Fault-free candidates are each of these in turn, so that they are no copies of a noise run."""
 
@@ -85,7 +88,7 @@ def set_jobs(first: int, pairs: int) -> Iterator[Job]:
         for name in ("bf16", "fp16", "fp32"):
             for batch, length in ((4, 64), (8, 256), (16, 1000), (1, 16_000)):
                 group = f"{batch * length} tokens" + (", one sequence" if batch == 1 else "")
-                for at in range(pairs if batch * length < 10_000 else max(1, pairs // 4)):
+                for at in range(pairs if batch * length < LARGE else max(1, pairs // 4)):
                     seed = 3000 + first + at
                     yield Job(architecture, name, seed, "", 0.0, length, "", batch, group)
             for how in ("as it is", "other norms", "other attention", "inductor"):
@@ -132,14 +135,21 @@ def trial(job: Job) -> dict[str, Any]:
 
 
 def run(jobs: Sequence[Job], workers: int) -> list[dict[str, Any]]:
-    """All trials, in processes of their own."""
+    """All trials, in processes of their own; those with many tokens by fewer, which need 7 GB."""
     done: list[dict[str, Any]] = []
     start = time.monotonic()
+    large = [job for job in jobs if job.batch * job.length >= LARGE]
+    small = [job for job in jobs if job.batch * job.length < LARGE]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fewer = max(1, min(workers, memory // (10 << 30)))
     context = multiprocessing.get_context("spawn")
-    with context.Pool(workers) as pool:
-        for result in pool.imap_unordered(trial, jobs, chunksize=4 if len(jobs) > 200 else 1):
-            done.append(result)
-            if len(done) % 50 == 0:
-                spent = time.monotonic() - start
-                print(f"  {len(done)} of {len(jobs)} trials, {spent:.0f} s", flush=True)
+    for some, hands in ((small, workers), (large, fewer)):
+        if not some:
+            continue
+        with context.Pool(hands) as pool:
+            for result in pool.imap_unordered(trial, some, chunksize=4 if len(some) > 200 else 1):
+                done.append(result)
+                if len(done) % 50 == 0:
+                    spent = time.monotonic() - start
+                    print(f"  {len(done)} of {len(jobs)} trials, {spent:.0f} s", flush=True)
     return done
