@@ -267,6 +267,9 @@ HOSTILE = {
     "huge repeat": lambda line: line.update(
         {"class": "aten.repeat.default", "param": {"repeats": [1 << 20, 1 << 20]}}
     ),
+    "layout": lambda line: line.update(
+        {"class": "aten.zeros.default", "param": {"size": [2], "layout": -5, "dtype": 99}}
+    ),
     "huge range": lambda line: line.update(
         {"class": "aten.arange.default", "param": {"end": 1e13}}
     ),

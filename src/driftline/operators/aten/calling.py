@@ -29,6 +29,9 @@ CUT = 1000
 """Longer lists of arguments are not kept whole by a capture."""
 
 
+_NAMED = ("ScalarType", "Layout", "MemoryFormat", "Device", "str", "Stream", "Storage")
+
+
 class Unfit(Exception):
     """A call that cannot be executed again; the text says why."""
 
@@ -122,6 +125,9 @@ def decoded(name: str, kind: str, value: Any, precision: str, device: str) -> An
     if name == "half_to_float" and precision != "own":
         return False  # what would be converted is wider already
     if not isinstance(value, str):
+        # Torch takes any number for a type or a layout, and some end the process.
+        if not isinstance(value, (bool, int, float)) or any(word in kind for word in _NAMED):
+            raise Unfit(f"its argument {name} makes no sense: {str(value)[:40]}")
         return value
     if value.startswith("<"):
         raise Unfit(f"its argument {name} is a {value.strip('<>')[:40]}, which a run does not hold")
@@ -185,6 +191,8 @@ def arguments_of(
             found.append(
                 [moved(members[i]) if i in members else None for i in range(max(members) + 1)]
             )
+        elif name in param and _is_default(argument, param[name]):
+            found.append(argument.default_value)
         elif name in param:
             found.append(decoded(name, kind, param[name], precision, device))
         elif argument.has_default_value():
@@ -194,6 +202,16 @@ def arguments_of(
         else:
             raise Unfit(f"its argument {name} is not in the run")
     return found
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    """Whether a number is the schema's own; there a type is a number."""
+    return (
+        type(value) is int
+        and argument.has_default_value()
+        and type(argument.default_value) is int
+        and value == argument.default_value
+    )
 
 
 def executed(
