@@ -294,8 +294,8 @@ class _Program:
     ) -> tuple[Value, AnyArray, list[Value]]:
         """The codes of an input, their scale, and what a product takes of it beside them."""
         wide = x.values.astype(np.float32)
-        each = -1 if self.scaled == "token" else None
-        scale = np.abs(wide).max(each, keepdims=True) / np.float32(127) + np.float32(1e-12)
+        largest = np.abs(wide).max(-1, keepdims=True) if self.scaled == "token" else abs(wide).max()
+        scale = np.asarray(largest / np.float32(127) + np.float32(1e-12))
         small = np.clip(np.rint(wide / scale), -127, 127).astype(np.int8)
         coded = Value(f"{name}.int8", small)
         said = float(scale.reshape(-1)[0]) if self.scaled == "parameter" else 1.0
