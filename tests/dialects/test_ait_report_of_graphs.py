@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,3 +72,27 @@ def test_a_conversion_that_changes_its_values_has_its_figures(tmp_path: Path) ->
     assert table.first is not None
     assert (table.first.site, table.first.by) == ("Cast_1", "conversion")
     assert not [row for row in table.rows if row.site == "Cast_1" and row.status == "extra"]
+
+
+@pytest.mark.parametrize("kind", ["float16", "int32", "bool"])
+def test_a_conversion_is_checked_between_dumps_of_equal_names_if_it_should_keep_its_values(
+    tmp_path: Path, kind: str
+) -> None:
+    x = np.array([0.5, -1.25, 3.0, 7.75], np.float32)
+
+    def dump(name: str, *given: np.ndarray[Any, Any]) -> Path:
+        made = GeDump(tmp_path / name)
+        made.operator("Neg", "Neg_1", [x], [-x])
+        for gave in given:
+            made.operator("Cast", "trans_Cast_7", [x], [gave])
+        made.graph_text([GraphNode("Neg_1", "Neg", (("x", 0),), ("neg-aten.neg.OUTPUT.0",))])
+        return tmp_path / name
+
+    plain, right = dump("plain"), dump("right", x.astype(kind))
+    for table in (driftline.compare(plain, right), driftline.compare(right, plain)):
+        assert table.verdict == "pass", table.finding
+        checked = [row for row in table.rows if row.by == "conversion"]
+        assert len(checked) == (1 if kind == "float16" else 0)
+    if kind == "float16":
+        table = driftline.compare(plain, dump("wrong", (x * 2).astype(kind)))
+        assert [row.site for row in table.failing] == ["trans_Cast_7"]

@@ -120,7 +120,7 @@ def conversions(run: Run) -> list[tuple[Record, Record]]:
     """Input and output of every conversion (Cast, TransData) the graph does not know.
 
     A compiler put them in; nothing stands against them in another dump, but each should give what
-    it got.
+    it got. One that makes integers or truth values of floats gives something else, and is left out.
     """
     side = _side(run, "run", run.records)
     if side is None:
@@ -132,8 +132,15 @@ def conversions(run: Run) -> list[tuple[Record, Record]]:
                 for operator in operators_of(records, graph.prefix).values():
                     lone = is_conversion(operator.class_name) and not graph.members(operator.name)
                     if lone and operator.inputs and operator.outputs:
-                        found.append((operator.inputs[0], operator.outputs[0]))
+                        got, gave = operator.inputs[0], operator.outputs[0]
+                        if not _cuts_off(got.dtype, gave.dtype):
+                            found.append((got, gave))
     return sorted(found, key=lambda pair: pair[0].order)
+
+
+def _cuts_off(got: str, gave: str) -> bool:
+    """Whether a conversion between two types loses more than precision by what it is."""
+    return gave != got and (gave == "bool" or ("float" in got and "float" not in gave))
 
 
 def _silent(side: _Side) -> BadInput:

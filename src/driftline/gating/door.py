@@ -106,7 +106,7 @@ def compare(
             threads=threads,
             progress=progress,
         )
-        if any(pair.by == "graph" for pair in plan.pairs):
+        if plan.missing or plan.extra:
             from driftline.gating.conversions import with_conversions
 
             table = with_conversions(table, ours, theirs, wanted, each)
