@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import driftline
-from driftline.alignment.calls import calls_of
+from driftline.alignment.calls import Call, calls_of
 from driftline.alignment.dataflow import edges_of
 from driftline.alignment.dataroles import tell_by_dataflow
+from driftline.alignment.fusion import parts_of
+from driftline.alignment.parting import pair_relaid
 from driftline.alignment.plan import Plan
 from driftline.comparison.table import Table
 from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
@@ -169,3 +171,53 @@ def test_no_graph_however_odd_breaks_the_roles(data: st.DataObject) -> None:
         assert call.role in ("", "q", "k", "v", "gate", "up")
         assert all(0 <= start < stop or start == stop for _, start, stop in call.layout)
     driftline.align(run, run_of(tensors, classes={s: s.partition("_")[2] for s in _SITES}))
+
+
+def _call(site: str, *sizes: int, width: int = 6) -> Call:
+    """A projection of (2, width); its output has all these columns."""
+    columns = sum(sizes)
+    tensors = {
+        f"{site}/input/0": np.ones((2, width), np.float32),
+        f"{site}/input/1": np.ones((columns, width), np.float32),
+        f"{site}/output/0": np.ones((2, columns), np.float32),
+    }
+    run = run_of(tensors, classes={site: "LinearOperation"})
+    return calls_of(list(run.records))[0]
+
+
+def _cuts(fused: Call, *members: Call) -> list[str]:
+    parts, trouble = parts_of(fused, members, None)
+    assert bool(parts) != bool(trouble)
+    outputs = [part for part in parts if part.member.key.port == "output"]
+    return [f"{part.member.key.site} {part.fused_recipe.steps[0]}" for part in outputs]  # type: ignore[union-attr]
+
+
+def test_parts_that_only_the_fused_side_tells_apart_are_not_guessed() -> None:
+    fused, members = _call("f", 4, 4, 4), [_call(name, 4) for name in "abc"]
+    fused.layout = (("v", 0, 4), ("k", 4, 8), ("q", 8, 12))
+    assert _cuts(fused, *members) == []
+    fused.layout = (("q", 0, 4), ("k", 4, 8), ("v", 8, 12))  # as everybody has them
+    assert len(_cuts(fused, *members)) == 3
+
+
+def test_the_one_part_that_nothing_tells_is_what_the_others_leave() -> None:
+    fused, members = _call("f", 4, 4, 4), [_call(name, 4) for name in "qkx"]
+    fused.layout = (("k", 4, 8), ("q", 8, 12))
+    assert _cuts(fused, *members) == [
+        "q split(axis 1, 8:12)",
+        "k split(axis 1, 4:8)",
+        "x split(axis 1, 0:4)",
+    ]
+    other = _call("g", 4, 4, 4)
+    other.layout = (("q", 0, 4), ("k", 8, 12))
+    cuts = [
+        (str(pair.reference_recipe), str(pair.candidate_recipe))
+        for pair in pair_relaid(fused, other, 0.9)
+        if pair.reference.key.port == "output"
+    ]
+    assert [a.partition(" of")[0] for a, _ in cuts] == [
+        "split(axis 1, 4:8)", "split(axis 1, 8:12)", "split(axis 1, 0:4)",
+    ]  # fmt: skip
+    assert [b.partition(" of")[0] for _, b in cuts] == [
+        "split(axis 1, 8:12)", "split(axis 1, 0:4)", "split(axis 1, 4:8)",
+    ]  # fmt: skip

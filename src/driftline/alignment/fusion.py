@@ -201,7 +201,7 @@ def parts_of(
     spans = _spans(fused, members)
     if not spans:
         shown = ", ".join(f"{role} {start}:{stop}" for role, start, stop in fused.layout)
-        return [], f"'{fused.site}' is cut into {shown}, which does not fit the parts"
+        return [], f"'{fused.site}' is cut into {shown}, and nothing says which part is which"
     found: list[Part] = []
     for which, (member, span) in enumerate(zip(members, spans, strict=True)):
         places = None if heads is None or not interleaved else (which, heads)
@@ -240,12 +240,23 @@ def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
     Empty where what is cut is not what the members are.
     """
     known = {role: (start, stop) for role, start, stop in fused.layout}
-    if known and all(member.role in known for member in members):
-        spans = [known[member.role] for member in members]
-        fits = all(b - a == m.features for (a, b), m in zip(spans, members, strict=True))
-        return spans if fits else []
-    ends = [0, *itertools.accumulate(member.features for member in members)]
-    return list(itertools.pairwise(ends))
+    told = [member for member in members if member.role in known]
+    in_order = list(known) == sorted(known, key=ROLE_ORDER.index)
+    if not told and in_order:
+        ends = [0, *itertools.accumulate(member.features for member in members)]
+        return list(itertools.pairwise(ends))
+    gaps = gaps_of(fused)
+    if len(told) < len(members) and not (len(told) == len(members) - 1 and len(gaps) == 1):
+        return []
+    spans = [known.get(member.role) or gaps[0] for member in members]
+    fits = all(b - a == m.features for (a, b), m in zip(spans, members, strict=True))
+    return spans if fits else []
+
+
+def gaps_of(fused: Call) -> list[tuple[int, int]]:
+    """The columns of a fused projection that no part of its layout has."""
+    ends = [0, *(end for _, *span in fused.layout for end in span), fused.features]
+    return [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
 
 
 def _operand(

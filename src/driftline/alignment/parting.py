@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from driftline.alignment.calls import Call, enclosing, main_tensor
 from driftline.alignment.classes import PER_HEAD
-from driftline.alignment.fusion import columns_axis, cut, like_of, parts_of
+from driftline.alignment.fusion import columns_axis, cut, gaps_of, like_of, parts_of
 from driftline.alignment.interleaving import Interleaving
 from driftline.alignment.plan import Pair
 
@@ -63,6 +63,12 @@ def pair_relaid(one: Call, other: Call, confidence: float) -> list[Pair]:
         return []
     if one.kind == other.kind == "cut":
         return _relaid_cuts(one, other, confidence)
+    gaps = gaps_of(one), gaps_of(other)
+    if [len(gap) for gap in gaps] == [1, 1]:  # the only part that nothing tells, in both
+        for side, (gap,) in zip(spans, gaps, strict=True):
+            side["the rest"] = gap
+    if len({b - a for side in spans for a, b in (side.get("the rest", (0, 0)),)}) > 1:
+        return []
     found: list[Pair] = []
     for role, span in spans[0].items():
         for record in one.records:
