@@ -338,3 +338,35 @@ def test_the_line_of_a_call_is_read_back_as_it_was() -> None:
     assert list(read_calls(line)) == [call]
     plain = Call(0, "module", "(root)", "Net", inside=7)
     assert list(read_calls(plain.to_line())) == [plain]
+
+
+def test_a_buffer_that_is_overwritten_in_part_goes_into_the_operator(
+    watch: Callable[..., Watched],
+) -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("held", torch.zeros(2, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.held[0].copy_(self.linear(x))
+            return self.held.sum()
+
+    model = Cache()
+    with watch() as watched, torch.no_grad():
+        model(torch.ones(3))
+    copy = named(watched.calls, "(root)/aten.copy_")
+    assert {one.slot: one.source for one in copy.inputs}["self"] == "held"
+
+
+def test_what_is_not_seen_is_said_once(tmp_path: Path) -> None:
+    class Values(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.svdvals(super().forward(x))
+
+    model = Values(3, 3)
+    with driftline.capture(model, tmp_path / "run", levels=("ops",)):
+        model(torch.eye(3))
+    events = [e for e in driftline.open_run(tmp_path / "run").events() if "svdvals" in e["message"]]
+    assert len(events) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -421,6 +422,8 @@ def test_a_reproducer_shows_the_error_where_driftline_is_not_installed(
     done = in_a_clean_interpreter(folder / "repro.py")
     assert done.returncode == 1, done.stderr
     assert "WRONG" in done.stdout and "should be" in done.stdout
+    pairs = re.findall(r"gave (\S+), should be (\S+)", done.stdout)
+    assert pairs and all(gave != golden for gave, golden in pairs), "what is right is not shown"
     with np.load(folder / "tensors.npz") as held:
         tensors = dict(held)
     right = np.asarray(clean.outputs[0].values)

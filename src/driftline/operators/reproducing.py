@@ -126,6 +126,8 @@ def main():
         print(f"  largest error {{off.max(initial=0.0):g}}")
         for place in np.argsort(-off, axis=None, kind="stable")[:5]:
             at = tuple(int(n) for n in np.unravel_index(place, off.shape))
+            if off[at] == 0:
+                break
             print(f"  at {{at}}: gave {{actual[at].item()}}, should be {{golden[at].item()}}")
     return 0 if fine else 1
 

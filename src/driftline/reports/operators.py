@@ -171,7 +171,7 @@ def _cells(report: Report, row: OutputRow, several: bool, mixed: bool) -> list[V
     call, found = row.call, row.figures
     where = f"rank{call.rank}/step{call.step}/{call.site}" if several else call.site
     cells: list[Value] = [where, call.op_type, call.ids, row.slot, row.dtype]
-    cells += [shape(row.shape) if row.slot else "", _share(found.share), found.required]
+    cells += [shape(row.shape) if row.slot else "", _share(found.share), _share(found.required)]
     cells += [found.max_rel_error, found.max_abs_error, found.bound_name]
     figures: dict[Metric, Value] = {
         "abs": _share(found.abs_share),

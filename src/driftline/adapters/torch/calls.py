@@ -153,6 +153,8 @@ class CallTap:
             yield
 
     def unseen(self, what: str) -> None:
+        if "ops" in self.session.levels:
+            return  # the operator level says so already
         self.session.event_once(
             "operators-unseen",
             f"the operators of {what} are not listed: torch computes it differently when it is "
@@ -274,7 +276,7 @@ class CallTap:
                 inputs += [
                     described(one, alias, tensor, step=spot.step)
                     for one, tensor in tensors
-                    if slot not in operator.unread or self._memory.has_maker(tensor)
+                    if slot not in operator.unread or self._memory.is_kept(tensor)
                 ]
             else:
                 param[slot] = plain(value)

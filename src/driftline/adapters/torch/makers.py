@@ -72,9 +72,13 @@ class Makers:
                 self._strangers += 1
             return name[1]
 
-    def has_maker(self, tensor: torch.Tensor) -> bool:
+    def is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether something of what was there stays when the tensor is overwritten."""
         memory = _memory(tensor)
-        return memory is not None and memory._cdata in self._makers
+        if memory is None:
+            return False
+        partly = tensor.numel() * tensor.element_size() < memory.nbytes()
+        return memory._cdata in self._makers or (partly and memory._cdata in self._names)
 
     def made_by(self, tensor: torch.Tensor, step: int, call: int, slot: str) -> None:
         memory = _memory(tensor)
