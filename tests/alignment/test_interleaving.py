@@ -89,3 +89,33 @@ def test_swapped_parts_are_a_fault_and_no_other_cut(by_head: bool) -> None:
     theirs = fused_run(layers, by_head=by_head, order="kqv")
     table = driftline.compare(split_run(layers), theirs)
     assert table.verdict == "fail"
+
+
+def grouped_run(layers: list[dict[str, Any]], order: str = "qkv") -> Run:
+    """Two groups, each with its heads of q and then the one head of k and of v they share."""
+    tensors: dict[str, Any] = {}
+    for at, layer in enumerate(layers):
+        pieces = [np.split(layer[part], 2) for part in order]
+        weight = np.concatenate([piece[group] for group in range(2) for piece in pieces])
+        site = f"trunk.{at}.core.one"
+        tensors[f"{site}/input/0"] = layer["x"]
+        tensors[f"{site}/param/weight"] = weight
+        tensors[site] = layer["x"] @ weight.T
+        tensors[f"trunk.{at}.scale"] = layer["x"]
+    classes = {s: "Linear" if "core" in s else "LayerNorm" for s in _sites(tensors)}
+    return run_of(tensors, classes=classes)
+
+
+def test_heads_that_share_keys_lie_group_by_group() -> None:
+    layers = projected()
+    for layer in layers:
+        layer["k"], layer["v"] = layer["k"][:16], layer["v"][:16]
+    ours, theirs = split_run(layers), grouped_run(layers)
+    plan = driftline.align(ours, theirs)
+    table = driftline.compare(ours, theirs, plan=plan)
+    assert table.verdict == "pass", table.finding
+    assert sum(row.compared for row in table.rows) == 2 * 3 * 3 + 2
+    assert any("group by group (2 groups)" in note for note in plan.notes)
+    assert driftline.compare(theirs, ours).verdict == "pass"
+    assert driftline.compare(ours, grouped_run(layers, order="qvk")).verdict == "fail"
+    assert driftline.compare(split_run(layers, wrong="k"), theirs).verdict == "fail"

@@ -28,6 +28,8 @@ class Part(NamedTuple):
 
 _Family = tuple[Call, ...]
 _Type = tuple[int, tuple[int, ...]]
+_Places = tuple[int, int, tuple[int, ...]]
+"""Which of the parts, how many heads (or groups of them), and the sizes of all parts."""
 
 
 def in_family_order(leaves: Sequence[Call]) -> list[Call]:
@@ -195,7 +197,8 @@ def parts_of(
     if len(members) == 3 and holder.startswith(OWN_LAYOUT):
         return [], f"the qkv of {holder} lies in an order of its own; a plan can say which"
     same_size = len({member.features for member in members}) == 1  # else the keys are shared
-    interleaved = len(members) == 3 and same_size and heads is not None
+    interleaved = len(members) == 3 and heads is not None
+    sizes = tuple(member.features for member in members)
     if len(members) == 3 and same_size and holder.startswith(PER_HEAD) and heads is None:
         return [], f"the qkv of {holder} goes head by head, and the number of heads is not known"
     spans = _spans(fused, members)
@@ -204,7 +207,7 @@ def parts_of(
         return [], f"'{fused.site}' is cut into {shown}, and nothing says which part is which"
     found: list[Part] = []
     for which, (member, span) in enumerate(zip(members, spans, strict=True)):
-        places = None if heads is None or not interleaved else (which, heads)
+        places = None if heads is None or not interleaved else (which, heads, sizes)
         for record in fused.records:
             if (operand := _operand(record, fused, member, span, places)) is not None:
                 found.append(operand)
@@ -222,7 +225,7 @@ def parts_of(
                     found.append(Part(record, partner, None, None))
                 continue
             if places is not None:
-                step = _per_head(axis, *places, record.shape[axis])
+                step = _per_head(axis, *places)
             else:
                 step = Step("split", axis, *span)
             shape = (*record.shape[:axis], member.features, *record.shape[axis + 1 :])
@@ -264,7 +267,7 @@ def _operand(
     fused: Call,
     member: Call,
     span: tuple[int, int],
-    places: tuple[int, int] | None,
+    places: _Places | None,
 ) -> Part | None:
     """A weight, bias or scale that either side may take as a further input of an operator."""
     mine = _weights_axis(record, fused)
@@ -281,8 +284,8 @@ def _operand(
     if partner is None:
         return None
     whole = cut(record, mine, span)
-    if places is not None:  # which of the three, and how many heads
-        whole = whole._replace(steps=(_per_head(mine, *places, record.shape[mine]),))
+    if places is not None:
+        whole = whole._replace(steps=(_per_head(mine, *places),))
     turned = None
     if whole.shape != partner.shape:
         turned = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), whole.shape)
@@ -353,7 +356,7 @@ def _split_axis(record: Record, fused: Call) -> int | None:
     return None
 
 
-def _per_head(axis: int, which: int, heads: int, extent: int) -> Step:
-    size = extent // (3 * heads)
-    places = [(head * 3 + which) * size + offset for head in range(heads) for offset in range(size)]
+def _per_head(axis: int, which: int, heads: int, sizes: tuple[int, ...]) -> Step:
+    size, first, all_of_head = (sum(n) // heads for n in (sizes[which:][:1], sizes[:which], sizes))
+    places = [head * all_of_head + first + at for head in range(heads) for at in range(size)]
     return Step("select", axis, numbers=tuple(places))

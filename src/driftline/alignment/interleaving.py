@@ -6,6 +6,7 @@ if one cut agrees with all three parts and the other with none: a fault is no re
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class Interleaving:
 
         Args:
             fused: The one site.
-            members: q, k and v, equally large.
+            members: q, k and v; k and v equally large, q as large or a multiple of that.
             members_are_ours: Whether they are of the reference.
             holder: Class of the module around the fused site.
         """
@@ -70,7 +71,8 @@ class Interleaving:
             output = main_tensor(fused.records, "output")
             origin = None if output is None else origins_of(there).get(output.key)
             ranks = len(origin.recipe.records) if isinstance(origin, Gathered) else 0
-            what = "rank" if ranks == found else "head"
+            shared = members[0].features != members[1].features  # several queries share a key
+            what = "rank" if ranks == found else "group" if shared else "head"
             self._notes.append(
                 f"the fused q, k and v {where} lie {what} by {what} ({found} {what}s): so cut all "
                 "three agree, one after the other none does"
@@ -80,13 +82,14 @@ class Interleaving:
 
 def _cut(whole: F64, parts: Sequence[F64]) -> int | None:
     """0 for one after the other, a number of heads for head by head, None if values do not say."""
-    size = parts[0].shape[-1]
+    sizes = [part.shape[-1] for part in parts]
     rows = min(len(whole), *(len(part) for part in parts))
-    if not rows or whole.shape[-1] != 3 * size or any(p.shape[-1] != size for p in parts):
+    if not rows or whole.shape[-1] != sum(sizes):
         return None
     whole, parts = whole[:rows], [part[:rows] for part in parts]
     plain = [
-        share_off(whole[:, at * size : (at + 1) * size], part) for at, part in enumerate(parts)
+        share_off(part_of, part)
+        for part_of, part in zip(_taken_apart(whole, sizes, 1), parts, strict=True)
     ]
     if max(plain) < _AGREE:
         return 0
@@ -94,14 +97,18 @@ def _cut(whole: F64, parts: Sequence[F64]) -> int | None:
         return None  # some of it agrees: a fault in the rest, and no other cut
     fitting: list[int] = []
     for heads in _HEADS:
-        if heads > 1 and size % heads == 0:
-            split = whole.reshape(rows, heads, 3, size // heads)
-            if all(
-                share_off(split[:, :, at].reshape(rows, size), part) < _AGREE
-                for at, part in enumerate(parts)
-            ):
+        if heads > 1 and not any(size % heads for size in sizes):
+            cuts = zip(_taken_apart(whole, sizes, heads), parts, strict=True)
+            if all(share_off(part_of, part) < _AGREE for part_of, part in cuts):
                 fitting.append(heads)
     return fitting[0] if len(fitting) == 1 else None
+
+
+def _taken_apart(whole: F64, sizes: Sequence[int], groups: int) -> list[F64]:
+    """The parts of a matrix that has one piece of each in every group of columns."""
+    split = whole.reshape(len(whole), groups, -1)
+    ends = [0, *itertools.accumulate(size // groups for size in sizes)]
+    return [split[:, :, a:b].reshape(len(whole), -1) for a, b in itertools.pairwise(ends)]
 
 
 def share_off(ours: F64, theirs: F64) -> float:

@@ -30,7 +30,7 @@ def pair_parts(
     holders = (around.get((site, fused.visit)) for site in enclosing(fused.site))
     holder = next((call.class_name for call in holders if call is not None), "")
     heads = None
-    if holder.startswith(PER_HEAD):
+    if holder.startswith(PER_HEAD) and len({member.features for member in members}) == 1:
         every = (call for side in sides for call in side.values())
         heads = _heads(every, members[0].features)
     if heads is None and _could_interleave(fused, members):
@@ -49,8 +49,10 @@ def pair_parts(
 
 def _could_interleave(fused: Call, members: list[Call]) -> bool:
     """Whether shapes leave open how three parts lie: the dataflow does not say it."""
-    same = len({member.features for member in members}) == 1
-    return len(members) == 3 and same and not fused.layout
+    if len(members) != 3 or fused.layout:
+        return False
+    query, key, value = (member.features for member in members)
+    return key == value > 0 and query % key == 0
 
 
 def pair_relaid(one: Call, other: Call, confidence: float) -> list[Pair]:
