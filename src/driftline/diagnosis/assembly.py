@@ -122,6 +122,8 @@ class Assembly:
         if self.runs is not None:
             for place in culprits[:3]:
                 judged = self.judged.get(place.site) if place.direction == "forward" else None
+                if judged is not None and judged.trouble:
+                    judged = None
                 named[place] = name_cause(self.runs, self.sites, place, found[place], judged)
         findings = tuple(
             self._finding(place, found[place], order[place], named.get(place))
@@ -388,4 +390,5 @@ _STATISTICS = {
     "offset": "offset",
     "worst_row": "worst token's error",
     "nonfinite": "number of non-finite values",
+    "row_scale": "scatter of a factor per token",
 }

@@ -138,6 +138,15 @@ def is_floating(row: Row) -> bool:
     return dtype is not None and dtype.is_floating
 
 
+def same_kind(row: Row) -> bool:
+    """Whether both sides are of one kind.
+
+    A mask of booleans beside one of floats is no error: the same thing said otherwise.
+    """
+    theirs = DTYPES.get(row.candidate_dtype)
+    return theirs is None or theirs.is_floating
+
+
 def sites_of(table: Table) -> dict[Place, Site]:
     """All sites with something that was measured, in order of execution."""
     calls: dict[tuple[Place, int, int, int, int], Call] = {}
@@ -160,7 +169,7 @@ def sites_of(table: Table) -> dict[Place, Site]:
         call.begin = min(call.begin, row.order)
         if not is_floating(row):
             call.changed_codes |= is_input and bool(row.metrics.get("different", 0))
-        elif "relative_l2" not in row.metrics:
+        elif "relative_l2" not in row.metrics or (is_input and not same_kind(row)):
             continue
         elif is_input:
             call.ins.append(row)

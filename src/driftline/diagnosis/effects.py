@@ -30,6 +30,8 @@ class Effect(NamedTuple):
         offset_se: Standard error of that, clustered by row.
         worst_row: Largest root mean square of a row of e over that of all of r.
         nonfinite: Elements that are not finite on one side only.
+        row_scale: How much projections of single rows scatter (root mean square): rows that are
+            each off by a factor of their own, as behind statistics in a coarse format.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class Effect(NamedTuple):
     offset_se: float
     worst_row: float
     nonfinite: int
+    row_scale: float = math.nan
 
     @property
     def z(self) -> float:
@@ -157,6 +160,7 @@ def effect_of(found: Sums) -> Effect:
         offset_se / rms,
         math.sqrt(float(found.ee.max()) / channels) / rms,
         found.nonfinite,
+        _scatter(found, projection),
     )
 
 
@@ -173,6 +177,14 @@ def effect(reference: F64, candidate: F64) -> Effect:
 def halves(found: Sums) -> tuple[Effect, Effect]:
     """The same on every second row, and on the others: one to screen, one to confirm."""
     return effect_of(found.part(slice(0, None, 2))), effect_of(found.part(slice(1, None, 2)))
+
+
+def _scatter(found: Sums, projection: float) -> float:
+    there = found.rr > 0.0
+    if not there.any():
+        return math.nan
+    own = found.er[there] / found.rr[there] - projection
+    return math.sqrt(float(own @ own) / len(own))
 
 
 def _alike(rr: F64) -> npt.NDArray[np.intp] | None:

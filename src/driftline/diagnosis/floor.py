@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from driftline.comparison.row import Row
 from driftline.comparison.table import Table
-from driftline.diagnosis.calls import error_of, is_floating, unit_of
+from driftline.diagnosis.calls import error_of, is_floating, same_kind, unit_of
 from driftline.runs.key import TensorKey
 from driftline.tolerance.defaults import LIMITS, coarsest
 
@@ -108,7 +108,9 @@ def noise_floor(variants: Sequence[Variant]) -> Floor:
 
 def _rows(table: Table) -> list[Row]:
     return [
-        row for row in table.rows if row.compared and is_floating(row) and row.key.port != "param"
+        row
+        for row in table.rows
+        if row.compared and is_floating(row) and same_kind(row) and row.key.port != "param"
     ]
 
 

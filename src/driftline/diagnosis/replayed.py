@@ -43,8 +43,17 @@ GROSS = 4.0
 _ERROR = 1.35
 _WORST_ROW = 2.5
 _FEW_ROWS = 4.0
+_IN_STEPS = 2.0
+"""Times one rounding: a right norm in steps rounds the normalised value, the product with its
+weight and the sum with its bias, each once (the root of 3)."""
+_ROW_SCALE = 2.5
+_NORM_LEAN, _OTHER_NORM_LEAN = 0.012, 0.35
+"""Units of roundoff. A norm rounded once leans nowhere; in steps it does (the product of a rounded
+value with a weight near one is a tie again and again), but then its noise is larger too: equal
+noise is the same steps."""
 _FLIPS = 0.08
 _CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
+_NORM = re.compile(r"(?i)norm")
 _CHOICE = re.compile(r"(?i)router|topk|moe|experts|gating")
 
 
@@ -79,6 +88,14 @@ class Judgement(NamedTuple):
     slot: str = "0"
     own_code_only: bool = False
     trouble: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is said of it, and other evidence may say something.
+
+        Choices that fall either way and random numbers err without any fault.
+        """
+        return bool(self.trouble) and self.trouble != _CHOICES and "random" not in self.trouble
 
 
 class _Stream(NamedTuple):
@@ -115,6 +132,11 @@ def judge(
         if record.key.port == "output":
             by_site.setdefault(name, []).append(record)
     parts = parts_of(by_site)
+    norms = {
+        record.key.site
+        for record in candidate.records
+        if record.key.port == "output" and _NORM.search(record.class_name)
+    }
     choosers = _choosers(candidate)
     handed = _handed_to_parts(candidate, exact, by_site)
     judged: dict[str, Judgement] = {}
@@ -133,7 +155,7 @@ def judge(
                 # One token that goes another way early is seen by all later ones.
                 judged[name] = Judgement(False, trouble=_CHOICES)
                 continue
-            judgement = _site(found, unit, inside, most, choices > 0)
+            judgement = _site(found, unit, inside, most, choices > 0, name in norms)
             whole = about is not None and about.applied == "whole"
             blind = parts.get(name, 0) > 0 and not given and not whole
             judged[name] = judgement._replace(own_code_only=blind)
@@ -223,17 +245,20 @@ def _site(
     parts: int,
     allowed: float,
     choosing: bool,
+    norm: bool,
 ) -> Judgement:
     if not streams:
         return Judgement(False, trouble="no values of it were kept, or not of its replay")
     judgements = [
-        _judged(stream, unit, parts, allowed, choosing)._replace(slot=slot)
+        _judged(stream, unit, parts, allowed, choosing, norm)._replace(slot=slot)
         for (slot, _), stream in streams.items()
     ]
     return max(judgements, key=lambda found: (found.introduced, found.excess))
 
 
-def _judged(stream: _Stream, unit: float, parts: int, allowed: float, choosing: bool) -> Judgement:
+def _judged(
+    stream: _Stream, unit: float, parts: int, allowed: float, choosing: bool, norm: bool
+) -> Judgement:
     """The judgement of one output.
 
     Where something inside chooses (a router picks experts), a choice between near equals falls one
@@ -251,11 +276,12 @@ def _judged(stream: _Stream, unit: float, parts: int, allowed: float, choosing: 
         nulls = [without_worst(null, _FLIPS) for null in nulls]
     if complete and effect_of(nulls[-1]).error > 0.1 * allowed:
         allowed = 0.0  # the trusted module computes with integers too, and says what that costs
-    limits = Limits.of([effect_of(null) for null in nulls], unit, parts, complete, allowed)
+    about = unit, parts, complete, allowed, norm
+    limits = Limits.of([effect_of(null) for null in nulls], *about)
     over = limits.excesses(whole)
     half = [halves(null) for null in nulls]
-    over_first = Limits.of([a for a, _ in half], unit, parts, complete, allowed).excesses(first)
-    over_second = Limits.of([b for _, b in half], unit, parts, complete, allowed).excesses(second)
+    over_first = Limits.of([a for a, _ in half], *about).excesses(first, half=True)
+    over_second = Limits.of([b for _, b in half], *about).excesses(second, half=True)
     confirmed = {
         name: min(over[name], over_first[name], over_second[name])
         for name in over
@@ -285,16 +311,24 @@ class Limits(NamedTuple):
         unit: Unit roundoff of the candidate's format.
         error_floor: Relative error that is always allowed.
         lean_floor: Projection that is always allowed, in both directions.
+        norm: Whether it is a norm in a coarse format: more roundings, no factor per row.
     """
 
     trusted: Sequence[Effect]
     unit: float
     error_floor: float
     lean_floor: float
+    norm: bool = False
 
     @classmethod
     def of(
-        cls, trusted: Sequence[Effect], unit: float, parts: int, complete: bool, allowed: float
+        cls,
+        trusted: Sequence[Effect],
+        unit: float,
+        parts: int,
+        complete: bool,
+        allowed: float,
+        norm: bool = False,
     ) -> Limits:
         """The limits of a site that has so many parts inside.
 
@@ -310,27 +344,40 @@ class Limits(NamedTuple):
             error, lean = 1.5 * unit * deep, 0.5 * unit * deep
         else:
             error, lean = 0.05 * unit, 0.05 * unit
-        return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0))
+        coarse_norm = norm and complete and not fine and not allowed
+        return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0), coarse_norm)
 
-    def excesses(self, found: Effect) -> dict[str, float]:
-        """Each statistic in units of its limit."""
+    def excesses(self, found: Effect, half: bool = False) -> dict[str, float]:
+        """Each statistic in units of its limit; a half only has to bear out the whole."""
+        times = 3.5 if half and self.norm else 5.0
+        lean = self.lean_floor
+        if self.norm:
+            noise = math.sqrt(max(found.error**2 - found.projection**2, 0.0))
+            same = any(abs(noise - each.error) < 0.08 * each.error for each in self.trusted)
+            lean = (_NORM_LEAN if same else _OTHER_NORM_LEAN) * self.unit
         few = 1.0 + 3.0 / math.sqrt(max(found.elements, 1))
         error = max((each.error for each in self.trusted if not math.isnan(each.error)), default=0)
         row = max(
             (each.worst_row for each in self.trusted if not math.isnan(each.worst_row)), default=0
         )
         most = _ERROR * few * error + self.error_floor
+        if self.norm:
+            # The first of the trusted ones is the exact result rounded once.
+            most = max(most, _IN_STEPS * few * self.trusted[0].error + self.error_floor)
         over = {
             "error": found.error / most if most > 0 else (math.inf if found.error > 0 else 0.0),
             "worst_row": found.worst_row / (_WORST_ROW * few * row + 2 * self.error_floor)
             if row or self.error_floor
             else (math.inf if found.worst_row > 0 else 0.0),
-            "projection": self._outside(found, "projection", 5.0, self.lean_floor),
+            "projection": self._outside(found, "projection", times, lean),
             "offset": self._outside(found, "offset", 8.0, 6.0 * self.lean_floor),
             "nonfinite": math.inf
             if found.nonfinite and not any(each.nonfinite for each in self.trusted)
             else 0.0,
         }
+        if self.norm:
+            scatter = max(each.row_scale for each in self.trusted)
+            over["row_scale"] = found.row_scale / (_ROW_SCALE * few * scatter + self.error_floor)
         return {name: 0.0 if math.isnan(value) else value for name, value in over.items()}
 
     def span(self, statistic: str) -> tuple[float, float]:

@@ -80,6 +80,8 @@ def standings(
             found[place] = _by_noise(site, floor)
         else:
             found[place] = _by_growth(growth[place])
+    if not any(each.by == "replay" and each.status == "introduced" for each in found.values()):
+        found |= _other_evidence(sites, found, growth, floor, judged)
     guilty = _first(found, sites)
     if guilty is None:
         return {
@@ -101,6 +103,33 @@ def standings(
         for place, standing in found.items()
     }
     return _named_parts(found)
+
+
+def _other_evidence(
+    sites: Mapping[Place, Site],
+    found: Mapping[Place, Standing],
+    growth: Mapping[Place, Growth],
+    floor: Floor | None,
+    judged: Mapping[str, Judgement],
+) -> dict[Place, Standing]:
+    """Sites of which replay says nothing, and which noise runs or growth convict.
+
+    Only asked where replay itself convicts nobody. One that these do not convict stays unknown.
+    """
+    convicted: dict[Place, Standing] = {}
+    for place, site in sites.items():
+        judgement = judged.get(place.site)
+        if found[place].status != "unknown" or judgement is None or not judgement.is_open:
+            continue
+        if floor is not None and floor.used and _known(floor, site):
+            standing = _by_noise(site, floor)
+        else:
+            standing = _by_growth(growth[place])
+        if standing.status == "introduced":
+            why = f"replay says nothing of it ({judgement.trouble})"
+            reason = f"{standing.reason}; {why}" if standing.reason else why
+            convicted[place] = standing._replace(reason=reason)
+    return convicted
 
 
 def _within(

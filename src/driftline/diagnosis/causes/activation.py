@@ -89,6 +89,8 @@ def _fitted(case: Case, x: F64, r: F64, c: F64) -> Clue | None:
     noise = case.noise**2 * size
     if energy > 1.2 * noise:
         score = min(max((energy - rest) / (energy - noise), 0.0), 1.0)
+        if rest > 0.05 * energy + 4.0 * noise:
+            return None  # an activation is known exactly: what it leaves is noise
     else:
         # Below noise: the error must follow the difference of the two functions, at its full size.
         spread = math.sqrt(max(rest, 1e-300) / len(e) / power)

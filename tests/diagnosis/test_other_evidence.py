@@ -1,0 +1,50 @@
+"""Where replay says nothing, noise runs and the growth of the error are asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planted_bugs import BUGS
+from small_models import llama, replayed, run_of, tokens, twin
+
+from driftline.diagnosis.artefacts import ReplayedSite
+from driftline.diagnosis.door import diagnose
+from driftline.testing.faults import FAULTS, Setting
+from driftline.testing.faults.trials import METHODS, planted
+
+
+@pytest.mark.parametrize("amount", [1.0, 0.25])
+def test_a_block_given_another_kind_of_mask_is_judged_by_the_noise_runs(amount: float) -> None:
+    """SDPA wants booleans, eager attention floats: no replay of that block says anything."""
+    setting = Setting("bert", "fp32", 0, FAULTS["residual lost"], amount)
+    pair = planted(setting)
+    found = METHODS["replay"](setting, pair)
+    assert found.detected
+    assert found.exact, found
+    assert found.cause != "activation"  # a block is no function of single values
+    told = diagnose(pair.reference, pair.candidate, replay=pair.replay, noise=pair.noise)
+    assert told.evidence["by"] == "noise"
+    assert "replay says nothing of it" in told.site(pair.site).reason
+    assert "other attention" in told.evidence["noise_runs"]["used"]
+
+
+def test_without_noise_runs_growth_is_asked() -> None:
+    reference, ids = llama(0), tokens(0)
+    theirs = run_of(twin(reference, torch.float32, BUGS["scale"].plant), ids)
+    replay = replayed(reference, theirs, ids)
+    said = {each.key.site for each in theirs.records}
+    nothing = {site: ReplayedSite("unknown", "it was compiled", False) for site in said}
+    found = diagnose(run_of(reference, ids), theirs, replay=replay._replace(sites=nothing))
+    assert found.first_site == "model.layers.2.mlp.down_proj"
+    assert found.evidence["by"] == "growth"
+
+
+def test_an_unknown_site_that_nothing_convicts_stays_unknown() -> None:
+    reference, ids = llama(0), tokens(0)
+    theirs = run_of(twin(reference, torch.bfloat16), ids)
+    replay = replayed(reference, theirs, ids)
+    site = "model.layers.2.mlp.down_proj"
+    replay = replay._replace(sites={site: ReplayedSite("unknown", "it was compiled", False)})
+    found = diagnose(run_of(reference, ids), theirs, replay=replay)
+    assert found.verdict == "pass"
+    assert found.site(site).status == "unknown"
