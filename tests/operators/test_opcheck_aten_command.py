@@ -347,3 +347,16 @@ def test_rerun_on_a_gpu_tells_atomic_sums_from_wrong_ones(tmp_path):
     row = next(r for r in found.rows if "index_add" in r.call.op_type)
     assert row.status == "pass" and "not deterministic" in row.figures.reason
     assert driftline.open_run(tmp_path / "run").records
+
+
+def test_an_operator_whose_line_is_damaged_is_a_row_all_the_same(right):
+    before = check(right).coverage.operators
+    path = right / "rank0" / "calls.jsonl"
+    lines = path.read_text().splitlines()
+    at = next(n for n, line in enumerate(lines) if "aten.addmm" in line)
+    lines[at] = lines[at][:40]
+    path.write_text("\n".join(lines) + "\n")
+    found = check(right)
+    assert found.coverage.operators == before
+    (row,) = [row for row in found.rows if "missing or damaged" in row.figures.reason]
+    assert row.call.op_type == "aten.addmm.default" and row.status == "not checked"

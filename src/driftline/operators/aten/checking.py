@@ -100,6 +100,8 @@ def _tensor(run: Run, record: Record, listed: CallTensor | None) -> torch.Tensor
 
 def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputRow]:
     """The rows of a call; one without a slot where it could not be checked as a whole."""
+    if listed.trouble:
+        return [unchecked(listed.call, listed.trouble)]
     if not listed.outputs:
         return [unchecked(listed.call, "it gives no tensor")]
     try:

@@ -6,8 +6,8 @@ Knows runs. Neither torch nor what an operator means.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from driftline.errors import BadInput
 from driftline.operators.rows import OperatorCall
@@ -30,6 +30,7 @@ class ListedCall(NamedTuple):
         outputs: What came out, as listed.
         read: Records of what went in, by slot; those that the run holds.
         made: The same of what came out.
+        trouble: Why nothing more is known of it; empty as a rule.
     """
 
     call: OperatorCall
@@ -37,6 +38,7 @@ class ListedCall(NamedTuple):
     outputs: tuple[CallTensor, ...]
     read: Mapping[str, Record]
     made: Mapping[str, Record]
+    trouble: str = ""
 
 
 def calls_of(run: Run) -> list[ListedCall]:
@@ -59,7 +61,25 @@ def calls_of(run: Run) -> list[ListedCall]:
             f"{run.name} does not list its operators with their parameters",
             hint=f"capture inputs and outputs whole: {HOW}",
         )
-    return found
+    return [*found, *_unlisted(held, found)]
+
+
+def _unlisted(held: Mapping[_Key, Record], found: Sequence[ListedCall]) -> list[ListedCall]:
+    """Operators whose tensors are there and whose line is not: cut off, or damaged."""
+    calls = (one.call for one in found)
+    listed = {(c.rank, c.process, c.site, c.step, c.visit, c.phase) for c in calls}
+    lost: dict[tuple[Any, ...], Record] = {}
+    for key, record in held.items():
+        if key[:6] not in listed:
+            lost.setdefault(key[:6], record)
+    return [
+        ListedCall(
+            OperatorCall(site, record.class_name, "", step, rank, process, visit, phase, {}),
+            *((), (), {}, {}),
+            f"its line in {CALLS} is missing or damaged",
+        )
+        for (rank, process, site, step, visit, phase), record in lost.items()
+    ]
 
 
 def _held(run: Run) -> dict[_Key, Record]:
@@ -122,6 +142,6 @@ def why_missing(one: CallTensor) -> str:
     if isinstance(one.source, str) and not one.source.startswith("("):
         return "it read a parameter that the run does not hold; capture with --level ops,params"
     return (
-        f"its input {one.slot.partition('.')[0]} is not in the run; sparse, quantised and nested "
-        "tensors are not kept"
+        f"its input {one.slot.partition('.')[0]} is not in the run; parameters are kept with "
+        "--level ops,params, sparse, quantised and nested tensors not at all"
     )
