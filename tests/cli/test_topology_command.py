@@ -162,3 +162,26 @@ def test_what_cannot_be_drawn_is_said_in_a_sentence(
 def test_a_level_deeper_than_the_model_shows_all_and_says_so(run: Path, capsys) -> None:
     assert main(["topology", "run", "--level", "9"]) == 0
     assert "2 levels deep; all are shown" in capsys.readouterr().err
+
+
+def test_each_call_of_an_operator_has_the_colour_of_its_own_rows(
+    tmp_path: Path, monkeypatch
+) -> None:
+    class Twice(torch.nn.Linear):
+        off = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).sum() + ((super().forward(x) + self.off) * 3).sum()
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = Twice(4, 4)
+    for name, off in (("one", 0.0), ("two", 1.0)):
+        model.off = off
+        with driftline.capture(model, name, levels=("ops",)), torch.no_grad():
+            model(torch.ones(2, 4))
+    assert main(["compare", "one", "two", "-o", "cmp", "-q"]) == 1
+    assert main(["topology", "two", "--to", "model-explorer", "--table", "cmp"]) == 0
+    (results,) = json.loads(Path("two.graph.node_data.json").read_text()).values()
+    products = [v["value"] for k, v in results["results"].items() if k.startswith("aten.mul")]
+    assert products[0] == 0 and products[1] > 1

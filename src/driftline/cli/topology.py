@@ -103,7 +103,7 @@ def topology(
 
 
 def _findings(folder: Path, metric: str) -> Mapping[str, Finding]:
-    """The worst row of each site."""
+    """The worst row of each site, and as `site#visit` of each of its calls."""
     from driftline.comparison.storage import open_table
     from driftline.topology.model_explorer import Finding
 
@@ -116,9 +116,10 @@ def _findings(folder: Path, metric: str) -> Mapping[str, Finding]:
     for row in table.rows:
         value = float(row.metrics.get(metric, float("nan"))) if metric else float(row.severity)
         found = Finding(row.status, value, _words(row, metric))
-        before = worst.get(row.site)
-        if before is None or _rank(found, order) < _rank(before, order):
-            worst[row.site] = found
+        for name in (row.site, f"{row.site}#{row.key.visit}"):
+            before = worst.get(name)
+            if before is None or _rank(found, order) < _rank(before, order):
+                worst[name] = found
     return worst
 
 

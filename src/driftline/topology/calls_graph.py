@@ -90,6 +90,7 @@ class _Building:
             call.param,
             children,
             call.site,
+            call.visit,
         )
 
     def made(self, call: Call) -> list[str]:

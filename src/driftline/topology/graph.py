@@ -35,6 +35,7 @@ class GraphNode(NamedTuple):
         param: Its parameters.
         children: What runs inside it, in order.
         site: Its site in a run; empty where there is none.
+        visit: Which call of the site it is.
     """
 
     name: str
@@ -44,6 +45,7 @@ class GraphNode(NamedTuple):
     param: Mapping[str, Any] = {}
     children: tuple[GraphNode, ...] = ()
     site: str = ""
+    visit: int = 0
 
 
 class Graph(NamedTuple):
@@ -85,6 +87,7 @@ class SeenNode(NamedTuple):
     path: tuple[str, ...]
     site: str
     holds: int
+    visit: int = 0
 
 
 class SeenGraph(NamedTuple):
@@ -131,7 +134,7 @@ def require_level(level: int | None) -> None:
 class _Settled:
     """A node whose tensors have names of their own."""
 
-    __slots__ = ("children", "inputs", "kind", "name", "outputs", "param", "site")
+    __slots__ = ("children", "inputs", "kind", "name", "outputs", "param", "site", "visit")
 
     def __init__(
         self,
@@ -142,6 +145,7 @@ class _Settled:
         param: Mapping[str, Any],
         children: list[_Settled],
         site: str,
+        visit: int = 0,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -150,6 +154,7 @@ class _Settled:
         self.param = param
         self.children = children
         self.site = site
+        self.visit = visit
 
     def leaves(self) -> Iterator[_Settled]:
         if not self.children:
@@ -188,9 +193,8 @@ class _Settling:
             for name in node.outputs
         ]
         name = _unique(node.name or node.kind or "node", self._names)
-        return _Settled(
-            name, node.kind or "Operation", inputs, outputs, node.param, children, node.site
-        )
+        kind = node.kind or "Operation"
+        return _Settled(name, kind, inputs, outputs, node.param, children, node.site, node.visit)
 
     def _new(self, name: str) -> str:
         own = _unique(name or "tensor", self._taken)
@@ -308,6 +312,7 @@ def _cut(
             path,
             node.site,
             sum(1 for _ in node.leaves()) if node.children else 0,
+            node.visit,
         )
         for (node, path), wanted, made in zip(chosen, reads, makes, strict=True)
     )

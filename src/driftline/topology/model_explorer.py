@@ -112,7 +112,8 @@ def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | Non
     if not findings or not node.site:
         return None
     module, sign, _ = node.site.rpartition("/")
-    found = findings.get(node.site) or (findings.get(module) if sign else None)
+    found = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
+    found = found or (findings.get(module) if sign else None)
     if found is not None:
         return found
     inside = [

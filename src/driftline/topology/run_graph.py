@@ -148,6 +148,7 @@ def _node(call: _Call) -> GraphNode:
         {},
         tuple(_node(child) for child in call.children),
         call.site,
+        call.key[1],
     )
 
 
