@@ -401,3 +401,8 @@ class TestWhatWasWrittenOnPurpose:
             mask = torch.full((1, 3, 3), -INF).triu(1)
             torch.baddbmm(mask, torch.ones(1, 3, 2), torch.ones(1, 2, 3)).softmax(-1)
         assert clean(w, tmp_path)
+
+    def test_what_is_allowed_may_spread(self, watch, tmp_path: Path) -> None:
+        with watch(allow=["aten.log"]) as w, torch.no_grad():
+            nn.Linear(3, 3)(torch.log(torch.full((2, 3), -1.0))).softmax(-1)
+        assert clean(w, tmp_path)

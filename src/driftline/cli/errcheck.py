@@ -122,7 +122,7 @@ def messages(outcome: WatchOutcome) -> list[str]:
         lines += _nearest(outcome)
     if plan.says("warning"):
         lines += [f"  note: {text}" for text in outcome.remarks[:MOST_SHOWN]]
-    if outcome.findings and plan.says("info"):
+    if outcome.findings and plan.says("info") and Path(plan.folder).is_dir():
         where = shlex.quote(_shown(plan.folder))
         look = "opcheck -i" if plan.level == "operator" else "show"
         lines.append(f"  written to {where}, tensors and all: driftline {look} {where}")

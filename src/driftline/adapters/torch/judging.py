@@ -158,8 +158,8 @@ def _not_finite(
     strange = [one for one in inputs if one.reading.nonfinite]
     if any(one.origin is Origin.MADE for one in strange):
         return Verdict(origin=Origin.MADE, propagates=True)
-    if allowed:
-        return Verdict(origin=Origin.MEANT)
+    if allowed or any(one.origin is Origin.ALLOWED for one in strange):
+        return Verdict(origin=Origin.ALLOWED)
     if any(one.origin is Origin.RAW for one in strange):
         return Verdict(origin=Origin.RAW)
     entered = tuple(one for one in strange if _came_in(one))

@@ -137,7 +137,7 @@ class ModuleTap:
         readings = [
             out.reading
             for out in outs
-            if out.reading is not None and self._known(out) is not Origin.MEANT
+            if out.reading is not None and self._known(out) not in (Origin.MEANT, Origin.ALLOWED)
         ]
         allowed = self.reporter.allows(frame.site, frame.class_name)
         types = self.reporter.options.types

@@ -23,7 +23,8 @@ class Origin(enum.IntEnum):
     UNKNOWN: no operator that was seen made it: weights, data, a compiled region.
     RAW: the memory was allocated and never wholly written: whatever stands there means nothing.
     RECEIVED: a collective put it there: another rank made it, or the sum of all.
-    MEANT: somebody wanted it: a mask, a constant, an operator that is allowed to.
+    MEANT: somebody wanted it: a mask, a constant.
+    ALLOWED: it is the consequence of an operator that the user allows to make it.
     MADE: it is the consequence of a finding.
     """
 
@@ -31,7 +32,8 @@ class Origin(enum.IntEnum):
     RAW = 1
     RECEIVED = 2
     MEANT = 3
-    MADE = 4
+    ALLOWED = 4
+    MADE = 5
 
 
 class ByStorage(Generic[T]):
