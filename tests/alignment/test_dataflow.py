@@ -221,3 +221,22 @@ def test_the_one_part_that_nothing_tells_is_what_the_others_leave() -> None:
     assert [b.partition(" of")[0] for _, b in cuts] == [
         "split(axis 1, 8:12)", "split(axis 1, 0:4)", "split(axis 1, 4:8)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("edges", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+def test_keys_and_values_of_the_same_bytes_make_no_wrong_pair(
+    tmp_path: Path, edges: bool, fused: bool
+) -> None:
+    model = toy_decoder(layers=2)
+    for layer in model.layers:
+        attention: Any = layer.self_attn
+        attention.v_proj.load_state_dict(attention.k_proj.state_dict())
+    for name, options in (("a", {}), ("b", {"fused": fused, "order": "vkq"})):
+        atb_twin(tmp_path / name, model, PROMPT, **options)
+        for kind in () if edges else ("model", "layer"):
+            shutil.rmtree(next((tmp_path / name).glob(f"*/{kind}")))
+    _, table = compared(tmp_path / "a", tmp_path / "b")
+    assert table.verdict == "pass", table.finding
+    alone = {row.key.site for row in table.rows if row.status == "missing"}
+    assert bool(alone) == (fused and not edges)

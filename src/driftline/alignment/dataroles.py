@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
@@ -87,10 +88,12 @@ def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None
     if len(told) == 1 and told[0][1] is None:
         call.role = call.role or told[0][0]
         return
-    spans = sorted((span, role) for role, span in told if span is not None)
-    roles = {role for _, role in spans}
+    parts = [(span, role) for role, span in told if span is not None]
+    # Two parts of the same bytes are not told apart; the others still are.
+    clear = Counter(span for span, _ in parts), Counter(role for _, role in parts)
+    spans = sorted(part for part in parts if clear[0][part[0]] == clear[1][part[1]] == 1)
     apart = all(a[0][1] <= b[0][0] for a, b in itertools.pairwise(spans))
-    if len(spans) == len(told) == len(roles) and apart and not call.role:
+    if len(parts) == len(told) and apart and not call.role:
         call.layout = tuple((role, *span) for span, role in spans)
 
 

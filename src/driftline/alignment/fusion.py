@@ -27,6 +27,7 @@ class Part(NamedTuple):
 
 
 _Family = tuple[Call, ...]
+_FAMILIES = (ROLE_ORDER[:3], ROLE_ORDER[3:])
 _Type = tuple[int, tuple[int, ...]]
 _Places = tuple[int, int, tuple[int, ...]]
 """Which of the parts, how many heads (or groups of them), and the sizes of all parts."""
@@ -109,10 +110,16 @@ def _holder(site: str) -> str:
 
 
 def _by_role(family: _Family) -> _Family:
-    roles = [call.role for call in family]
-    if all(roles) and len(set(roles)) == len(roles):
+    roles = [call.role for call in family if call.role]
+    if not roles or len(set(roles)) < len(roles):
+        return family
+    if len(roles) == len(family):
         return tuple(sorted(family, key=lambda call: ROLE_ORDER.index(call.role)))
-    return family
+    # Those that nothing tells apart take the places that are left, in the order they were called.
+    every = next((of for of in _FAMILIES if len(of) == len(family) and set(roles) <= set(of)), ())
+    known = {call.role: call for call in family if call.role}
+    rest = (call for call in family if not call.role)
+    return tuple(known.get(role) or next(rest) for role in every) or family
 
 
 def _type(family: _Family) -> _Type:
@@ -243,11 +250,14 @@ def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
     Empty where what is cut is not what the members are.
     """
     known = {role: (start, stop) for role, start, stop in fused.layout}
-    told = [member for member in members if member.role in known]
+    ends = [0, *itertools.accumulate(member.features for member in members)]
+    plain = list(itertools.pairwise(ends))
+    told = [
+        (known[m.role], span) for m, span in zip(members, plain, strict=True) if m.role in known
+    ]
     in_order = list(known) == sorted(known, key=ROLE_ORDER.index)
-    if not told and in_order:
-        ends = [0, *itertools.accumulate(member.features for member in members)]
-        return list(itertools.pairwise(ends))
+    if all(span == usual for span, usual in told) and (told or in_order):
+        return plain
     gaps = gaps_of(fused)
     if len(told) < len(members) and not (len(told) == len(members) - 1 and len(gaps) == 1):
         return []

@@ -27,7 +27,20 @@ def rewired(reference: Run, candidate: Run) -> str:
         for site, told in here.items():
             if site in there and there[site] != told:
                 return site
+        places = _places(here), _places(there)
+        for what, site in places[0].items():
+            if site and (other := places[1].get(what)) and other != site:
+                return site  # one that the other run tells nothing of
     return ""
+
+
+def _places(told: dict[str, object]) -> dict[tuple[str, object], str]:
+    """The one site of each layer that has a role; empty where several have it."""
+    found: dict[tuple[str, object], str] = {}
+    for site, role in told.items():
+        what = (site.rpartition(".")[0], role)
+        found[what] = "" if what in found else site
+    return found
 
 
 def _told(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
