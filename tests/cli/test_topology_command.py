@@ -185,3 +185,21 @@ def test_each_call_of_an_operator_has_the_colour_of_its_own_rows(
     (results,) = json.loads(Path("two.graph.node_data.json").read_text()).values()
     products = [v["value"] for k, v in results["results"].items() if k.startswith("aten.mul")]
     assert products[0] == 0 and products[1] > 1
+
+
+def test_the_colours_are_those_of_the_step_that_is_drawn(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    for name, off in (("one", 0.0), ("two", 1.0)):
+        with driftline.capture(model, name, steps="*"), torch.no_grad():
+            model(torch.ones(2, 4))
+            model(torch.ones(2, 4) + off)
+    assert main(["compare", "one", "two", "-o", "cmp", "-q"]) == 1
+    words = ["topology", "two", "--to", "model-explorer", "--table", "cmp", "--force"]
+    found = []
+    for step in ("0", "1"):
+        assert main([*words, "--step", step]) == 0
+        (results,) = json.loads(Path("two.graph.node_data.json").read_text()).values()
+        found.append(results["results"]["0"]["value"])
+    assert found[0] == 0 and found[1] > 1

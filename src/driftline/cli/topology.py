@@ -68,7 +68,7 @@ def topology(
     beside = place.with_name(f"{place.name.removesuffix('.json')}.node_data.json")
     if table is not None:
         output_for(path, beside, "", force=force)
-    findings = _findings(table, metric) if table is not None else None
+    findings = _findings(table, metric, step, rank) if table is not None else None
     graph = read_graph(path, step=step, rank=rank)
     seen = seen_at(graph, level)
     if to == "onnx":
@@ -102,8 +102,11 @@ def topology(
     return 0
 
 
-def _findings(folder: Path, metric: str) -> Mapping[str, Finding]:
-    """The worst row of each site, and as `site#visit` of each of its calls."""
+def _findings(folder: Path, metric: str, step: int | None, rank: int) -> Mapping[str, Finding]:
+    """The worst row of each site, and as `site#visit` of each of its calls.
+
+    Of the step and rank that are drawn, where the comparison has something of them.
+    """
     from driftline.comparison.storage import open_table
     from driftline.topology.model_explorer import Finding
 
@@ -113,7 +116,10 @@ def _findings(folder: Path, metric: str) -> Mapping[str, Finding]:
         raise BadInput(f"the comparison has no metric '{metric}'", hint=did_you_mean(metric, known))
     worst: dict[str, Finding] = {}
     order = ("fail", "incomparable", "missing", "extra", "pass", "unjudged")
-    for row in table.rows:
+    rows = table.rows
+    first = min((row.key.step for row in rows), default=0) if step is None else step
+    drawn = [row for row in rows if row.key.step == first and row.key.rank == rank]
+    for row in drawn or rows:
         value = float(row.metrics.get(metric, float("nan"))) if metric else float(row.severity)
         found = Finding(row.status, value, _words(row, metric))
         for name in (row.site, f"{row.site}#{row.key.visit}"):
