@@ -13,6 +13,7 @@ from driftline.comparison.table import Coverage, Table
 from driftline.diagnosis import sentences
 from driftline.diagnosis.artefacts import Replay
 from driftline.diagnosis.calls import DIRECTIONS, ROOTS, Place, Site, innermost, sites_of
+from driftline.diagnosis.choices import UNTOLD, Flip, flips
 from driftline.diagnosis.confirming import Confirmation, confirmed
 from driftline.diagnosis.finding import Diagnosis, SiteFinding
 from driftline.diagnosis.floor import Floor, Variant, noise_floor
@@ -22,6 +23,7 @@ from driftline.diagnosis.naming import Naming, Runs, name_cause
 from driftline.diagnosis.needs import needs
 from driftline.diagnosis.quantised import quantised_sites
 from driftline.diagnosis.replayed import Judgement, judge
+from driftline.diagnosis.shares import explained, final_error
 from driftline.diagnosis.statuses import Standing, standings
 from driftline.errors import BadInput
 
@@ -47,6 +49,7 @@ class Assembly:
         self.floor: Floor | None = noise_floor(variants) if variants else None
         self.judged: dict[str, Judgement] = {}
         self.seen: dict[Place, Confirmation] = {}
+        self.flips: list[Flip] | None = None
         self.allowed: Mapping[str, float] = {}
         if runs is not None:
             self.allowed = quantised_sites(runs.reference, runs.candidate)
@@ -129,8 +132,8 @@ class Assembly:
             self._finding(place, found[place], order[place], named.get(place))
             for place in self.sites
         )
-        final, final_noise = self._final(first)
-        share = self._explains(final, final_noise) if first is not None else None
+        final, final_noise = final_error(self.sites, self.floor, first)
+        share = explained(final, final_noise) if first is not None else None
         evidence = self._evidence(found, first, named, final, final_noise)
         if first is None:
             return self._clean(findings, found, final, evidence, coverage)
@@ -169,7 +172,7 @@ class Assembly:
                 if found[place].by not in ("noise", "growth") or place in self.seen:
                     continue
                 assert self.runs is not None
-                again = confirmed(self.runs, found[place], self.floor)
+                again = confirmed(self.runs, found[place], self.floor, self._flips(self.runs))
                 if again is not None:
                     self.seen[place] = again
                     if not again.holds:
@@ -177,8 +180,21 @@ class Assembly:
                         break
             if doubtful is None:
                 return found, culprits
-            reason = "seen on one half of the tokens only"
-            found = {**found, doubtful: found[doubtful]._replace(status="clean", reason=reason)}
+            reason = self.seen[doubtful].remark or "seen on one half of the tokens only"
+            status = "unknown" if reason == UNTOLD else "clean"
+            found = {**found, doubtful: found[doubtful]._replace(status=status, reason=reason)}
+
+    def _flips(self, runs: Runs) -> list[Flip]:
+        """Choices of routers that fell otherwise; looked for once, and said."""
+        if self.flips is None:
+            self.flips = flips(runs.reference, runs.candidate, runs.plan)
+            if self.flips:
+                tokens = sum(int(flip.rows.sum()) for flip in self.flips)
+                self.notes.append(
+                    f"routers sent {tokens} tokens to other experts at a near tie, first "
+                    f"'{self.flips[0].router}': errors of those tokens alone were not counted"
+                )
+        return self.flips
 
     def _culprits(self, found: Mapping[Place, Standing]) -> list[Place]:
         """Innermost sites that introduce error, in order of execution."""
@@ -228,46 +244,6 @@ class Assembly:
             count = len(self.floor.used)
             return f"what {count} trusted runs allow" if count > 1 else "what a trusted run allows"
         return "what its input and its format explain"
-
-    def _final(self, first: Place | None) -> tuple[float, float]:
-        """Relative error of the final output, and how much of it noise explains."""
-        forward = [site for place, site in self.sites.items() if place.direction == "forward"]
-        if not forward:
-            return math.nan, math.nan
-        last = max(forward, key=lambda site: (site.name in ROOTS, site.order))
-        call = last.worst
-        error = math.inf if call.one_sided else call.error
-        if self.floor is not None and self.floor.used:
-            known = [
-                self.floor.errors[row.key] for row in call.outs if row.key in self.floor.errors
-            ]
-            if known:
-                return error, max(known)
-        if first is None or first.direction != "forward":
-            return error, math.nan
-        # Rounding adds up along the depth as a random walk does: what was there before the first
-        # culprit, carried on to the end.
-        before = [
-            site.error
-            for site in forward
-            if site.order < self.sites[first].order and math.isfinite(site.error)
-        ]
-        further = min(math.sqrt(len(forward) / max(len(before), 1)), 4.0)
-        noise = max([further * max(before, default=0.0), call.unit])
-        return error, noise
-
-    def _explains(self, final: float, noise: float) -> float | None:
-        """Share of the final error's energy that is there because of the culprits.
-
-        Noise and fault add up as energies, being unrelated: what noise explains is left to it.
-        """
-        if math.isnan(final) or math.isnan(noise):
-            return None
-        if not math.isfinite(final):
-            return 1.0
-        if final <= 0.0:
-            return 0.0
-        return round(min(max(1.0 - (noise / final) ** 2, 0.0), 1.0), 4)
 
     def _confidence(self, place: Place, standing: Standing) -> float:
         trust = _TRUST.get(standing.by, 0.5)
@@ -362,7 +338,12 @@ class Assembly:
     ) -> Diagnosis:
         unknown = sum(finding.status == "unknown" for finding in findings)
         judged = len(findings) - unknown
-        known = [finding for finding in findings if math.isfinite(finding.ratio)]
+        # What was looked at again and acquitted is no measure of how near the limit is.
+        known = [
+            finding
+            for finding in findings
+            if math.isfinite(finding.ratio) and finding.ratio <= 1.0 and not finding.reason
+        ]
         worst = max(known, key=lambda finding: finding.ratio, default=None)
         by = ""
         if worst is not None:

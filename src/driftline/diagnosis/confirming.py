@@ -7,15 +7,22 @@ is far outside: then one token is off, and that is enough.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from driftline.diagnosis.effects import Effect, effect_of, halves, sums
+import numpy as np
+
+from driftline.diagnosis.choices import REMARK, UNTOLD, Flip, concerned
+from driftline.diagnosis.effects import NOTHING, Effect, effect_of, halves, sums
 from driftline.diagnosis.floor import Floor
 from driftline.diagnosis.naming import Runs
 from driftline.diagnosis.reading import chosen_rows, is_readable, read_rows
 from driftline.diagnosis.replayed import GROSS
 from driftline.diagnosis.statuses import Standing
 from driftline.runs.key import TensorKey
+
+_GONE = 0.3
+"""Of the error may be left when flipped tokens are: then it was theirs."""
 
 
 class Confirmation(NamedTuple):
@@ -24,16 +31,24 @@ class Confirmation(NamedTuple):
     Attributes:
         holds: Whether the suspicion stands.
         halves: How far outside either half is, in units of the limit.
-        whole: The effect on all rows that were read.
+        whole: The effect on all rows that were looked at.
+        remark: Why it does not hold, if it is not for the halves.
     """
 
     holds: bool
     halves: tuple[float, float]
     whole: Effect
+    remark: str = ""
 
 
-def confirmed(runs: Runs, standing: Standing, floor: Floor | None) -> Confirmation | None:
-    """A second look at the tensor that made a site guilty; None where its values are not there."""
+def confirmed(
+    runs: Runs, standing: Standing, floor: Floor | None, flips: Sequence[Flip] = ()
+) -> Confirmation | None:
+    """A second look at the tensor that made a site guilty; None where its values are not there.
+
+    Tokens that a router sent elsewhere, and what they reach, are left out where the error goes with
+    them; where it does not, they excuse nothing.
+    """
     row = standing.call.worst
     pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
     if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
@@ -47,16 +62,28 @@ def confirmed(runs: Runs, standing: Standing, floor: Floor | None) -> Confirmati
     r, c = read_rows(runs.reference, ours, places), read_rows(runs.candidate, theirs, places)
     if r is None or c is None:
         return None
+    reached = concerned(flips, row.key.site, ours, ours.shape) if flips else None
+    if reached is not None:
+        kept = ~reached[places]
+        if np.count_nonzero(kept) < 4:
+            return Confirmation(False, (0.0, 0.0), NOTHING, UNTOLD)
+        rest = effect_of(sums(r[kept], c[kept]))
+        if rest.error <= _GONE * effect_of(sums(r, c)).error and not rest.nonfinite:
+            r, c = r[kept], c[kept]
+        else:
+            reached = None  # what is off is elsewhere too
+    remark = REMARK if reached is not None else ""
     found = sums(r, c)
     whole, (first, second) = effect_of(found), halves(found)
     if standing.leaning:
         over = tuple(_lean(half, row.key, floor) for half in (first, second))
-        return Confirmation(min(over) > 1.0, (over[0], over[1]), whole)
+        return Confirmation(min(over) > 1.0, (over[0], over[1]), whole, remark)
     if not math.isfinite(standing.ratio) or len(r) < 4:
         return Confirmation(True, (standing.ratio, standing.ratio), whole)
     limit = standing.call.error / standing.ratio if standing.ratio > 0.0 else math.inf
     over = first.error / limit, second.error / limit
-    return Confirmation(min(over) > 1.0 or standing.ratio > GROSS, over, whole)
+    ratio = standing.ratio if reached is None else whole.error / limit
+    return Confirmation(min(over) > 1.0 or ratio > GROSS, over, whole, remark)
 
 
 def _lean(half: Effect, key: TensorKey, floor: Floor | None) -> float:
