@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import driftline
-from driftline.alignment.calls import Call, calls_of
-from driftline.alignment.dataflow import edges_of
+from driftline.alignment.calls import Call, Frame, calls_of
+from driftline.alignment.dataflow import Dataflows, edges_of
 from driftline.alignment.dataroles import tell_by_dataflow
 from driftline.alignment.fusion import parts_of
 from driftline.alignment.parting import pair_relaid
@@ -240,3 +240,20 @@ def test_keys_and_values_of_the_same_bytes_make_no_wrong_pair(
     assert table.verdict == "pass", table.finding
     alone = {row.key.site for row in table.rows if row.status == "missing"}
     assert bool(alone) == (fused and not edges)
+
+
+def test_ones_say_nothing_of_who_made_them() -> None:
+    ones, x = np.ones((2, 4), np.float16), np.arange(8, dtype=np.float16).reshape(2, 4)
+    tensors = {
+        "a/output/0": ones,
+        "b/output/0": x,
+        "c/input/0": ones,
+        "c/input/1": x,
+        "c/output/0": x + 1,
+    }
+    run = run_of(tensors, classes={"c": "SelfAttentionOperation"})
+    read = [record._replace(digest="") for record in run.records]  # as in a dump of plain files
+    run.raw = lambda record: tensors["/".join(record.key[:3])]  # type: ignore[method-assign]
+    flow = Dataflows(run).of(Frame(0, 0, 0), calls_of(read), None)
+    assert dict(flow.makers) == {("c", "1"): ("b", "0")}
+    assert ("c", "0") in flow.names

@@ -23,6 +23,8 @@ _SAMPLE = 1 << 16
 _MOST_READ = 1 << 28
 """Bytes that are read of one step to find out who feeds whom; the rest stays unknown."""
 
+_CONSTANT = "constant "
+
 Place = tuple[str, str]
 """Site and slot."""
 
@@ -151,6 +153,8 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
                 place = (record.key.site, record.key.slot)
                 if digest and port == "input":
                     names[place] = digest
+                if digest.startswith(_CONSTANT):
+                    continue  # ones are the same everywhere, and say nothing of who made them
                 if not digest or len(record.shape) < 2 or not call.leaf:
                     continue
                 if port == "output":
@@ -173,8 +177,10 @@ def _sampled(run: Run, record: Record) -> tuple[str, int]:
     ends = values if values.size <= 2 * _SAMPLE else _both_ends(values)
     if not (ends != ends[0]).any():
         return "", ends.size
+    width = values.size // math.prod(record.shape)
+    same = "" if width and (ends[width:] != ends[:-width]).any() else _CONSTANT
     # Shapes count by their sizes only: a view of other axes is the same tensor.
-    return f"{record.dtype} {math.prod(record.shape)} {kernel.digest(ends)}", ends.size
+    return f"{same}{record.dtype} {math.prod(record.shape)} {kernel.digest(ends)}", ends.size
 
 
 def _both_ends(values: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:

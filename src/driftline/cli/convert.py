@@ -53,7 +53,9 @@ def convert(
     print(f"{done.path}: {counted(done.tensors, 'tensor')}, {size(done.size)}, as {to}")
     if not done.left_out:
         return 0
-    what = "have no values in it" if to == "run" else "left out"
+    what = "left out"
+    if to == "run":
+        what = f"{'has' if len(done.left_out) == 1 else 'have'} no values in it"
     print(f"driftline: {counted(len(done.left_out), 'tensor')} {what}:", file=sys.stderr)
     for key, reason in done.left_out[:_SHOWN]:
         print(f"  {key}  {reason}", file=sys.stderr)
