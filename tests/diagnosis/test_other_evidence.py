@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from planted_bugs import BUGS
 from small_models import llama, replayed, run_of, tokens, twin
 
-from driftline.diagnosis.artefacts import ReplayedSite
+import driftline
+from driftline.diagnosis.artefacts import ReplayedSite, open_noise
 from driftline.diagnosis.door import diagnose
 from driftline.testing.faults import FAULTS, Setting
 from driftline.testing.faults.trials import METHODS, planted
@@ -48,3 +52,16 @@ def test_an_unknown_site_that_nothing_convicts_stays_unknown() -> None:
     found = diagnose(run_of(reference, ids), theirs, replay=replay)
     assert found.verdict == "pass"
     assert found.site(site).status == "unknown"
+
+
+def test_a_variant_that_is_bit_for_bit_another_one_is_no_second_witness(tmp_path: Path) -> None:
+    model, ids = llama(0), tokens(0)
+    for name in ("plain", "fused"):
+        with torch.no_grad(), driftline.capture(model, tmp_path / name):
+            model(input_ids=ids)
+    told = [
+        {"name": "plain", "folder": "plain", "status": "made"},
+        {"name": "fused", "folder": "fused", "status": "same", "reason": "the outputs of plain"},
+    ]
+    (tmp_path / "noise.json").write_text(json.dumps({"schema": 1, "variants": told}))
+    assert [run.name for run in open_noise([tmp_path])] == ["plain"]

@@ -137,6 +137,8 @@ def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
                 raise BadFile(f"{folder / NOISE_FILE}: a variant is no object")
             fields = cast("dict[str, Any]", variant)
             name = str(fields.get("name") or fields.get("folder") or "?")
+            if fields.get("status") == "same":
+                continue  # bit for bit another variant: no second witness
             run = _inner(folder, str(fields.get("folder") or name))
             if run is not None:
                 runs.append(NoiseRun(name, run))

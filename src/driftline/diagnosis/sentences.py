@@ -81,7 +81,7 @@ def clean(judged: int, unknown: int, worst: SiteFinding | None, by: str, final: 
     first = f"No site of {judged} introduces error beyond noise"
     first += f" ({unknown} more could not be judged)." if unknown else "."
     second = ""
-    if worst is not None and math.isfinite(worst.ratio):
+    if worst is not None and math.isfinite(worst.ratio) and worst.ratio > 0.0:
         second = (
             f"The nearest to its limit is {_name(worst.site)} with {worst.ratio:.2g} of it, "
             f"judged by {by}."
