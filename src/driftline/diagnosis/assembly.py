@@ -371,5 +371,6 @@ _STATISTICS = {
     "offset": "offset",
     "worst_row": "worst token's error",
     "nonfinite": "number of non-finite values",
+    "function": "likeness to another function",
     "row_scale": "scatter of a factor per token",
 }

@@ -7,6 +7,7 @@ in the layers after it. A choice that the router's own figures do not excuse is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.alignment.plan import Plan
-from driftline.diagnosis.calls import contains
+from driftline.diagnosis.calls import ancestors, contains, parts_of
 from driftline.diagnosis.reading import read_whole
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES
@@ -26,6 +27,7 @@ Codes = npt.NDArray[np.int64]
 
 REMARK = "off only where a router chose other experts, at a near tie: arithmetic noise"
 UNTOLD = "a router chose other experts at a near tie, and that reaches all of it"
+_CHOICE = re.compile(r"(?i)router|topk|moe|experts|gating")
 _MOST_CHOICES = 64
 _NEAR = 0.1
 """Of the size of a token's scores: what is further apart is no tie."""
@@ -49,6 +51,20 @@ class Flip(NamedTuple):
     rank: int
     rows: Flags
     length: int = 0
+
+
+def choosers(candidate: Run) -> dict[str, int]:
+    """Sites with discrete choices in them, and how many one after the other."""
+    found: set[str] = set()
+    for record in candidate.records:
+        if record.key.port != "output" or record.key.site in found:
+            continue
+        dtype = DTYPES.get(record.dtype)
+        picks = dtype is not None and dtype.kind in ("int", "uint") and len(record.shape) > 1
+        if picks or _CHOICE.search(record.class_name):
+            found.add(record.key.site)
+    outermost = [site for site in found if not any(outer in found for outer in ancestors(site))]
+    return {**dict.fromkeys(found, 1), **parts_of(outermost)}
 
 
 def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from driftline.diagnosis.artefacts import Replay
 from driftline.diagnosis.calls import ancestors, parts_of
+from driftline.diagnosis.choices import choosers
 from driftline.diagnosis.effects import (
     Effect,
     Sums,
@@ -24,6 +25,7 @@ from driftline.diagnosis.effects import (
     sums,
     without_worst,
 )
+from driftline.diagnosis.functions import COARSEST, another_function
 from driftline.diagnosis.reading import (
     chosen_rows,
     index,
@@ -54,7 +56,6 @@ noise is the same steps."""
 _FLIPS = 0.08
 _CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
 _NORM = re.compile(r"(?i)norm")
-_CHOICE = re.compile(r"(?i)router|topk|moe|experts|gating")
 
 
 class Judgement(NamedTuple):
@@ -137,7 +138,7 @@ def judge(
         for record in candidate.records
         if record.key.port == "output" and _NORM.search(record.class_name)
     }
-    choosers = _choosers(candidate)
+    choices_in = choosers(candidate)
     handed = _handed_to_parts(candidate, exact, by_site)
     judged: dict[str, Judgement] = {}
     for name, records in by_site.items():
@@ -150,30 +151,25 @@ def judge(
             alone = about is not None and about.applied == "own code"
             inside = 0 if alone else parts.get(name, 0)
             most = (allowed or {}).get(name, 0.0)
-            choices = 0 if alone else choosers.get(name, 0)
+            choices = 0 if alone else choices_in.get(name, 0)
             if choices > 1:
                 # One token that goes another way early is seen by all later ones.
                 judged[name] = Judgement(False, trouble=_CHOICES)
                 continue
             judgement = _site(found, unit, inside, most, choices > 0, name in norms)
+            if not judgement.introduced and 2.0**-20 < unit <= COARSEST and not parts.get(name, 0):
+                other = another_function(candidate, replay, records, exact, native)
+                if other is not None:
+                    judgement = judgement._replace(
+                        introduced=True,
+                        statistic="function",
+                        excess=other.excess,
+                        halves=other.halves,
+                    )
             whole = about is not None and about.applied == "whole"
             blind = parts.get(name, 0) > 0 and not given and not whole
             judged[name] = judgement._replace(own_code_only=blind)
     return judged
-
-
-def _choosers(candidate: Run) -> dict[str, int]:
-    """Sites with discrete choices in them, and how many one after the other."""
-    found: set[str] = set()
-    for record in candidate.records:
-        if record.key.port != "output" or record.key.site in found:
-            continue
-        dtype = DTYPES.get(record.dtype)
-        picks = dtype is not None and dtype.kind in ("int", "uint") and len(record.shape) > 1
-        if picks or _CHOICE.search(record.class_name):
-            found.add(record.key.site)
-    outermost = [site for site in found if not any(outer in found for outer in ancestors(site))]
-    return {**dict.fromkeys(found, 1), **parts_of(outermost)}
 
 
 def _handed_to_parts(
