@@ -328,7 +328,7 @@ def test_operators_of_a_gpu_are_right(tmp_path, kind, dtype):
     found = check(tmp_path / "run")
     assert not found.failing, [(r.call.op_type, r.slot, r.figures) for r in found.failing]
     cover = found.coverage
-    marks = dict(cover.reasons).get("it gives no tensor", 0)  # of the profiler, and reads of numbers
+    marks = dict(cover.reasons).get("it gives no tensor", 0)  # profiler marks, reads of numbers
     assert cover.passed > 0.9 * (cover.operators - marks), cover
 
 
