@@ -123,9 +123,19 @@ def outcome(way, f, x, v):
         return type(error)
 
 
+QUICK = ("jvp", "dual level", "jacfwd", "hvp, jvp of grad")
+"""Ways that every run of the suite takes; the others are slow together."""
+
+
 @pytest.mark.parametrize(
     ("name", "whole"),
-    [*((name, True) for name in WAYS), ("jvp", False), ("dual level", False), ("hessian", False)],
+    [
+        *(
+            pytest.param(name, True, marks=[] if name in QUICK else [pytest.mark.slow])
+            for name in WAYS
+        ),
+        *(("jvp", False), ("dual level", False), ("hessian", False)),
+    ],
     ids=lambda value: {True: "whole process", False: "one model"}.get(value, value),
 )
 def test_tangents_are_the_same_bits_with_capture_and_without(name, whole):

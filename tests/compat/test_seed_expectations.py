@@ -84,6 +84,7 @@ def test_the_documented_commands_capture_and_then_pass(desk: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_installed_suite_runs_from_an_empty_folder(desk: Path) -> None:
     model = desk.parent / "models" / "acme" / "tiny-roberta-qa"
     command = (

@@ -133,6 +133,7 @@ def test_a_graph_dump_is_compared_with_its_fx_dump(desk: Path) -> None:
     assert rows and all(float(row["cosine_similarity"]) > 0.999999 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_fused_graph_dump_is_compared_with_one_without_fusions(desk: Path) -> None:
     inferred(desk, GE)
     (fused,) = (desk / "dump").glob("dump_*")

@@ -109,7 +109,7 @@ def test_rounded_once_is_the_wide_result_rounded() -> None:
     ("fault", "site", "own_code"),
     [
         pytest.param("down", "layers.1.down", False, marks=pytest.mark.slow),
-        ("scale", "layers.1.attn", True),
+        pytest.param("scale", "layers.1.attn", True, marks=pytest.mark.slow),
     ],
 )
 def test_bisect_names_the_block_that_makes_the_error_in_few_executions(

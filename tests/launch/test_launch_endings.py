@@ -90,6 +90,8 @@ def test_an_interrupt_is_the_programs_business(workshop):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A suite that was started in the background ignores Ctrl-C, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "up\n"
