@@ -100,10 +100,13 @@ class ProfileTap:
                 lazily(self._device_came)
         # Steps count from 0: what runs before any model is a part of the first. The library below
         # wants to be woken by this thread, even where that step is of no interest.
-        if self.session.global_scope:
-            self._start(0)
-            if not self.session.wants_step(0):
-                self._stop()
+        if self.session.global_scope and not _may_get_a_device():
+            self._begin()
+
+    def _begin(self, *, device: bool = False) -> None:
+        self._start(0, device=device)
+        if not self.session.wants_step(0):
+            self._stop()
 
     def remove(self) -> None:
         self.active = False
@@ -162,7 +165,7 @@ class ProfileTap:
         if self.session.wants_step(step):
             self._start(step)
 
-    def _start(self, step: int) -> None:
+    def _start(self, step: int, *, device: bool = False) -> None:
         if self._forked:
             self.session.event_once(
                 "profiler",
@@ -181,7 +184,8 @@ class ProfileTap:
             running = _torch_profiler.profile(
                 # Asking whether there is a GPU would wake it, and a program that forks later could
                 # no longer use it in its children.
-                use_device="cuda" if torch.cuda.is_initialized() else None,
+                use_device="cuda" if device or torch.cuda.is_initialized() else None,
+                use_kineto=True,  # without it, a device shows no kernels, only times between marks
                 record_shapes=True,
                 experimental_config=_every_thread(),
             )
@@ -198,9 +202,13 @@ class ProfileTap:
 
     def _start_again(self) -> None:
         with self._lock:
-            if self.active and self._running is not None and self._process == os.getpid():
+            if not self.active or self._process != os.getpid():
+                return
+            if self._running is not None:
                 self._finish()
-                self._start(self._step)
+                self._start(self._step, device=True)
+            elif self.session.global_scope and not self._model_called:
+                self._begin(device=True)
 
     def _stop(self) -> Any | None:
         running, self._running = self._running, None
@@ -256,6 +264,18 @@ class ProfileTap:
             self._write(TIMES.format(step), times_table(self._timed[step]), anew=True)
         if self._kernels and not seen.kernels and self._model_called:
             self.session.event_once("kernels", "torch's profiler saw no kernel in a step")
+
+
+def _may_get_a_device() -> bool:
+    """Whether the program may yet begin to use a GPU; found out without waking it.
+
+    The library below decides at its first start whether it will ever see a device, and its start
+    alone takes the device from children that are forked later: it has to wait for the program.
+    """
+    if torch.version.cuda is None or torch.cuda.is_initialized():
+        return False
+    count: Any = getattr(torch.cuda, "_device_count_nvml", None)
+    return count is None or count() != 0
 
 
 def _every_thread() -> Any | None:
