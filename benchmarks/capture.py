@@ -65,6 +65,25 @@ def _ratio(times: list[float], plain: list[float]) -> tuple[float, str]:
     return statistics.median(ratios), f"95 % in {low:.3f}..{high:.3f}, best {best:.3f}"
 
 
+def timed_passes(model: Any, tokens: Any) -> tuple[Callable[[], float], Callable[[], float]]:
+    """A forward pass, and one with its backward pass; each gives the seconds it took."""
+    import torch
+
+    def forward() -> float:
+        with torch.no_grad():
+            begin = time.perf_counter()
+            model(tokens)
+            return time.perf_counter() - begin
+
+    def both_ways() -> float:
+        model.zero_grad(set_to_none=True)
+        begin = time.perf_counter()
+        model(tokens, labels=tokens).loss.backward()
+        return time.perf_counter() - begin
+
+    return forward, both_ways
+
+
 def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """Measure everything; see the module's own words for how."""
     import torch
@@ -79,17 +98,7 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     facts: dict[str, float] = {}
     numbers = iter(range(1_000_000))
 
-    def forward() -> float:
-        with torch.no_grad():
-            begin = time.perf_counter()
-            model(tokens)
-            return time.perf_counter() - begin
-
-    def both_ways() -> float:
-        model.zero_grad(set_to_none=True)
-        begin = time.perf_counter()
-        model(tokens, labels=tokens).loss.backward()
-        return time.perf_counter() - begin
+    forward, both_ways = timed_passes(model, tokens)
 
     def watched(call: Callable[[], float], name: str, **options: Any) -> Callable[[], float]:
         def timed() -> float:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.capture import Variant, _in_turns, _one_thread, _ratio
+from benchmarks.capture import Variant, _in_turns, _one_thread, _ratio, timed_passes
 
 ROUNDS = 15
 
 
 def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """Measure everything; see the module's own words for how."""
-    import torch
 
     from benchmarks.programs.infer_llama import build, prompt
     from driftline.adapters.torch.watch_door import watch_errors
@@ -30,17 +28,7 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     first: dict[str, list[float]] = {}
     seen: dict[str, int] = {}
 
-    def forward() -> float:
-        with torch.no_grad():
-            begin = time.perf_counter()
-            model(tokens)
-            return time.perf_counter() - begin
-
-    def both_ways() -> float:
-        model.zero_grad(set_to_none=True)
-        begin = time.perf_counter()
-        model(tokens, labels=tokens).loss.backward()
-        return time.perf_counter() - begin
+    forward, both_ways = timed_passes(model, tokens)
 
     def watched(name: str, call: Any, **options: Any) -> Variant:
         def timed() -> float:

@@ -10,8 +10,27 @@ from typing import Any, cast
 
 import torch
 
+from driftline.adapters.torch.snapshot import undisturbed
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""What a number is as a tensor, where torch makes one of it by itself."""
 _LONGEST_TEXT = 200
 _LONGEST_LIST = 1000
+
+
+def with_tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> tuple[Any, ...]:
+    """The same arguments with tensors in place of numbers, where an operator takes no number.
+
+    TorchScript's constants are tensors that torch shows to modes as numbers, and it does not take
+    all of them back.
+    """
+    for index in positions:
+        if index < len(args) and type(args[index]) in _NUMBERS:
+            number = args[index]
+            with undisturbed():
+                tensor = torch.scalar_tensor(number, dtype=_NUMBERS[type(number)])
+            args = (*args[:index], tensor, *args[index + 1 :])
+    return args
 
 
 def tensors_in(value: Any, slot: str) -> Generator[tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from driftline.adapters.torch.arguments import plain, tensors_in
+from driftline.adapters.torch.arguments import plain, tensors_in, with_tensors
 from driftline.adapters.torch.dispatch import (
     begin_watching,
     end_watching,
@@ -31,7 +31,6 @@ from driftline.adapters.torch.dispatch import (
 )
 from driftline.adapters.torch.held import a_model_is_there
 from driftline.adapters.torch.makers import Makers, dtype_of, shape_of
-from driftline.adapters.torch.ops import _NUMBERS, _with_tensor
 from driftline.adapters.torch.schemas import Operator
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.taps import Frame
@@ -123,12 +122,8 @@ class CallTap:
             self._learn_weights(module, frame.site)
         depth, open_ = self._where.depth(), len(self._thread.stack)
         try:
-            if self.session.global_scope:
-                begin_watching(self)
+            with watching(self, lasting=self.session.global_scope):
                 yield
-            else:
-                with watching(self):
-                    yield
         finally:
             self._where.back_to(depth)
             del self._thread.stack[open_:]
@@ -208,9 +203,8 @@ class CallTap:
         operator: Operator | None = None
         try:
             operator, defaults = self._operator(func)
-            for index in operator.tensors:
-                if index < len(args) and type(args[index]) in _NUMBERS:
-                    args = _with_tensor(args, index)
+            if operator.tensors:
+                args = with_tensors(args, operator.tensors)
             if not operator.silent:
                 spot = self._where.spot(func, operator)
                 if spot is not None:

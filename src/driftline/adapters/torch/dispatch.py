@@ -55,8 +55,18 @@ class Watcher(Protocol):
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Generator[None]:
-    """Show every operator of this thread to `watcher`, once, until the block is left."""
+def watching(watcher: Watcher, *, lasting: bool = False) -> Generator[None]:
+    """Show every operator of this thread to `watcher`, once, until the block is left.
+
+    Args:
+        watcher: Who is shown them.
+        lasting: The watch ends with the process, so the mode may stay: what a server's thread does
+            with the model's output is seen too.
+    """
+    if lasting:
+        begin_watching(watcher)
+        yield
+        return
     if forward_mode.is_open():
         watcher.unseen(_TANGENTS)
         yield

@@ -36,7 +36,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from driftline.adapters.torch.arguments import memory_order
+from driftline.adapters.torch.arguments import memory_order, with_tensors
 from driftline.adapters.torch.dispatch import (
     begin_watching,
     end_watching,
@@ -52,10 +52,6 @@ from driftline.adapters.torch.snapshot import is_zero, undisturbed
 from driftline.adapters.torch.whereabouts import Spot, Whereabouts
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
-
-
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-"""What a number is as a tensor, where torch makes one of it by itself."""
 
 
 class OperatorTap:
@@ -118,14 +114,8 @@ class OperatorTap:
                 self._begin()
         depth = self._where.depth()
         try:
-            if self.session.global_scope:
-                # It ends with the process, so the mode may stay: what a server's thread does with
-                # the model's output is seen too.
-                begin_watching(self)
+            with watching(self, lasting=self.session.global_scope):
                 yield
-            else:
-                with watching(self):
-                    yield
         finally:
             self._where.back_to(depth)
 
@@ -172,9 +162,8 @@ class OperatorTap:
             operator = self._operators.get(func)
             if operator is None:
                 operator = self._operators[func] = Operator(func)
-            for index in operator.tensors:
-                if index < len(args) and type(args[index]) in _NUMBERS:
-                    args = _with_tensor(args, index)
+            if operator.tensors:
+                args = with_tensors(args, operator.tensors)
             if not operator.silent:
                 spot = self._where.spot(func, operator)
             if spot is not None:
@@ -321,18 +310,6 @@ class OperatorTap:
         self.session.event_once(
             "operator-lost", f"{func} not captured: {error}", operator=str(func)
         )
-
-
-def _with_tensor(args: tuple[Any, ...], index: int) -> tuple[Any, ...]:
-    """The same arguments with a tensor in place of a number.
-
-    TorchScript's constants are tensors that torch shows to modes as numbers, and it does not take
-    all of them back.
-    """
-    number = args[index]
-    with undisturbed():
-        tensor = torch.scalar_tensor(number, dtype=_NUMBERS[type(number)])
-    return (*args[:index], tensor, *args[index + 1 :])
 
 
 hide_from_compiler(OperatorTap.around_backward)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from driftline.adapters.torch.arguments import with_tensors
 from driftline.adapters.torch.device_watch import DeviceWatch
 from driftline.adapters.torch.dispatch import (
     begin_watching,
@@ -31,7 +32,6 @@ from driftline.adapters.torch.dispatch import (
 from driftline.adapters.torch.judging import CLAMPS, LOGARITHMS, UNDERFLOWS, Input, judge
 from driftline.adapters.torch.module_watch import ModuleTap
 from driftline.adapters.torch.names import is_compiled
-from driftline.adapters.torch.ops import _NUMBERS, _with_tensor
 from driftline.adapters.torch.origins import Origin, Origins
 from driftline.adapters.torch.reporting import Call, Part, Reporter
 from driftline.adapters.torch.screen import (
@@ -109,12 +109,8 @@ class ErrorTap:
             return
         depth = self._where.depth()
         try:
-            if self.session.global_scope:
-                begin_watching(self)
+            with watching(self, lasting=self.session.global_scope):
                 yield
-            else:
-                with watching(self):
-                    yield
         finally:
             self._where.back_to(depth)
 
@@ -151,9 +147,8 @@ class ErrorTap:
             operator = self._operators.get(func)
             if operator is None:
                 operator = self._operators[func] = WatchedOperator(func)
-            for index in operator.tensors:
-                if index < len(args) and type(args[index]) in _NUMBERS:
-                    args = _with_tensor(args, index)
+            if operator.tensors:
+                args = with_tensors(args, operator.tensors)
             if operator.silent or operator.collective:
                 looking = operator.allocates or operator.collective
             elif operator.overwrites:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from driftline.diagnosis.causes.case import F64, Case
-from driftline.diagnosis.causes.transpose import solved
+from driftline.diagnosis.causes.solving import solved
 
 _STEEP = 1e3
 """Condition of a weight beyond which its inverse says nothing."""

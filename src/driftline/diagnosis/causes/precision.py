@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from driftline.diagnosis.causes.case import F64, Case, Clue
-from driftline.diagnosis.causes.transpose import solved
+from driftline.diagnosis.causes.solving import solved_inputs
 from driftline.diagnosis.reading import GRIDS, rounded
 
 UNITS = {
@@ -44,14 +44,7 @@ def _rounded_product(case: Case) -> Clue | None:
     if case.r.ndim < 2 or case.ratio < 2.0:
         return None
     best: Clue | None = None
-    for x in case.inputs.values():
-        if x.shape[:-1] != case.r.shape[:-1]:
-            continue
-        given = case.rows(x)
-        found = solved(given, case.rows(case.r))
-        if found is None:
-            continue
-        weight, bias = found
+    for given, weight, bias in solved_inputs(case):
         for name, unit in UNITS.items():
             if unit <= 1.5 * case.unit:
                 continue

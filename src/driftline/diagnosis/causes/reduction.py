@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from driftline.diagnosis.causes.case import Case, Clue
-from driftline.diagnosis.causes.transpose import solved
+from driftline.diagnosis.causes.solving import solved_inputs
 
 
 def missing_reduction(case: Case) -> Clue | None:
@@ -40,14 +40,7 @@ def _partial_sum(case: Case) -> Clue | None:
     if case.r.ndim < 2 or case.ratio < 4.0:
         return None
     best: Clue | None = None
-    for x in case.inputs.values():
-        if x.shape[:-1] != case.r.shape[:-1]:
-            continue
-        given = case.rows(x)
-        found = solved(given, case.rows(case.r))
-        if found is None:
-            continue
-        weight, bias = found
+    for given, weight, bias in solved_inputs(case):
         for ranks in (2, 4, 8):
             width = given.shape[1] // ranks
             for rank in range(ranks if width else 0):

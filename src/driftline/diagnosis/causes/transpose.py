@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.solving import solved
 
 _WIDEST = 1024
 
@@ -71,16 +72,3 @@ def _weights(case: Case) -> Iterator[tuple[str, F64]]:
         if float(np.sum((as_is - r) ** 2)) < float(np.sum((turned - r) ** 2)):
             as_is, turned = turned, as_is
         yield "the weight was used transposed", as_is.reshape(case.r.shape)
-
-
-def solved(given: F64, r: F64) -> tuple[F64, F64] | None:
-    """Weight and bias of the linear map from one to the other; None when there is none."""
-    rows, width = given.shape
-    if rows < 1.5 * width or width > 512 or not np.isfinite(given).all():
-        return None
-    wide = np.concatenate([given, np.ones((rows, 1))], axis=1)
-    found, *_ = np.linalg.lstsq(wide, np.where(np.isfinite(r), r, 0.0), rcond=None)
-    left = r - wide @ found
-    if float(np.sum(left * left)) > 1e-4 * float(np.sum(r * r)):
-        return None  # it is no linear map of this input
-    return np.asarray(found[:-1], dtype=np.float64), np.asarray(found[-1], dtype=np.float64)
