@@ -53,7 +53,7 @@ def cook(run: Run, recipe: Recipe) -> Cooked:
     Raises:
         DriftlineError: A source has no values, or a step does not fit what it is given.
     """
-    words, dtype = _made(run, recipe)
+    words, dtype = made(run, recipe)
     if words.shape != recipe.shape:
         raise BadInput(
             f"the recipe '{recipe}' gives {_dims(words.shape)}, the plan says {_dims(recipe.shape)}"
@@ -100,8 +100,12 @@ def said_of_a_square(pair: Pair, values: ValuePair, relative_l2: float) -> str:
     )
 
 
-def _made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
-    """The words of a recipe's result: an array of its shape, often a view; 4-bit codes unpacked."""
+def made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
+    """The words of a recipe's result: an array of its shape, often a view; 4-bit codes unpacked.
+
+    Raises:
+        DriftlineError: As `cook`.
+    """
     parts = [_taken(run, source) for source in recipe.sources]
     steps = recipe.steps
     if steps and steps[0].kind in JOINING:
@@ -121,7 +125,7 @@ def _made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
 
 def _taken(run: Run, source: Source) -> tuple[Storage, DType]:
     if isinstance(source, Recipe):
-        return _made(run, source)
+        return made(run, source)
     if source.kept != "full":
         raise BadInput(
             f"{source.key} was kept as {source.kept}; a recipe needs all values of its sources"
