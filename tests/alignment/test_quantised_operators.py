@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import driftline
 from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
@@ -226,3 +227,73 @@ def test_many_quantised_layers_take_work_in_proportion() -> None:
         assert all(pair.candidate_recipe is not None for pair in handed_on)
         used.append(calls)
     assert used[1] < 13 * used[0]
+
+
+TWINS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"fused": True},
+    "int8": {"quantised": True},
+    "int8 fused": {"quantised": True, "fused": True, "packed": True},
+    "per token": {"quantised": True, "scaled": "token", "fused": True},
+    "without parameters": {"generation": "G1"},
+}
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("turned")
+    model = toy_decoder(layers=2)
+    for name, options in TWINS.items():
+        atb_twin(folder / name, model, PROMPT, **options)
+        atb_twin(folder / f"{name} turned", model, PROMPT, turned=True, **options)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("plain", "plain turned"),
+        ("plain turned", "plain"),
+        ("plain", "fused turned"),
+        ("fused turned", "plain"),
+        ("fused", "fused turned"),
+        ("plain", "int8 turned"),
+        ("int8 turned", "plain"),
+        ("int8", "int8 turned"),
+        ("plain", "int8 fused turned"),
+        ("plain turned", "int8 fused"),
+        ("fused", "int8 turned"),
+        ("fused", "per token turned"),
+        ("plain", "without parameters turned"),
+        ("int8", "without parameters turned"),
+    ],
+)
+def test_matrices_that_lie_the_other_way_are_turned_square_ones_too(
+    twins: Path, here: str, there: str
+) -> None:
+    table = driftline.compare(twins / here, twins / there)
+    assert table.verdict == "pass", table.finding
+    assert not [row for row in table.rows if row.status == "incomparable"]
+    turned = [row for row in table.rows if "transpose(1,0)" in row.candidate_recipe]
+    assert {row.reference_shape for row in turned} >= {(32, 32)}
+
+
+@pytest.mark.parametrize("there", ["plain turned", "int8 turned", "fused turned"])
+def test_a_wrong_square_weight_that_lies_the_other_way_fails(tmp_path: Path, there: str) -> None:
+    model = toy_decoder(layers=2)
+    atb_twin(tmp_path / "here", model, PROMPT)
+    with torch.no_grad():
+        weight = model.layers[1].self_attn.o_proj.weight
+        weight.copy_(weight.T.clone())  # as it would be if only its layout had been forgotten
+    options = TWINS[there.removesuffix(" turned")]
+    atb_twin(tmp_path / "there", model, PROMPT, turned=True, **options)
+    table = driftline.compare(tmp_path / "here", tmp_path / "there")
+    site = "2_Decoder_layer.5_LinearOperation"
+    failing = [row for row in table.rows if row.status == "fail" and row.key.site == site]
+    assert any((row.key.port, row.key.slot) == ("input", "1") for row in failing)
+    assert not [
+        row
+        for row in table.rows
+        if row.status == "fail" and row.key.port == "input" and row.reference_shape == (32, 32)
+        if row.key.site not in (site, "2_Decoder_layer")
+    ]

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
 
+from driftline.alignment.operand_layout import Layout, OperandLayouts
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Step
 from driftline.alignment.sides import shapes_of, with_steps
 from driftline.runs.record import Record
 
 Shape = tuple[int, ...]
-Layout = Literal["out_in", "in_out", "rows", ""]
 
 WEIGHT_PORTS = ("param", "param_grad", "optimizer_grad")
 _TILE = 16
@@ -52,20 +51,26 @@ def is_weight(record: Record) -> bool:
 
 
 def are_weights(pair: Pair) -> bool:
-    """Whether a pair is of parameters; an operator may have its own as further inputs."""
+    """Whether a pair is of parameters."""
     return is_weight(pair.reference) or is_weight(pair.candidate)
 
 
 class Layouts:
-    """Which classes of two runs hold their matrices transposed to each other."""
+    """Which matrices of two runs lie transposed to each other."""
 
-    def __init__(self, frameworks: tuple[str, str], pairs: Iterable[Pair]) -> None:
+    def __init__(
+        self,
+        frameworks: tuple[str, str],
+        operands: tuple[OperandLayouts, OperandLayouts],
+        pairs: Iterable[Pair],
+    ) -> None:
         self._frameworks = frameworks
+        self._operands = operands
         straight: set[tuple[str, str]] = set()
         crossed: set[tuple[str, str]] = set()
         for pair in pairs:
             here, there = shapes_of(pair)
-            if are_weights(pair) and len(here) == 2 and here[0] != here[1]:
+            if len(here) == 2 and here[0] != here[1] and self.are_weights(pair):
                 classes = (pair.reference.class_name, pair.candidate.class_name)
                 if here == there:
                     straight.add(classes)
@@ -73,15 +78,24 @@ class Layouts:
                     crossed.add(classes)
         self._crossed = crossed - straight
 
+    def are_weights(self, pair: Pair) -> bool:
+        """Whether a pair is of parameters; an operator may have its own as further inputs."""
+        if are_weights(pair):
+            return True
+        here, there = self._operands
+        return here.is_operand(pair.reference) and there.is_operand(pair.candidate)
+
     def transposed(self, pair: Pair) -> bool | None:
-        """Whether a matrix of this pair lies transposed; None when classes do not say."""
-        classes = (pair.reference.class_name, pair.candidate.class_name)
+        """Whether a matrix of this pair lies transposed; None when nothing says it."""
         ours, theirs = (
-            layout(framework, name)
-            for framework, name in zip(self._frameworks, classes, strict=True)
+            operands.of(record) or layout(framework, record.class_name)
+            for framework, operands, record in zip(
+                self._frameworks, self._operands, (pair.reference, pair.candidate), strict=True
+            )
         )
         if ours and theirs:
             return ours != theirs
+        classes = (pair.reference.class_name, pair.candidate.class_name)
         return True if classes in self._crossed else None
 
 
@@ -89,10 +103,11 @@ def transposed(pair: Pair, layouts: Layouts) -> Pair | None:
     """The candidate's weight turned; None where that is not what keeps the two apart.
 
     Unequal sides are turned unless the classes say that both lie alike; a square matrix only when
-    the classes, or the unequal matrices of the same classes, say that it lies the other way.
+    the classes or operators, or the unequal matrices of the same classes, say that it lies the
+    other way.
     """
     here, there = shapes_of(pair)
-    if not are_weights(pair) or len(here) != 2 or here != there[::-1]:
+    if len(here) != 2 or here != there[::-1] or not layouts.are_weights(pair):
         return None
     says = layouts.transposed(pair)
     if says is False or (says is None and here[0] == here[1]):

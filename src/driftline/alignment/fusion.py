@@ -236,11 +236,7 @@ def parts_of(
             else:
                 step = Step("split", axis, *span)
             shape = (*record.shape[:axis], member.features, *record.shape[axis + 1 :])
-            mine = Recipe((record,), (step,), shape)
-            theirs = None
-            if shape != partner.shape and shape[::-1] == partner.shape:  # Conv1D against Linear
-                theirs = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), shape)
-            found.append(Part(record, partner, mine, theirs))
+            found.append(Part(record, partner, Recipe((record,), (step,), shape), None))
     return found, ""
 
 
@@ -296,10 +292,7 @@ def _operand(
     whole = cut(record, mine, span)
     if places is not None:
         whole = whole._replace(steps=(_per_head(mine, *places),))
-    turned = None
-    if whole.shape != partner.shape:
-        turned = Recipe((partner,), (Step("transpose", numbers=(1, 0)),), whole.shape)
-    return Part(record, partner, whole, turned)
+    return Part(record, partner, whole, None)  # which way either lies is asked afterwards
 
 
 def columns_axis(record: Record, call: Call) -> int | None:

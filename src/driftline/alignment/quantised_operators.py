@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
-from driftline.alignment.calls import Call, Frame, calls_of, frames_of, main_tensor
-from driftline.alignment.dataflow import Dataflow, Dataflows
+from driftline.alignment.calls import Call, main_tensor
+from driftline.alignment.dataflow import Dataflow
+from driftline.alignment.operator_steps import OperatorSteps
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.record import Record
-from driftline.runs.run import Run
 
 _SCALES = ("inputScale", "quantInputScale")
 _ZEROS = ("inputOffset", "quantInputOffset")
@@ -36,19 +36,16 @@ class _Made(NamedTuple):
 class OperatorScales:
     """The scales of a run's operators."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._flows = Dataflows(run)
-        self._frames: dict[Frame, list[Record]] | None = None
-        self._known: dict[Frame, tuple[dict[str, Call], Dataflow]] = {}
-        self._taken: dict[Frame, dict[str, Record]] = {}
+    def __init__(self, steps: OperatorSteps) -> None:
+        self._run = steps.run
+        self._steps = steps
 
     def recipe(self, record: Record, known: Recipe | None) -> Recipe | None:
         """What makes numbers of these codes; None if no operator says it."""
-        calls, flow = self._at(record)
+        calls, flow = self._steps.at(record)
         call = calls.get(record.key.site)
         if call is None:
-            return self._handed_on(record, known, calls, flow)
+            return self._handed_on(record, known)
         values: Source = record if known is None else known
         shape = record.shape if known is None else known.shape
         is_input = record.key.port == "input" and record is main_tensor(call.records, "input")
@@ -57,42 +54,13 @@ class OperatorScales:
             return None if made is None else _recipe(values, shape, made)
         return self._weight(record, call, calls, flow, values, known)
 
-    def _handed_on(
-        self, record: Record, known: Recipe | None, calls: Mapping[str, Call], flow: Dataflow
-    ) -> Recipe | None:
+    def _handed_on(self, record: Record, known: Recipe | None) -> Recipe | None:
         """What a container takes for an operator inside is made numbers as it is there."""
-        name = flow.names.get((record.key.site, record.key.slot))
-        if not name or record.key.port != "input":
-            return None
-        taken = self._takers(record, calls, flow).get(name)
+        taken = self._steps.taken(record)
         found = None if taken is None else self.recipe(taken, known)
         if found is None:
             return None
         return found._replace(sources=(record if known is None else known, *found.sources[1:]))
-
-    def _takers(
-        self, record: Record, calls: Mapping[str, Call], flow: Dataflow
-    ) -> dict[str, Record]:
-        """The first input of an operator that has each name, in the step of a record."""
-        frame = _frame(record)
-        if frame not in self._taken:
-            first: dict[str, Record] = {}
-            for taken in (taken for call in calls.values() for taken in call.records):
-                name = flow.names.get((taken.key.site, taken.key.slot))
-                if name and taken.key.port == "input":
-                    first.setdefault(name, taken)
-            self._taken[frame] = first
-        return self._taken[frame]
-
-    def _at(self, record: Record) -> tuple[dict[str, Call], Dataflow]:
-        frame = _frame(record)
-        if frame not in self._known:
-            if self._frames is None:
-                self._frames = frames_of(self._run.records)
-            calls = calls_of(sorted(self._frames.get(frame, []), key=lambda each: each.order))
-            by_site = {call.site: call for call in calls if call.leaf and not call.visit}
-            self._known[frame] = by_site, self._flows.of(frame, calls, frame)
-        return self._known[frame]
 
     def _made(self, codes: Record, calls: Mapping[str, Call], flow: Dataflow) -> _Made | None:
         """By the operator that wrote the codes."""
@@ -208,10 +176,6 @@ class OperatorScales:
             return float(to_float64(self._run.raw(record).reshape(-1), DTYPES[record.dtype])[0])
         except (DriftlineError, OSError, ValueError, IndexError, KeyError):
             return None
-
-
-def _frame(record: Record) -> Frame:
-    return Frame(record.key.rank, record.key.process, record.key.step)
 
 
 def _recipe(values: Source, shape: tuple[int, ...], made: _Made) -> Recipe:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from driftline.alignment.axes import Layouts, are_weights, cropped, reshaped, transposed
+from driftline.alignment.axes import Layouts, cropped, reshaped, transposed
+from driftline.alignment.operand_layout import OperandLayouts
+from driftline.alignment.operator_steps import OperatorSteps
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.quantised import Scales, dequantised
 from driftline.alignment.quantised_operators import OperatorScales
@@ -31,9 +33,12 @@ class Reconciler:
         from driftline.alignment.token_book import TokenBook
 
         self._runs = (reference, candidate)
-        self._layouts = Layouts((_framework(reference), _framework(candidate)), plan.pairs)
+        steps = OperatorSteps(reference), OperatorSteps(candidate)
+        operands = OperandLayouts(steps[0]), OperandLayouts(steps[1])
+        frameworks = (_framework(reference), _framework(candidate))
+        self._layouts = Layouts(frameworks, operands, plan.pairs)
         self._scales: tuple[Scales, Scales] | None = None
-        self._operators = (OperatorScales(reference), OperatorScales(candidate))
+        self._operators = (OperatorScales(steps[0]), OperatorScales(steps[1]))
         self._tokens = TokenBook(reference, candidate)
         self.notes = self._tokens.notes
         self._tiled = any(not _formats(run).isdisjoint(TILED) for run in self._runs)
@@ -53,7 +58,7 @@ class Reconciler:
         if here == there:
             return pair
         trouble = ""
-        if not are_weights(pair):
+        if not self._layouts.are_weights(pair):
             found, trouble = self._tokens.cut(pair)
             if found is not None:
                 return found
@@ -69,7 +74,7 @@ class Reconciler:
 
     def _tokens_differ(self, pair: Pair) -> bool:
         """Whether the step has another number of tokens: that is no padding of a tile."""
-        if are_weights(pair):
+        if self._layouts.are_weights(pair):
             return False
         ours, theirs = self._tokens.batches(pair)
         return ours is not None and theirs is not None and ours.tokens != theirs.tokens

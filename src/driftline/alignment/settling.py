@@ -86,7 +86,10 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
 
         plan = said_of_moments(plan)
     foreign = reference.manifest.get("framework") != candidate.manifest.get("framework")
-    unlike = [_unlike(pair, foreign) for pair in plan.pairs]
+    operators = all(takes_weights(run) for run in (reference, candidate))
+    unlike = [
+        _unlike(pair, foreign) or (operators and _may_lie_turned(pair)) for pair in plan.pairs
+    ]
     if any(unlike):
         from driftline.alignment.reconciling import Reconciler
 
@@ -129,6 +132,20 @@ def _unlike(pair: Pair, foreign: bool) -> bool:
         and len(here) == 2
         and not pair.trouble
     )
+
+
+def _may_lie_turned(pair: Pair) -> bool:
+    """Whether both sides are square inputs: a weight among them may lie transposed."""
+    if pair.trouble or not pair.reference.key.port == pair.candidate.key.port == "input":
+        return False
+    recipe = pair.reference_recipe
+    shape = pair.reference.shape if recipe is None else recipe.shape
+    return len(shape) == 2 and shape[0] == shape[1]
+
+
+def takes_weights(run: Run) -> bool:
+    """Whether the sites are operators of a library, numbered, whose weights are their inputs."""
+    return bool(run.records) and run.records[0].key.site[:1].isdigit()
 
 
 def _gathered(

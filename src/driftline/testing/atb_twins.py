@@ -111,6 +111,7 @@ def atb_twin(
     flat: bool = False,
     order: str = "qkv",
     swapped: bool = False,
+    turned: bool = False,
     warm_up: bool = False,
     error: Error | None = None,
     extra_operation: bool = False,
@@ -137,6 +138,7 @@ def atb_twin(
         flat: All tokens on one axis, as ATB models have them.
         order: In which the projections of an attention are computed, and lie in a fused matrix.
         swapped: A fault: the matrices of q and k are taken for each other.
+        turned: Matrices lie as [in, out], and parameters say so.
         warm_up: Both graphs run once before, with other tokens; that takes execution 0.
         error: A fault to plant.
         extra_operation: An operation before all others that the model file does not know.
@@ -151,6 +153,7 @@ def atb_twin(
     program = _Program(weights, np.dtype(dtype), quantised, fused, flat, error, order)
     program.packed = packed
     program.scaled = scaled
+    program.turned = turned
     if swapped:
         program.swap("q_proj", "k_proj")
     first = 0
@@ -193,6 +196,7 @@ class _Program:
     order: str = "qkv"
     packed: bool = False
     scaled: str = "parameter"
+    turned: bool = False
     cache: dict[int, tuple[AnyArray, AnyArray]] = field(
         default_factory=dict[int, tuple[AnyArray, AnyArray]]
     )
@@ -271,7 +275,8 @@ class _Program:
         wide = x.values.astype(np.float32)
         if not self.quantised or self._layer < 0:
             rounded = weight.values.astype(np.float32)
-            param = {"hasBias": False, "transposeA": False, "transposeB": True}
+            weight = self._lying(weight)
+            param = {"hasBias": False, "transposeA": False, "transposeB": not self.turned}
             return self._emit(leaves, "LinearOperation", [x, weight], wide @ rounded.T, param)
         coded, scale, more = self._coded(leaves, name, x)
         steps = np.abs(matrix).max(1) / 127
@@ -284,10 +289,15 @@ class _Program:
         return self._emit(
             leaves,
             "LinearOperation",
-            [coded, codes, scales, *more],
+            [coded, self._lying(codes), scales, *more],
             result * product * (scale if more else 1),
-            {"hasBias": False, "outDataType": 1, "transposeB": True},
+            {"hasBias": False, "outDataType": 1, "transposeB": not self.turned},
         )
+
+    def _lying(self, matrix: Value) -> Value:
+        if not self.turned:
+            return matrix
+        return Value(matrix.name, np.ascontiguousarray(matrix.values.T))
 
     def _coded(
         self, leaves: list[Operation], name: str, x: Value
