@@ -22,6 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tolerance",),
     ("gating", "operators", "decoding", "experiments", "diagnosis"),
     ("dialects", "suites", "reports"),
+    ("pages",),
+    ("viewer",),
     ("cli",),
 )
 """A room may import itself and every room of a line above its own, never one beside or below it."""
@@ -91,6 +93,8 @@ THIRD_PARTY: dict[str, Allowance] = {
     "dialects": allow(top="numpy", inside="torch torchair"),
     "suites": allow(top="numpy pytest", inside="torch"),
     "reports": allow(),
+    "pages": allow(top="numpy"),
+    "viewer": allow(top="numpy"),
     "cli": allow(inside="torch"),
     "testing": allow(top="numpy torch", inside="pytest transformers"),
     "__init__": allow(),

@@ -7,6 +7,7 @@ only windows are decoded; so a tensor may be larger than memory. Knows no pictur
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
-from driftline.alignment.recipe import start
 from driftline.comparison.cooking import made
 from driftline.comparison.unmeasured import clash
 from driftline.comparison.values import open_arrays
 from driftline.errors import BadInput
 from driftline.numerics.definition import masked_as_infinite
-from driftline.numerics.dtypes import DTYPES, DType, to_float64, unpack_nibbles, value_table
+from driftline.numerics.dtypes import DTYPES, DType, to_float64, value_table
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -142,9 +142,7 @@ class OpenedPair(NamedTuple):
         if region is None:
             region = self.whole
         top, left = max(0, region.top), max(0, region.left)
-        inside = Region(
-            top, min(self.rows, region.bottom), left, min(self.columns, region.right)
-        )
+        inside = Region(top, min(self.rows, region.bottom), left, min(self.columns, region.right))
         if self.elements and (inside.height <= 0 or inside.width <= 0):
             raise BadInput(
                 f"rows {region.top}:{region.bottom}, columns {region.left}:{region.right} are "
@@ -160,7 +158,7 @@ class OpenedPair(NamedTuple):
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.where(both, c - r, 0.0)
         apart = ~both & (r != c) & ~(np.isnan(r) & np.isnan(c))
-        if self._are_wide_integers and max(np.max(np.abs(r)), np.max(np.abs(c))) >= _EXACT:
+        if self.are_wide_integers and max(np.max(np.abs(r)), np.max(np.abs(c))) >= _EXACT:
             # Beyond 2**53 float64 would call neighbours equal.
             ours, theirs = self.integers(rows, columns)
             error = (theirs - ours).astype(np.float64)
@@ -175,7 +173,8 @@ class OpenedPair(NamedTuple):
         return ours, theirs
 
     @property
-    def _are_wide_integers(self) -> bool:
+    def are_wide_integers(self) -> bool:
+        """Whether float64 may call two different values equal."""
         kinds = (self.reference.dtype, self.candidate.dtype)
         return all(each.kind in ("int", "uint", "bool") for each in kinds) and any(
             each.bits == 64 for each in kinds
@@ -261,9 +260,7 @@ class OpenedPair(NamedTuple):
             return 0
         width = region.width
         if bands * width > budget:
-            width = len(
-                spread(region.left, region.right, cells, max(1, budget // (bands * cells)))
-            )
+            width = len(spread(region.left, region.right, cells, max(1, budget // (bands * cells))))
         depth = max(1, budget // (bands * width))
         heights = (
             (band + 1) * region.height // bands - band * region.height // bands
@@ -327,7 +324,7 @@ def spread(start: int, stop: int, parts: int, each: int, *, evenly: bool = False
     """At most `each` numbers from every part of a range: neighbours, or evenly apart."""
     edges = [start + at * (stop - start) // parts for at in range(parts + 1)]
     taken: list[Places] = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         if high - low <= each:
             taken.append(np.arange(low, high, dtype=np.intp))
         elif evenly:
@@ -367,9 +364,7 @@ def _laid_out(
     shape = shape or (1,)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     sides = [
-        side
-        if side.packed
-        else side._replace(words=_as_sheet(side.words, shape, rows, columns))
+        side if side.packed else side._replace(words=_as_sheet(side.words, shape, rows, columns))
         for side in (here, there)
     ]
     wide = 2 * columns if here.dtype.kind == "complex" else columns
