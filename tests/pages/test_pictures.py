@@ -16,6 +16,8 @@ from driftline.alignment.recipe import Recipe, Step
 from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.dtypes import DTYPES
 from driftline.pages import pictures as made
+from driftline.pages.figures import statistics
+from driftline.pages.histograms import error_histogram, histogram
 from driftline.pages.opened import OpenedPair, Region, open_pair
 from driftline.pages.suspects import suspects
 from driftline.runs.key import TensorKey
@@ -89,7 +91,7 @@ def test_the_map_holds_the_greatest_and_the_mean_error_of_each_cell(
 def test_every_element_is_in_one_bin_or_counted_as_not_finite(
     two: tuple[Array, Array], bins: int, scale: Any
 ) -> None:
-    found = made.histogram(opened(*two), bins=bins, scale=scale)
+    found = histogram(opened(*two), bins=bins, scale=scale)
     assert (np.diff(found.edges) > 0).all()
     for side, counts, values in zip(
         ("reference", "candidate"), (found.reference, found.candidate), two, strict=True
@@ -100,7 +102,7 @@ def test_every_element_is_in_one_bin_or_counted_as_not_finite(
         assert odd["inf"] == np.isposinf(values).sum()
         finite = values[np.isfinite(values)].astype(np.float64)
         assert counts.tolist() == np.histogram(finite, found.edges)[0].tolist()
-    errors = made.error_histogram(opened(*two), bins=bins)
+    errors = error_histogram(opened(*two), bins=bins)
     assert errors.counts.sum() + errors.zero + errors.one_sided == two[0].size
 
 
@@ -109,7 +111,7 @@ def test_every_element_is_in_one_bin_or_counted_as_not_finite(
 def test_figures_of_a_region_are_numpys(two: tuple[Array, Array]) -> None:
     r, c = map(sheet, two)
     region = Region(r.shape[0] // 3, r.shape[0], r.shape[1] // 2, r.shape[1])
-    found = made.statistics(opened(*two), region)
+    found = statistics(opened(*two), region)
     a, b = (side[region.top : region.bottom, region.left : region.right] for side in (r, c))
     finite = a[np.isfinite(a)]
     assert found.reference.nan == np.isnan(a).sum()
@@ -151,7 +153,7 @@ def test_neighbouring_64_bit_integers_are_told_apart() -> None:
     found = made.values(pair, pair.whole)
     assert found["candidate"] == [str(2**60 + 1), str(2**60 + 2)]
     assert found["error"].tolist() == [[1.0, 1.0]]
-    assert made.statistics(pair).different == 2
+    assert statistics(pair).different == 2
     assert made.error_map(pair).largest.tolist() == [[1.0, 1.0]]
 
 
@@ -164,7 +166,7 @@ def test_recipes_are_carried_out_without_a_copy_of_the_tensor() -> None:
         reference, candidate, Pair(reference.records[0], record, candidate_recipe=turned)
     )
     assert np.shares_memory(pair.candidate.words, candidate.raw(record))
-    assert made.statistics(pair).different == 0
+    assert statistics(pair).different == 0
     sampled = made.error_map(pair, height=3, width=2, budget=12)
     assert sampled.largest.max() == 0.0
 
@@ -177,7 +179,7 @@ def test_a_sample_says_so_and_reaches_every_part() -> None:
     found = made.error_map(pair, height=32, width=32, budget=1 << 14)
     assert found.extent.seen <= 1 << 14 < found.extent.elements
     assert (found.largest[:, -1] == 1.0).all() and (found.largest[:, :-1] == 0.0).all()
-    shown = made.pictures(pair, 0, budget=1 << 14)
+    shown = made.pictures(pair, budget=1 << 14)
     assert "sample of" in shown["note"]
     zoomed = made.error_map(pair, Region(0, 32, 480, 512), height=32, width=32, budget=1 << 14)
     assert zoomed.extent.seen == zoomed.extent.elements
@@ -247,14 +249,13 @@ def test_a_one_sided_infinity_is_a_suspect_though_it_has_no_error_to_sum() -> No
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (1, 1), (5,)])
 def test_odd_shapes_have_pictures_too(shape: tuple[int, ...]) -> None:
     ours = np.ones(shape, np.float32)
-    shown = made.pictures(opened(ours, ours + 1, shape=shape), 3)
-    assert shown["row"] == 3
+    shown = made.pictures(opened(ours, ours + 1, shape=shape))
     assert (shown["heat"] is None) == (len(shape) < 2 or 0 in shape)
 
 
 def test_huge_and_tiny_values_break_no_picture() -> None:
     ours = np.array([[1.7e308, -1.7e308, 5e-324, 0.0]])
-    shown = made.pictures(opened(ours, -ours), 0)
+    shown = made.pictures(opened(ours, -ours))
     assert shown["histogram"]["reference"].sum() == 4
     assert shown["error"]["counts"].sum() + shown["error"]["zero"] == 4
 
