@@ -14,7 +14,7 @@ import numpy as np
 from driftline.comparison.metrics import derivation
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.moments import PairMoments, merge_moments
 from driftline.pages.opened import BUDGET, OpenedPair, Piece, Region
 
 _BANDS = 256
