@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -135,7 +137,7 @@ def test_without_the_scale_of_the_input_a_product_of_scales_is_not_taken_for_one
     table = driftline.compare(reference, operators(x, weight, **nothing))
     rows = {(row.key.site, row.key.port): row for row in table.rows}
     assert rows["fc", "param"].status == "incomparable"
-    assert "no scale" in rows["fc", "param"].reason
+    assert "nothing says the input's" in rows["fc", "param"].reason
     assert rows["fc", "output"].status == "pass"
 
 
@@ -297,3 +299,57 @@ def test_a_wrong_square_weight_that_lies_the_other_way_fails(tmp_path: Path, the
         if row.status == "fail" and row.key.port == "input" and row.reference_shape == (32, 32)
         if row.key.site not in (site, "2_Decoder_layer")
     ]
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("int8", "int8 fused"),  # scales as floats, and in words of 64 bits
+        ("int8", "per token"),  # one scale for both matrices, and one for the weight alone
+        ("per token turned", "int8 fused"),
+        ("int8", "by input"),  # layers take further inputs, so their numbers mean nothing
+        ("by input", "per token"),
+    ],
+)
+def test_two_ways_to_quantise_are_compared_by_what_their_codes_mean(
+    twins: Path, here: str, there: str
+) -> None:
+    if not (twins / "by input").exists():
+        atb_twin(twins / "by input", toy_decoder(layers=2), PROMPT, quantised=True, scaled="input")
+    table = driftline.compare(twins / here, twins / there)
+    assert table.verdict == "pass", table.finding
+    assert not [row for row in table.rows if row.status == "incomparable"]
+    codes = [row for row in table.rows if row.compared and row.candidate_dtype == "int8"]
+    computed = [row for row in codes if "dequantise" in row.candidate_recipe]
+    assert computed and all("dequantise" in row.reference_recipe for row in computed)
+    assert {row.limit_from for row in computed} == {"int8 with scales"}
+    assert len(codes) > len(computed)  # weights: equal or not
+
+
+def test_codes_with_a_wrong_scale_fail_though_they_are_equal(tmp_path: Path) -> None:
+    model = toy_decoder(layers=2)
+    for name in ("here", "there"):
+        atb_twin(tmp_path / name, model, PROMPT, quantised=True)
+    param = next(tmp_path.glob("there/*/tensors/*/0/2_Decoder_layer/8_*/op_param.json"))
+    said = json.loads(param.read_text())
+    said["quantParam"]["inputScale"] *= 1.5
+    param.write_text(json.dumps(said))
+    for path in tmp_path.glob("*/*/*/*/*.json"):
+        path.unlink()  # the topology says it too, and comes first
+    table = driftline.compare(tmp_path / "here", tmp_path / "there")
+    failing = {(row.key.site, row.key.port) for row in table.rows if row.status == "fail"}
+    assert ("2_Decoder_layer.8_ElewiseOperation", "output") in failing
+    assert ("2_Decoder_layer.9_LinearOperation", "input") in failing
+
+
+def test_one_scale_for_both_matrices_without_the_inputs_is_said(tmp_path: Path) -> None:
+    model = toy_decoder(layers=2)
+    atb_twin(tmp_path / "float", model, PROMPT)
+    atb_twin(tmp_path / "int8", model, PROMPT, quantised=True)
+    for folder in tmp_path.glob("int8/*/tensors/*/0/*_Decoder_layer/*_ElewiseOperation"):
+        shutil.rmtree(folder)
+    table = driftline.compare(tmp_path / "float", tmp_path / "int8")
+    rows = [row for row in table.rows if row.status == "incomparable" and row.key.slot == "1"]
+    assert rows
+    assert all("one scale for the weight and the input" in row.reason for row in rows)
+    assert all("nothing says the input's" in row.reason for row in rows)

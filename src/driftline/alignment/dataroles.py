@@ -21,6 +21,8 @@ _STEPS = 16
 """So many operators between a projection and what uses it; more is no projection of it."""
 _ATTENTION = ("q", "k", "v")
 _CACHES = ("k", "v")
+_QUANTISE = (6, 17, 19)
+"""Numbers of ATB's element-wise operations that quantise: by one scale, by columns, by rows."""
 _PASSING = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous", "Pad",
             "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
 
@@ -80,7 +82,7 @@ def tell_elementwise(
     if all(isinstance(each, int) for side in types for each in side):
         for side, numbers in zip(sides, types, strict=True):
             for call, number in zip(side, numbers, strict=True):
-                call.kind = f"elementwise {number}"
+                call.kind = f"elementwise {'quantise' if number in _QUANTISE else number}"
 
 
 def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None:

@@ -7,6 +7,7 @@ read where they break a tie, and where bytes say who feeds whom.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -202,6 +203,8 @@ def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
     counted = sum(site.partition("_")[0].isdigit() for site in every) > 0.9 * len(every)
     if not counted or not (ours <= theirs or theirs <= ours):
         return counted
+    if _takes_others(reference, candidate):
+        return True
     from driftline.alignment.rewired import rewired
 
     if site := rewired(reference, candidate):
@@ -210,6 +213,23 @@ def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
             "what decides, not the number; --no-structure overrides it"
         )
     return bool(site)
+
+
+def _takes_others(reference: Run, candidate: Run) -> bool:
+    """Whether a layer takes other inputs than that of the same name: their numbers mean nothing."""
+    inputs = [Counter[str](), Counter[str]()]
+    holders: set[str] = set()
+    for run, counts in zip((reference, candidate), inputs, strict=True):
+        first = run.records[0].key
+        for record in run.records:
+            key = record.key
+            if (key.rank, key.process, key.step) != (first.rank, first.process, first.step):
+                continue
+            if key.port == "input" and key.moment == "before":
+                counts[key.site] += 1
+            holders.add(key.site.rpartition(".")[0])
+    both = inputs[0].keys() & inputs[1].keys() & holders
+    return any(inputs[0][site] != inputs[1][site] for site in both)
 
 
 def _same_class(mapping: Path | None) -> list[tuple[str, str]]:

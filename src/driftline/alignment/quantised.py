@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from driftline.alignment.plan import Pair
-from driftline.alignment.quantised_operators import OperatorScales
+from driftline.alignment.quantised_operators import CODES, OperatorScales
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.record import Record
@@ -18,8 +18,6 @@ from driftline.runs.run import Run
 
 Shape = tuple[int, ...]
 
-_CODES = ("int8", "int4", "uint4")
-"""Integers that against a float can only be codes of a quantised tensor."""
 _PERHAPS = ("uint8", "int32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 """Taken for codes where a scale lies beside them, for numbers where none does."""
 _SCALES = {
@@ -92,7 +90,7 @@ def dequantised(
         ("reference", here, there, ours, operators[0]),
         ("candidate", there, here, theirs, operators[1]),
     ):
-        is_code = dtype.name in _CODES and other.kind == "float"
+        is_code = dtype.name in CODES and other.kind == "float"
         may_be = dtype.name in _PERHAPS and other.kind == "float" and other.bits > 8
         if not is_code and not may_be:
             continue
@@ -104,12 +102,56 @@ def dequantised(
         if recipe is not None:
             return pair._replace(**{f"{side}_recipe": recipe})
         if is_code:
-            return pair._replace(
-                trouble=f"{dtype.name} against {other.name}, and no scale that fits lies beside it "
-                f"in the {side} (looked for {LOOKED_FOR} at '{record.key.site}'); capture the "
-                "scales too, or write a dequantise step into a plan"
-            )
+            why = f"{dtype.name} against {other.name}, and "
+            if both := more.why_not(record):
+                why += f"in the {side} {both}; dump the operator that quantises the input too"
+            else:
+                why += f"no scale that fits lies beside it in the {side} (looked for {LOOKED_FOR} "
+                why += f"at '{record.key.site}'); capture the scales too"
+            return pair._replace(trouble=f"{why}, or write a dequantise step into a plan")
     return pair
+
+
+def as_numbers(pair: Pair, operators: tuple[OperatorScales, OperatorScales]) -> Pair:
+    """Codes of both sides as the numbers they stand for: scales may differ, and so may rounding.
+
+    Only those that were computed: the codes of two weights are equal or not.
+    """
+    if pair.reference.dtype not in CODES or pair.candidate.dtype not in CODES:
+        return pair
+    ours = operators[0].of_activation(pair.reference, pair.reference_recipe)
+    theirs = operators[1].of_activation(pair.candidate, pair.candidate_recipe)
+    if ours is None or theirs is None:
+        return pair
+    return pair._replace(reference_recipe=ours, candidate_recipe=theirs)
+
+
+def same_terms(pair: Pair, operators: tuple[OperatorScales, OperatorScales]) -> Pair:
+    """Two scales of weights as the same thing: floats, and without the scale of the input."""
+    ours = operators[0].weight_scale(pair.reference)
+    theirs = operators[1].weight_scale(pair.candidate) if ours is not None else None
+    if ours is None or theirs is None:
+        return pair
+    unlike = ours.factor != theirs.factor
+    if unlike and (ours.why or theirs.why):
+        return pair._replace(
+            trouble=f"scales of weights in different terms: {ours.why or theirs.why}"
+        )
+    if not unlike and ours.packed == theirs.packed:
+        return pair
+    recipes: list[Recipe | None] = []
+    for scale, record, known in (
+        (ours, pair.reference, pair.reference_recipe),
+        (theirs, pair.candidate, pair.candidate_recipe),
+    ):
+        source: Source = record if known is None else known
+        shape = source.shape
+        if scale.packed:
+            source = Recipe((source,), (Step("lowfloat"),), shape)
+        if unlike and scale.factor is not None:
+            source = Recipe((source,), (Step("dequantise", factor=scale.factor),), shape)
+        recipes.append(source if isinstance(source, Recipe) else None)
+    return pair._replace(reference_recipe=recipes[0], candidate_recipe=recipes[1])
 
 
 def _recipe(record: Record, known: Recipe | None, scales: Scales) -> Recipe | None:

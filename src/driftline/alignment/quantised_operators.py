@@ -22,6 +22,14 @@ from driftline.runs.record import Record
 _SCALES = ("inputScale", "quantInputScale")
 _ZEROS = ("inputOffset", "quantInputOffset")
 _SCALE_TYPES = ("float32", "float16", "bfloat16", "uint64", "int64")
+CODES = ("int8", "int4", "uint4")
+"""Integers that against a float can only be codes of a quantised tensor."""
+_FOR_BOTH = (
+    "its operator takes one scale for the weight and the input, and nothing says the input's"
+)
+_BY_COLUMN = (
+    "its operator takes one scale for the weight and the input, whose columns have their own"
+)
 
 
 class _Made(NamedTuple):
@@ -31,6 +39,22 @@ class _Made(NamedTuple):
     zero: float = 0.0
     scale: Record | None = None
     offset: Record | None = None
+
+
+class WeightScale(NamedTuple):
+    """What a product takes as the scale of its weight.
+
+    Attributes:
+        record: The tensor.
+        packed: Whether it is a float in the low half of 64 bits.
+        factor: What makes it the weight's alone, if it is the input's too.
+        why: Why nothing does.
+    """
+
+    record: Record
+    packed: bool
+    factor: float | None = None
+    why: str = ""
 
 
 class OperatorScales:
@@ -120,7 +144,39 @@ class OperatorScales:
         known: Recipe | None,
     ) -> Recipe | None:
         """The scale that a product takes beside two matrices, less that of its input."""
-        if call.kind != "linear" or len(codes.shape) != 2:
+        own = self._own_scale(call, calls, flow) if len(codes.shape) == 2 else None
+        if own is None or own.why:
+            return None
+        scale: Source = own.record
+        axis = 0 if codes.shape[0] == call.features else 1
+        if (
+            codes.shape[0] == codes.shape[1]
+            and flow.params.get(call.site, {}).get("transposeB") is False
+        ):  # [in, out], which the shape does not say
+            axis = 1
+        if own.packed:
+            scale = Recipe((own.record,), (Step("lowfloat"),), own.record.shape)
+        if known is not None:
+            cut = next((step for step in known.steps if step.kind == "split"), None)
+            if cut is None or len(known.steps) != 1 or cut.axis != axis:
+                return None
+            if math.prod(own.record.shape) > 1:  # the same columns of the scales
+                inner = scale.steps if isinstance(scale, Recipe) else ()
+                flat = (math.prod(own.record.shape),)
+                steps = (
+                    *inner,
+                    Step("reshape", numbers=flat),
+                    Step("split", 0, cut.start, cut.stop),
+                )
+                scale = Recipe((own.record,), steps, (cut.stop - cut.start,))
+        shape = codes.shape if known is None else known.shape
+        return Recipe((values, scale), (Step("dequantise", axis, factor=own.factor),), shape)
+
+    def _own_scale(
+        self, call: Call, calls: Mapping[str, Call], flow: Dataflow
+    ) -> WeightScale | None:
+        """What a product takes as the scale of its weight; None if it takes none."""
+        if call.kind != "linear":
             return None
         scales = [
             record
@@ -136,39 +192,44 @@ class OperatorScales:
             ]
         if len(scales) != 1:
             return None
-        factor = None
+        packed = scales[0].dtype in ("uint64", "int64")
         fed = main_tensor(call.records, "input")
-        if fed is not None and fed.dtype in ("int8", "int4"):
-            made = self._made(fed, calls, flow)
-            if made is None:
-                return None  # a scale for both, and nothing says the input's
-            if made.scale is not None and made.scale.key.port == "input":
-                return None  # one per column of the input cannot be divided out
-            factor = 1.0 / made.factor if made.scale is None else None
-        scale: Source = scales[0]
-        axis = 0 if codes.shape[0] == call.features else 1
-        if (
-            codes.shape[0] == codes.shape[1]
-            and flow.params.get(call.site, {}).get("transposeB") is False
-        ):  # [in, out], which the shape does not say
-            axis = 1
-        if scales[0].dtype in ("uint64", "int64"):
-            scale = Recipe((scales[0],), (Step("lowfloat"),), scales[0].shape)
-        if known is not None:
-            cut = next((step for step in known.steps if step.kind == "split"), None)
-            if cut is None or len(known.steps) != 1 or cut.axis != axis:
-                return None
-            if math.prod(scales[0].shape) > 1:  # the same columns of the scales
-                inner = scale.steps if isinstance(scale, Recipe) else ()
-                flat = (math.prod(scales[0].shape),)
-                steps = (
-                    *inner,
-                    Step("reshape", numbers=flat),
-                    Step("split", 0, cut.start, cut.stop),
-                )
-                scale = Recipe((scales[0],), steps, (cut.stop - cut.start,))
-        shape = codes.shape if known is None else known.shape
-        return Recipe((values, scale), (Step("dequantise", axis, factor=factor),), shape)
+        if fed is None or fed.dtype not in CODES:
+            return WeightScale(scales[0], packed)
+        made = self._made(fed, calls, flow)
+        if made is None:
+            return WeightScale(scales[0], packed, why=_FOR_BOTH)
+        if made.scale is not None and made.scale.key.port == "input":
+            return WeightScale(scales[0], packed, why=_BY_COLUMN)
+        return WeightScale(scales[0], packed, 1.0 / made.factor if made.scale is None else None)
+
+    def weight_scale(self, record: Record) -> WeightScale | None:
+        """What a tensor says of the scale of a product's weight; None if it is no such scale."""
+        calls, flow = self._steps.at(record)
+        taken = record if record.key.site in calls else self._steps.taken(record)
+        call = None if taken is None else calls.get(taken.key.site)
+        own = None if call is None else self._own_scale(call, calls, flow)
+        return own if own is not None and own.record is taken else None
+
+    def why_not(self, record: Record) -> str:
+        """Why the scale that a product takes does not make numbers of its weight; else empty."""
+        calls, flow = self._steps.at(record)
+        taken = record if record.key.site in calls else self._steps.taken(record)
+        call = None if taken is None else calls.get(taken.key.site)
+        if taken is None or call is None or taken is main_tensor(call.records, "input"):
+            return ""
+        own = self._own_scale(call, calls, flow) if taken.key.port == "input" else None
+        return "" if own is None else own.why
+
+    def of_activation(self, record: Record, known: Recipe | None) -> Recipe | None:
+        """What makes numbers of codes that were computed in the run; None for a weight's."""
+        calls, _ = self._steps.at(record)
+        call = calls.get(record.key.site)
+        if call is None or record.key.phase != "forward":
+            return None
+        if record.key.port == "input" and record is not main_tensor(call.records, "input"):
+            return None
+        return self.recipe(record, known) if record.key.port in ("input", "output") else None
 
     def _value(self, record: Record) -> float | None:
         """A number that a tensor of one element holds."""

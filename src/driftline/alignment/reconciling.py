@@ -13,8 +13,9 @@ from driftline.alignment.axes import Layouts, cropped, reshaped, transposed
 from driftline.alignment.operand_layout import OperandLayouts
 from driftline.alignment.operator_steps import OperatorSteps
 from driftline.alignment.plan import Pair, Plan
-from driftline.alignment.quantised import Scales, dequantised
+from driftline.alignment.quantised import Scales, as_numbers, dequantised, same_terms
 from driftline.alignment.quantised_operators import OperatorScales
+from driftline.alignment.settling import takes_weights
 from driftline.alignment.sides import shapes_of
 from driftline.runs.run import Run
 
@@ -39,6 +40,7 @@ class Reconciler:
         self._layouts = Layouts(frameworks, operands, plan.pairs)
         self._scales: tuple[Scales, Scales] | None = None
         self._operators = (OperatorScales(steps[0]), OperatorScales(steps[1]))
+        self._takes_weights = all(map(takes_weights, self._runs))
         self._tokens = TokenBook(reference, candidate)
         self.notes = self._tokens.notes
         self._tiled = any(not _formats(run).isdisjoint(TILED) for run in self._runs)
@@ -49,8 +51,12 @@ class Reconciler:
             if self._scales is None:
                 self._scales = (Scales(self._runs[0]), Scales(self._runs[1]))
             pair = dequantised(pair, *self._scales, self._operators)
-            if pair.trouble:
-                return pair
+        elif self._takes_weights:
+            pair = as_numbers(pair, self._operators)
+        if self._takes_weights and len(pair.reference.shape) == 1:
+            pair = same_terms(pair, self._operators)
+        if pair.trouble:
+            return pair
         turned = transposed(pair, self._layouts)
         if turned is not None:
             return turned

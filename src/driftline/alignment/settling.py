@@ -87,9 +87,7 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
         plan = said_of_moments(plan)
     foreign = reference.manifest.get("framework") != candidate.manifest.get("framework")
     operators = all(takes_weights(run) for run in (reference, candidate))
-    unlike = [
-        _unlike(pair, foreign) or (operators and _may_lie_turned(pair)) for pair in plan.pairs
-    ]
+    unlike = [_unlike(pair, foreign) or (operators and _operands(pair)) for pair in plan.pairs]
     if any(unlike):
         from driftline.alignment.reconciling import Reconciler
 
@@ -134,13 +132,17 @@ def _unlike(pair: Pair, foreign: bool) -> bool:
     )
 
 
-def _may_lie_turned(pair: Pair) -> bool:
-    """Whether both sides are square inputs: a weight among them may lie transposed."""
-    if pair.trouble or not pair.reference.key.port == pair.candidate.key.port == "input":
+def _operands(pair: Pair) -> bool:
+    """Whether two inputs may be a weight or the scale of one, or codes that were computed."""
+    ours, theirs = pair.reference, pair.candidate
+    if pair.trouble or ours.key.port != theirs.key.port:
         return False
+    if ours.dtype == theirs.dtype == "int8" and ours.key.port in ("input", "output"):
+        return True
     recipe = pair.reference_recipe
-    shape = pair.reference.shape if recipe is None else recipe.shape
-    return len(shape) == 2 and shape[0] == shape[1]
+    shape = ours.shape if recipe is None else recipe.shape
+    square = len(shape) == 2 and shape[0] == shape[1]
+    return ours.key.port == "input" and (square or len(shape) == 1)
 
 
 def takes_weights(run: Run) -> bool:

@@ -137,15 +137,15 @@ def _judge(
         )
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
     codes, upstream = quantised_row(row), inherited.codes_of(row)
-    if all(exact) and not allowed.elementwise:
+    if all(exact) and not codes and not allowed.elementwise:
         return _exact(row)
     if allowed.explicit:
         judged = _explicit(row, allowed, columns)
-    elif own is None or working is None:
-        judged = row.judged("incomparable", "no limit is known for these dtypes")
     elif codes:
         column = columns.get(METRIC, Column(METRIC, "lower"))
         judged = _held(row, column, QUANTISED[codes], f"{codes} with scales")
+    elif own is None or working is None:
+        judged = row.judged("incomparable", "no limit is known for these dtypes")
     else:
         column = columns.get(METRIC, Column(METRIC, "lower"))
         source = working.name if working.name == own.name else f"{working.name} upstream"
@@ -158,7 +158,8 @@ def _judge(
                 if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
                     judged = excused
                     break
-    if exact[0] != exact[1] and not codes:  # the numbers compare, the types do not
+    packed = "lowfloat" in row.reference_recipe or "lowfloat" in row.candidate_recipe
+    if exact[0] != exact[1] and not codes and not packed:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
         return judged._replace(reason=f"{judged.reason}; {note}" if judged.reason else note)
     return judged

@@ -247,7 +247,7 @@ class _Program:
             leaves, "ActivationOperation", [gate], wide / (1 + np.exp(-wide)), {"activationType": 1}
         )
         product = self._emit(
-            leaves, "ElewiseOperation", [active, up], active.values * up.values, {"elewiseType": 3}
+            leaves, "ElewiseOperation", [active, up], active.values * up.values, {"elewiseType": 9}
         )
         x = self._sum(leaves, x, self._linear(leaves, f"{name}.mlp.down_proj", product))
         return _around("Decoder_layer", leaves), x
@@ -309,7 +309,7 @@ class _Program:
         small = np.clip(np.rint(wide / scale), -127, 127).astype(np.int8)
         coded = Value(f"{name}.int8", small)
         said = float(scale.reshape(-1)[0]) if self.scaled == "parameter" else 1.0
-        inputs, outputs, kind = [x], [coded], 16
+        inputs, outputs, kind = [x], [coded], 6
         if self.scaled == "input":
             inputs += [
                 Value(f"{name}.input_scale", scale.reshape(1)),
