@@ -110,10 +110,12 @@ def kind_of(class_name: str) -> str:
 
     >>> kind_of("LlamaRMSNorm"), kind_of("RmsNormOperation"), kind_of("Frobnicate")
     ('norm.rms', 'norm.rms', '?Frobnicate')
+    >>> kind_of("AllGatherOperation"), kind_of("RopeGradOperation")  # "gatheROPEration" is no rope
+    ('?AllGatherOperation', 'rope')
     """
     if (known := _EXACT.get(class_name)) is not None:
         return known
-    lower = class_name.lower()
+    lower = class_name.removesuffix("Operation").lower()
     for pattern, kind in _COMPILED:
         if pattern.fullmatch(lower):
             return kind
