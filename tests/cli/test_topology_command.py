@@ -127,6 +127,33 @@ def test_a_comparison_colours_the_graph_and_the_fault_is_red(run: Path, capsys) 
     assert "did you mean 'cosine'" in capsys.readouterr().err
 
 
+def test_an_onnx_file_carries_status_and_numbers_of_a_comparison_on_its_nodes(run: Path) -> None:
+    captured(run.parent / "faulty", scale=1.5)
+    assert main(["compare", "run", "faulty", "-o", "cmp", "-q"]) == 1
+    table = driftline.open_table("cmp")
+    assert main(["topology", "run", "--table", "cmp", "--metric", "cosine"]) == 0
+    model = onnx.load("run.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    said = {
+        node.name: {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        for node in model.graph.node
+    }
+    assert said["layers.0.linear"]["driftline_status"] == b"pass"
+    assert said["layers.1.linear"]["driftline_status"] == b"fail"
+    (row,) = [r for r in table.rows if (r.site, r.port) == ("layers.1.linear", "output")]
+    assert said["layers.1.linear"]["driftline_cosine"] == pytest.approx(row.metrics["cosine"])
+    severity = said["layers.1.linear"]["driftline_value_over_limit"]
+    assert severity == pytest.approx(row.severity, rel=1e-6) and severity > 1
+    assert all("driftline_status" in one for one in said.values())
+    about = {each.key: each.value for each in model.metadata_props}
+    assert about["driftline.verdict"] == "fail" and "layers.1.linear" in about["driftline.finding"]
+    # Without a metric of its own, each node has the one that decided.
+    assert main(["topology", "run", "--table", "cmp", "--force"]) == 0
+    (node,) = [n for n in onnx.load("run.onnx").graph.node if n.name == "layers.1.linear"]
+    assert {a.name for a in node.attribute} >= {"driftline_relative_l2", "driftline_limit"}
+    assert node.doc_string.startswith("fail: ")
+
+
 BAD = [
     (["topology", "nothing"], "there is no 'nothing'", ""),
     (["topology", "run", "--level", "-1"], "from 0 upwards", "0 is the whole model"),
@@ -134,7 +161,8 @@ BAD = [
     (["topology", "run", "--to", "onx"], "--to takes", "onnx"),
     (["topology", "run", "--step", "7"], "nothing of step 7", "step 0"),
     (["topology", "run", "--rank", "3"], "nothing of rank 3", "rank 0"),
-    (["topology", "run", "--table", "cmp"], "no place for the numbers", "model-explorer"),
+    (["topology", "run", "--table", "cmp"], "cmp holds no table.json", "driftline compare"),
+    (["topology", "run", "--metric", "cosine"], "--metric", "--table"),
     (["topology", "run", "--to", "model-explorer", "--metric", "cosine"], "--metric", "--table"),
     (["topology", "run", "--to", "model-explorer", "--table", "no"], "no", ""),
     (["topology", "run/rank0/topology.json"], "part of a run", "give the run's folder: run"),

@@ -18,8 +18,9 @@ from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
 from driftline.runs.calls import Call
 from driftline.topology.atb_json import atb_graph
 from driftline.topology.calls_graph import calls_graph
+from driftline.topology.findings import Finding, finding_of
 from driftline.topology.graph import Graph, GraphNode, SeenNode, TensorInfo, seen_at
-from driftline.topology.model_explorer import Finding, finding_of, model_explorer, node_data
+from driftline.topology.model_explorer import model_explorer, node_data
 from driftline.topology.onnx_file import onnx_bytes
 
 DATA = Path(__file__).parents[1] / "data" / "ascend" / "mini_atb"
@@ -300,6 +301,21 @@ def test_findings_colour_their_nodes_and_stand_in_a_file_of_their_own() -> None:
     assert styles["a"] != styles["b"] and styles["b"] is not None and styles["c"] is None
     results = json.loads(node_data(graph, findings))["g"]["results"]
     assert results["b"]["value"] == 30.0 and set(results) == {"a", "b"}
+
+
+def test_what_is_beyond_all_numbers_is_said_in_words_and_not_left_out() -> None:
+    nodes = (GraphNode("a", "A", site="m.a"), GraphNode("b", "B", site="m.b"))
+    findings = {
+        "m.a": Finding("fail", float("inf"), "NaN on one side", {"relative_l2": float("nan")}),
+        "m.b": Finding("missing", float("nan")),
+    }
+    seen = seen_at(Graph("g", nodes=nodes))
+    results = json.loads(node_data(seen, findings))["g"]["results"]
+    assert results["a"]["value"] == "inf" and results["b"]["value"] == "missing"
+    (shown,) = json.loads(model_explorer(seen, findings))["graphs"]
+    attrs = {pair["key"]: pair["value"] for pair in shown["nodes"][0]["attrs"]}
+    assert attrs["status"] == "fail" and attrs["relative_l2"] == "nan"
+    onnx.checker.check_model(onnx.load_from_string(onnx_bytes(seen, "", findings)))
 
 
 def test_very_many_nodes_of_one_name_take_no_time() -> None:

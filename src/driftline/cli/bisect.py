@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from driftline.cli import dump_words as words
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
 from driftline.experiments.bisect import Bisection, Try
@@ -42,7 +43,9 @@ def bisect(
         format_: json prints everything that was tried.
     """
     quiet = format_ == "json"
-    outcome = search(
+    outcome = script.step(
+        "found",
+        search,
         words.command_of(exec_, program, "bisect"),
         reference_run,
         metric=metric,
@@ -50,6 +53,7 @@ def bisect(
         slot=slot,
         tell=None if quiet else _tell,
     )
+    script.end(outcome)
     if quiet:
         print(json.dumps(outcome.to_json(), indent=1))
     else:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
 
@@ -49,20 +50,23 @@ def calibrate(
         raise BadInput("`driftline calibrate` needs -o FILE.json", hint="it writes a file only")
     if output.is_dir():
         raise BadInput(f"{output} is a folder", hint=f"-o {output / 'thresholds.json'}")
-    if output.exists() and not force:
+    if output.exists() and not force and not script.asked():
         raise AlreadyThere(f"{output} exists", hint="give another -o, or --force to replace")
     from driftline.comparison.storage import open_table
     from driftline.reports.terminal import printable
     from driftline.reports.wording import counted
     from driftline.tolerance.calibration import METRICS
     from driftline.tolerance.calibration import calibrate as from_tables
+    from driftline.tolerance.thresholds import Thresholds
 
-    opened = [open_table(path) for path in tables]
-    for path, table in zip(tables, opened, strict=True):
+    opened = [script.part(open_table, path) for path in tables]
+    for path, table in () if script.asked() else zip(tables, opened, strict=True):
         if table.verdict == "fail":
             said = printable(f"{path} did not pass when it was compared ({table.finding})")
             print(f"driftline: {said}; it is taken for clean all the same", file=sys.stderr)
-    made = from_tables(
+    made = script.step(
+        "thresholds",
+        from_tables,
         opened,
         metrics=metric or METRICS,
         quantile=quantile,
@@ -72,7 +76,8 @@ def calibrate(
         model=model,
         seed=seed,
     )
-    made.write(output)
+    script.act(Thresholds.write, made, output)
+    script.end(made)
     values = [entry.samples for entry in made.entries]
     print(
         printable(

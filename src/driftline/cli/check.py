@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import BadInput
-
-if TYPE_CHECKING:
-    from driftline.comparison.table import Table
-    from driftline.tolerance.thresholds import Thresholds
 
 
 def check(
@@ -59,6 +56,9 @@ def check(
             "nothing says what is allowed",
             hint="--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
         )
+    from driftline.comparison.storage import is_table, open_table
+    from driftline.comparison.table import Table
+    from driftline.decoding.judgeable import judgeable
     from driftline.gating.checking import check as judge_again
     from driftline.gating.judge import exit_code
     from driftline.tolerance.limits import limits_from
@@ -67,43 +67,29 @@ def check(
     if thresholds is not None:
         from driftline.tolerance.thresholds import load_thresholds
 
-        known = load_thresholds(thresholds, model=model)
-    found = _open(table, known)
-    limits = limits_from(None, found.columns, at_most=max or (), at_least=min or ())
-    judged = judge_again(
-        found, thresholds=known, limits=limits, slack=slack, min_coverage=min_coverage
+        known = script.part(load_thresholds, thresholds, model=model)
+    if is_table(table) and table.suffix != ".layers":
+        found = script.part(open_table, table)
+    else:
+        found = script.part(judgeable, table, known)
+    limits = None
+    if max or min:  # what may be limited is what was measured
+        columns = judgeable(table).columns if script.asked() else found.columns
+        limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
+    judged = script.step(
+        "table",
+        judge_again,
+        found,
+        thresholds=known,
+        limits=limits,
+        slack=slack,
+        min_coverage=min_coverage,
     )
     if output is not None:
-        judged.write(output, force=force)
+        script.act(Table.write, judged, output, force=force)
+    script.end(judged)
     if not quiet:
         from driftline.reports import emit
 
         emit.table(judged, format, sys.stdout, everything=all)
     return exit_code(judged)
-
-
-def _open(path: Path, known: Thresholds | None) -> Table:
-    from driftline.comparison.storage import TABLE_FILE, is_table, open_table
-
-    if known is not None and is_table(path):
-        from driftline.decoding.layer_table import table_of_files
-
-        files = table_of_files(path, known)
-        if files is not None:
-            return files
-
-    if path.is_dir() and not is_table(path):
-        from driftline.decoding.layer_table import layer_table
-        from driftline.decoding.metric_files import find_metric_files
-
-        found = find_metric_files(path)
-        if any(file.layer for file in found.files):
-            return layer_table(found, str(path), known)
-        if found.files:
-            raise BadInput(
-                f"{path} holds scores of tokens, not of layers",
-                hint="`driftline validate` applies thresholds to those",
-            )
-    if path.is_file() and path.name != TABLE_FILE:
-        raise BadInput(f"{path} is a file; a comparison is the folder that `compare -o` wrote")
-    return open_table(path)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 
 if TYPE_CHECKING:
-    from driftline.dialects.hook_trees import Checked, Places
+    from driftline.dialects.hook_trees import Checked, Places, Progress, Survey
 
 _SHOWN = 10
 _WIDTH = 30
@@ -44,22 +45,37 @@ def check_hooks(
         )
     from driftline.dialects import hook_trees
 
-    found = hook_trees.survey(path_a, path_b)
-    for sentence in found.absent:
-        _say(f"note: {sentence}")
-    rows, failed = 0, 0
-    for places in found.places:
-        bar = _Bar(f"{places.kind} rank_{places.rank}") if sys.stderr.isatty() else None
-        checked = hook_trees.check(path_a, path_b, places, bar)
-        if bar is not None:
-            bar.close()
-        _report(places, checked, path_a, path_b, everything=all)
-        rows += checked.rows
-        failed += len(checked.troubles)
+    watch = _Watch(path_a, path_b, everything=all)
+    checked = script.step("checked", hook_trees.check_trees, path_a, path_b, watch=watch)
+    script.end(checked)
+    rows = sum(each.rows for each in checked)
+    failed = sum(len(each.troubles) for each in checked)
     if not rows:
         _say("the two trees have no tensor in common", hint="their names are listed above")
         return EXIT_COULD_NOT
     return EXIT_DIFFERENT if failed else EXIT_FINE
+
+
+class _Watch:
+    """Says what is compared, while it is."""
+
+    def __init__(self, a: Path, b: Path, *, everything: bool) -> None:
+        self._trees = a, b
+        self._everything = everything
+        self._bar: _Bar | None = None
+
+    def found(self, survey: Survey) -> None:
+        for sentence in survey.absent:
+            _say(f"note: {sentence}")
+
+    def begin(self, places: Places) -> Progress | None:
+        self._bar = _Bar(f"{places.kind} rank_{places.rank}") if sys.stderr.isatty() else None
+        return self._bar
+
+    def done(self, places: Places, checked: Checked) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        _report(places, checked, *self._trees, everything=self._everything)
 
 
 def _report(places: Places, checked: Checked, a: Path, b: Path, *, everything: bool) -> None:

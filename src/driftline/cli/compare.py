@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
 from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from driftline.alignment.plan import Plan
     from driftline.comparison.table import Table
@@ -125,38 +126,46 @@ def compare(
     report = (output or Path()) if seed else None
     output = None if seed else output
     quiet = quiet or log_level == "error"
-    _refuse_overwriting(output, csv, force, report)
-    if save_plan is not None and save_plan.exists() and not force:
-        raise AlreadyThere(f"{save_plan} exists", hint="give another --save-plan, or --force")
-    from driftline.alignment.door import AlignOptions, align_runs
+    if not script.asked():
+        _refuse_overwriting(output, csv, force, report)
+        if save_plan is not None and save_plan.exists() and not force:
+            raise AlreadyThere(f"{save_plan} exists", hint="give another --save-plan, or --force")
     from driftline.formats.opening import open_run
+    from driftline.gating.door import align
     from driftline.gating.door import compare as compare_runs
-    from driftline.runs.narrowed import narrowed
 
     steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
-    ours = narrowed(open_run(ref), steps=steps, ranks=ranks)
-    their_steps, map_words = _mapped_steps(steps, step_map)
-    theirs = narrowed(open_run(cand), steps=their_steps, ranks=ranks)
-    options = AlignOptions(
-        sites=tuple(site or ()),
-        ports=tuple(port or ()),
-        maps=tuple(map or ()),
-        mapping_file=op_mapping_file,
-        plan_file=plan,
-        structural=not no_structure,
-        placements=tuple(placement or ()),
-        masks=tuple(mask or ()),
-        step_map=map_words,
-    )
-    pairing = align_runs(ours, theirs, options)
-    if save_plan is not None:
-        _save(pairing, save_plan, ref, cand, quiet)
-    if dry_run:
-        from driftline.reports.terminal import printable
+    their_steps, mapped = _mapped_steps(steps, step_map)
+    ours = _some(script.part(open_run, ref), steps, ranks)
+    theirs = _some(script.part(open_run, cand), their_steps, ranks)
+    pairing: Plan | Path | None = plan
+    if save_plan is not None or dry_run or seed:
+        pairing = script.step(
+            "plan",
+            align,
+            ours,
+            theirs,
+            sites=site or (),
+            ports=port or (),
+            maps=map or (),
+            mapping=op_mapping_file,
+            placements=placement or (),
+            masks=mask or (),
+            step_map=mapped,
+            plan=plan,
+            structural=not no_structure,
+        )
+        site = port = map = placement = mask = op_mapping_file = mapped = None
+        no_structure = False
+        if save_plan is not None:
+            _save(pairing, save_plan, ref, cand, quiet)
+        if dry_run:
+            script.end(pairing)
+            from driftline.reports.terminal import printable
 
-        for line in pairing.lines():
-            print(printable(line))
-        return EXIT_FINE
+            for line in pairing.lines():
+                print(printable(line))
+            return EXIT_FINE
     from driftline.comparison.metrics.catalogue import requested
     from driftline.gating.judge import exit_code
     from driftline.tolerance.limits import limits_from
@@ -169,20 +178,11 @@ def compare(
     if max or min:
         columns = [each.column for each in requested(metric or ())]
         limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
-    if log_level == "debug":
-        from driftline.reports.terminal import printable
-
-        for line in pairing.lines():
-            print(printable(line), file=sys.stderr)
-    elif (
-        log_level in (None, "info")
-        and not quiet
-        and any(pair.by not in ("name", "alias") for pair in pairing.pairs)
-    ):
-        print(f"driftline: {pairing}", file=sys.stderr)
     progress = None if quiet else on_terminal("pairs")
     try:
-        table = compare_runs(
+        table = script.step(
+            "table",
+            compare_runs,
             ours,
             theirs,
             metrics=metric or (),
@@ -191,8 +191,17 @@ def compare(
             atol=atol,
             min_coverage=min_coverage,
             thresholds=thresholds,
+            sites=site or (),
+            ports=port or (),
+            maps=map or (),
+            mapping=op_mapping_file,
+            placements=placement or (),
+            masks=mask or (),
+            step_map=mapped,
             plan=pairing,
+            structural=not no_structure,
             threads=threads,
+            planned=_telling(log_level, quiet),
             progress=progress,
         )
     finally:
@@ -201,11 +210,13 @@ def compare(
     if report is not None:
         from driftline.dialects.ait_report import write_report
 
-        written = write_report(table, pairing, ours, theirs, report)
-        if not quiet and log_level not in ("warning", "warn"):
+        written = script.act(write_report, table, cast("Plan", pairing), ours, theirs, report)
+        if not quiet and not script.asked() and log_level not in ("warning", "warn"):
             print(f"driftline: the report is in {written}", file=sys.stderr)
-    _release(ours, theirs)
+    if not script.asked():
+        _release(ours, theirs)
     _write(table, output, csv, force, quiet)
+    script.end(table)
     if not quiet and not (log_level in ("warning", "warn") and table.verdict == "pass"):
         from driftline.reports import emit
 
@@ -213,26 +224,55 @@ def compare(
     return exit_code(table)
 
 
+def _some(run: Run, steps: frozenset[int], ranks: frozenset[int]) -> Run:
+    if not steps and not ranks:
+        return run
+    from driftline.runs.narrowed import narrowed
+
+    return script.part(narrowed, run, steps=steps, ranks=ranks)
+
+
+def _telling(log_level: str | None, quiet: bool) -> Callable[[Plan], None]:
+    """Says before tensors are read what will be set against what, as far as that was wanted."""
+
+    def tell(plan: Plan) -> None:
+        from driftline.reports.terminal import printable
+
+        if log_level == "debug":
+            for line in plan.lines():
+                print(printable(line), file=sys.stderr)
+        elif (
+            log_level in (None, "info")
+            and not quiet
+            and any(pair.by not in ("name", "alias") for pair in plan.pairs)
+        ):
+            print(f"driftline: {plan}", file=sys.stderr)
+
+    return tell
+
+
 def _mapped_steps(
     steps: frozenset[int], step_map: Sequence[str] | None
-) -> tuple[frozenset[int], tuple[str, ...]]:
+) -> tuple[frozenset[int], dict[int, int] | None]:
     """The candidate's own numbers of the steps that were asked for, and the map of just those."""
-    if not steps or not step_map:
-        return steps, tuple(step_map or ())
+    if not step_map:
+        return steps, None
     from driftline.alignment.steps import parse_step_map
 
     known = parse_step_map(",".join(step_map))
+    if not steps:
+        return steps, known
     asked = {here: there for here, there in known.items() if here in steps}
     if not asked:
         raise BadInput("--step-map names none of the steps that --step asks for")
-    return frozenset(asked.values()), tuple(f"{here}={there}" for here, there in asked.items())
+    return frozenset(asked.values()), asked
 
 
 def _save(plan: Plan, path: Path, ref: Path, cand: Path, quiet: bool) -> None:
     from driftline.alignment.planfile import write_plan
 
-    write_plan(plan, path, str(ref), str(cand))
-    if not quiet:
+    script.act(write_plan, plan, path, str(ref), str(cand))
+    if not quiet and not script.asked():
         print(f"driftline: the plan is in {path}", file=sys.stderr)
 
 
@@ -294,20 +334,21 @@ def _refuse_overwriting(
 
 
 def _write(table: Table, output: Path | None, csv: Path | None, force: bool, quiet: bool) -> None:
+    from driftline.comparison.table import Table
+
     if csv is not None:
-        from driftline.comparison.storage import write_csv
+        from driftline.comparison.storage import save_csv
 
         try:
-            with csv.open("w", encoding="utf-8", newline="") as stream:
-                write_csv(table, stream)
+            script.act(save_csv, table, csv)
         except OSError as trouble:
             raise BadInput(f"cannot write {csv}: {trouble.strerror}") from trouble
     if output is not None:
         try:
-            table.write(output, force=force)
+            script.act(Table.write, table, output, force=force)
         except OSError as trouble:
             raise BadInput(f"cannot write {output}: {trouble.strerror}") from trouble
-        if not quiet:
+        if not quiet and not script.asked():
             print(f"driftline: the comparison is in {output}", file=sys.stderr)
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 
 _SHOWN = 20
@@ -46,10 +47,13 @@ def convert(
         raise BadInput("`driftline convert` needs -o DIR", hint="see driftline convert --help")
     progress = on_terminal("tensors")
     try:
-        done = conversion.convert(path, output, to=to, force=force, progress=progress)
+        done = script.step(
+            "done", conversion.convert, path, output, to=to, force=force, progress=progress
+        )
     finally:
         if progress is not None:
             progress.close()
+    script.end(done)
     print(f"{done.path}: {counted(done.tensors, 'tensor')}, {size(done.size)}, as {to}")
     if not done.left_out:
         return 0

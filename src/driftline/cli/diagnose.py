@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
 from driftline.errors import AlreadyThere, BadInput
@@ -23,6 +24,7 @@ def diagnose(
     replay: Annotated[Path | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
     noise: Annotated[list[Path] | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
     repeat: Annotated[list[Path] | None, Option(metavar="RUN", group=_EVIDENCE)] = None,
+    bisect: Annotated[Path | None, Option(metavar="FILE", group=_EVIDENCE)] = None,
     map: Annotated[list[str] | None, Option(metavar="REF=CAND", group=_HOW)] = None,
     site: Annotated[list[str] | None, Option(metavar="GLOB", group=_HOW)] = None,
     plan: Annotated[Path | None, Option(metavar="FILE.toml", group=_HOW)] = None,
@@ -49,6 +51,7 @@ def diagnose(
         replay: What `driftline replay CAND` wrote.
         noise: What `driftline noise` wrote, or one trusted run; may be repeated.
         repeat: Another execution of the candidate's own program; may be repeated.
+        bisect: What `driftline bisect --format json` printed: proves what a site explains.
         map: Sites that are called differently, such as 'model.*=*'; may be repeated.
         site: Only sites that match; may be repeated.
         plan: Set against each other what this saved plan says, and nothing else.
@@ -61,25 +64,32 @@ def diagnose(
     """
     if threads is not None and threads < 1:
         raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
-    if repro is not None and repro.exists() and not force:
+    if repro is not None and repro.exists() and not force and not script.asked():
         raise AlreadyThere(f"{repro} exists", hint="give another --repro, or --force")
     if candidate is None:
+        if bisect is not None:
+            raise BadInput("--bisect belongs to two runs", hint="give the two runs: REF CAND")
         found = _of_table(reference, replay, noise, repro)
     else:
         from driftline.alignment.door import AlignOptions
         from driftline.diagnosis.door import diagnose as diagnose_runs
         from driftline.formats.opening import open_run
 
-        ours, theirs = open_run(reference), open_run(candidate)
-        options = AlignOptions(sites=tuple(site or ()), maps=tuple(map or ()), plan_file=plan)
+        ours, theirs = script.part(open_run, reference), script.part(open_run, candidate)
+        options = None
+        if site or map or plan is not None:
+            options = AlignOptions(sites=tuple(site or ()), maps=tuple(map or ()), plan_file=plan)
         progress = None if quiet else on_terminal("pairs")
         try:
-            found = diagnose_runs(
+            found = script.step(
+                "diagnosis",
+                diagnose_runs,
                 ours,
                 theirs,
                 replay=replay,
                 noise=noise or (),
                 repeats=repeat or (),
+                bisect=bisect,
                 options=options,
                 threads=threads,
                 progress=progress,
@@ -90,8 +100,19 @@ def diagnose(
         if repro is not None:
             from driftline.diagnosis.repro import write_repro
 
-            written = write_repro(found, ours, theirs, repro, replay=replay, force=force)
+            written = script.step(
+                "written",
+                write_repro,
+                found,
+                ours,
+                theirs,
+                repro,
+                replay=replay,
+                force=force,
+            )
+            script.end(found, written)
             print(f"driftline: {written}", file=sys.stderr)
+    script.end(found)
     if not quiet:
         from driftline.reports import emit
 
@@ -109,5 +130,5 @@ def _of_table(path: Path, replay: Path | None, noise: list[Path] | None, repro: 
         )
     if replay is not None or repro is not None:
         raise BadInput("a comparison holds no tensors", hint="give the two runs: REF CAND")
-    tables = [open_table(each) for each in noise or ()]
-    return diagnose_table(open_table(path), noise=tables)
+    tables = [script.part(open_table, each) for each in noise or ()]
+    return script.step("diagnosis", diagnose_table, script.part(open_table, path), noise=tables)

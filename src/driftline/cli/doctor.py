@@ -11,6 +11,7 @@ import sys
 from typing import Literal
 
 from driftline import __version__
+from driftline.cli import script
 
 PACKAGES = ("numpy", "ml_dtypes", "safetensors", "pyarrow", "msgspec", "torch")
 
@@ -23,7 +24,8 @@ def doctor(*, format: Literal["table", "json"] = "table") -> int:
     Args:
         format: How to print it.
     """
-    facts = environment_facts()
+    facts = script.step("facts", environment_facts)
+    script.end(facts)
     if format == "json":
         print(json.dumps(facts, indent=2))
         return 0

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns
 from driftline.cli import dump_words as words
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.launch.atb_harvest import AtbHarvest
@@ -150,10 +151,11 @@ def dump(
         command=tuple(argv),
         engine=engine_,
     )
-    if dry_run:
+    if dry_run and not script.asked():
         print(plan.to_json())
         return EXIT_FINE
-    outcome = run_command(argv, plan, force=force, need_probe=asked_for)
+    outcome = script.step("outcome", run_command, argv, plan, force=force, need_probe=asked_for)
+    script.end(outcome)
     for line in summary(outcome):
         print(line, file=sys.stderr)
     return outcome.exit_code

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from driftline.adapters.findings import Finding
 from driftline.cli import dump_words as words
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import BadInput
 from driftline.launch.errcheck import WatchOutcome, check_command
@@ -86,9 +87,10 @@ def errcheck(
         command=tuple(argv),
         engine=engine_,
     )
-    outcome = check_command(argv, plan, need_probe=asked_for)
-    if headroom is not None and not outcome.reason:
-        _write_headroom(headroom, outcome)
+    outcome = script.step("outcome", check_command, argv, plan, need_probe=asked_for)
+    if headroom is not None and (script.asked() or not outcome.reason):
+        script.act(write_headroom, headroom, outcome)
+    script.end(outcome)
     for line in messages(outcome):
         print(line, file=sys.stderr, flush=True)
     for line in findings(outcome):
@@ -194,7 +196,8 @@ def _nearest(outcome: WatchOutcome) -> list[str]:
     ]
 
 
-def _write_headroom(path: Path, outcome: WatchOutcome) -> None:
+def write_headroom(path: Path, outcome: WatchOutcome) -> None:
+    """How near every site came to the largest value of its format, as csv."""
     try:
         with path.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)

@@ -14,6 +14,7 @@ from driftline.cli.parsing import Argument, arguments_of, load
 
 WIDEST = 100
 INDENT = 26
+PYTHON = "--python, with any command: print the equivalent Python program, and do nothing else"
 _WORDS: dict[Any, str] = {int: "N", float: "X"}
 _DESCRIBED = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 """A parameter in the section `Args:` of a cleaned docstring, with its continuation lines."""
@@ -33,7 +34,7 @@ def help_page(name: str) -> str:
         for argument in arguments:
             if _group(argument) == group:
                 lines += _entry(argument, said.get(argument.field, ""), width)
-    lines += ["", *textwrap.wrap(EXIT_CODES, width)]
+    lines += ["", *textwrap.wrap(PYTHON, width), *textwrap.wrap(EXIT_CODES, width)]
     return "\n".join(lines) + "\n"
 
 

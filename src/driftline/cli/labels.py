@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from driftline.cli import script
 from driftline.cli.dump_words import command_of
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
@@ -50,11 +51,16 @@ def labels(
     else:
         argv = command_of(exec_, program, "labels")
         store = Path.cwd() / "cmp_dump_data" / f"{datetime.now():%Y%m%d_%H%M%S_%f}"
-        status = _run(argv, store)
+        from driftline.dialects.labels_run import run_labelled
+
+        status = script.step("status", run_labelled, argv, store)
     from driftline.dialects.labels_report import report_tasks
 
     # The store is the program's to make: without a label there is none.
-    outcomes = report_tasks(store, Path.cwd()) if store.is_dir() else []
+    outcomes: list[Outcome] = []
+    if script.asked() or store.is_dir():
+        outcomes = script.step("outcomes", report_tasks, store, Path.cwd())
+    script.end(outcomes)
     if status:
         print(f"driftline: the program ended with status {status}", file=sys.stderr)
     if from_ is not None and not outcomes:
@@ -74,19 +80,6 @@ def labels(
     if not quiet:
         _print(outcomes, everything=all)
     return status or _exit_code(outcomes)
-
-
-def _run(argv: Sequence[str], store: Path) -> int:
-    from driftline import settings
-    from driftline.launch.child import require_command, run_child
-
-    environment = {
-        **settings.environment(),
-        settings.LABELS: str(store),
-        settings.LABELS_AWAITED: "1",
-    }
-    require_command(argv, environment)
-    return run_child(argv, environment)
 
 
 def _print(outcomes: Sequence[Outcome], *, everything: bool) -> None:

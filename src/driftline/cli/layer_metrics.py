@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.cli.progress import Progress, on_terminal
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
@@ -160,12 +161,15 @@ def _run(asks: list[LayersAsk], *, quiet: bool) -> int:
     from driftline.decoding.layers_run import LayerModels, run_layers
     from driftline.gating.judge import judge
 
-    models = LayerModels()
+    models = script.step("models", LayerModels)
     code = EXIT_FINE
+    outcomes: list[LayersOutcome] = []
     for ask in asks:
         progress = None if quiet else _Bar()
         try:
-            outcome = run_layers(
+            outcome = script.step(
+                "outcome",
+                run_layers,
                 ask,
                 models=models,
                 judge=judge,
@@ -175,11 +179,15 @@ def _run(asks: list[LayersAsk], *, quiet: bool) -> int:
         finally:
             if progress is not None:
                 progress.close()
+        outcomes.append(outcome)
+        if script.asked():
+            continue
         if not quiet and not outcome.skipped:
             sys.stdout.write(_summary(outcome))
             sys.stdout.flush()
         if outcome.nonfinite or any(layer.nan for layer in outcome.layers):
             code = EXIT_DIFFERENT
+    script.end(*outcomes)
     return code
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import BadInput
 
@@ -169,6 +170,8 @@ def _run(asks: list[MetricsAsk]) -> int:
 
     for ask in asks:
         check(ask)
+    if script.asked():
+        script.end(*(script.step("outcome", run_metrics, ask) for ask in asks))
     models = Models(asks[0])
     for ask in asks:
         outcome = run_metrics(ask, say=_say, models=models, watch=_watch(models.job.writes))

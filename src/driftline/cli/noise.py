@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from driftline.adapters.selection import Selection, patterns
 from driftline.cli import dump_words as words
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE
 from driftline.experiments.noise import Variant
@@ -56,7 +57,9 @@ def noise(
         output: Folder of the runs. Default: ./noise.
         force: Replace an experiment that is there already.
     """
-    made = run_noise(
+    made = script.step(
+        "variants",
+        run_noise,
         words.command_of(exec_, program, "noise"),
         output,
         dtype=dtype or "",
@@ -68,6 +71,7 @@ def noise(
         keep=keep,
         force=force,
     )
+    script.end(made)
     for line in summary(made, output):
         print(line, file=sys.stderr)
     return EXIT_FINE

@@ -7,26 +7,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import (
     EXIT_COULD_NOT,
     EXIT_DIFFERENT,
     EXIT_FINE,
     BadInput,
-    DriftlineError,
     did_you_mean,
 )
 
 if TYPE_CHECKING:
-    from driftline.operators.rows import Metric, OutputRow
-    from driftline.operators.sources import Ask, Checked, Source
+    from driftline.operators.checking import OperatorCheck
+    from driftline.operators.rows import Metric
     from driftline.reports.operators import Report
 
 Format = Literal["table", "json", "csv", "markdown"]
 _IDS = re.compile(r"\d+(_\d+)*")
 _METRICS = ("abs", "cos_sim", "kl")
-_SCRIPTS = 20
-"""Reproducers of one call: each holds its tensors, and the first failures are what matters."""
 
 
 def opcheck(
@@ -73,7 +71,7 @@ def opcheck(
     nothing could be checked.
 
     Args:
-        input: An ATB dump or a folder inside it, or a run of `driftline dump --level ops,params`.
+        input: An ATB dump or a folder inside it, or a run of `driftline dump --level ops`.
         csv_path: The operation csv of an ATB dump: checks what it lists. Without it, every operator
             that the folders hold.
         output: Where opcheck_result_{time}.csv goes; the current folder unless given.
@@ -101,42 +99,34 @@ def opcheck(
         if folder is not None and folder.exists() and not folder.is_dir():
             raise BadInput(f"{option} takes a folder, and {folder} is a file")
     from driftline.cli.progress import on_terminal
-    from driftline.operators.sources import Ask, open_source
+    from driftline.operators.checking import check
+    from driftline.reports.operators import report_of, verdict
     from driftline.reports.terminal import printable
 
-    ask = Ask(
-        _ids(operation_ids),
-        _words(operation_name),
-        _metrics(precision_metric),
-        atb_rerun,
-        device_id,
-        csv_path,
-        tuple(import_ or ()),
-    )
-    source = open_source(input, ask)
     progress = on_terminal("operators")
-    calls: list[Checked] = []
-    scripts: list[Path] = []
-    troubles: list[str] = []
-    left_out = 0
     try:
-        for checked in source:
-            calls.append(checked)
-            if repro is not None and any(row.status == "fail" for row in checked.rows):
-                if len(scripts) < _SCRIPTS:
-                    _reproduce(source, checked, repro, scripts, troubles)
-                else:
-                    left_out += 1
-            if progress is not None:
-                progress(len(calls), len(source))
+        found = script.step(
+            "found",
+            check,
+            input,
+            csv=csv_path,
+            ids=_ids(operation_ids),
+            names=_words(operation_name),
+            metrics=_metrics(precision_metric),
+            rerun=atb_rerun,
+            device=device_id,
+            imports=tuple(import_ or ()),
+            repro=repro,
+            progress=progress,
+        )
     finally:
         if progress is not None:
             progress.close()
-    if left_out:
-        troubles.append(f"{left_out} more operators; choose them with -ids or -opname")
-    report = _report(input, source, ask, calls)
+    report = script.part(report_of, found)
+    written = _written(report, format, output)
+    script.end(script.part(verdict, report))
     _print(report, format, all)
-    _files(report, format, output, scripts, troubles, repro)
+    _files(found, format, written, repro)
     cover = report.coverage
     if cover.failed:
         return EXIT_DIFFERENT
@@ -145,15 +135,6 @@ def opcheck(
     why = cover.reasons[0][0] if cover.reasons else "no reason is known"
     print(f"driftline: nothing could be checked: {printable(why)}", file=sys.stderr)
     return EXIT_COULD_NOT
-
-
-def _report(path: Path, source: Source, ask: Ask, calls: list[Checked]) -> Report:
-    from driftline.operators.rows import coverage
-    from driftline.reports.operators import Report
-
-    rows: list[OutputRow] = [row for call in calls for row in call.rows]
-    counts = coverage([call.rows for call in calls], source.filtered)
-    return Report(str(path), source.kind, rows, counts, ask.metrics, source.remarks)
 
 
 def _print(report: Report, format: Format, everything: bool) -> None:
@@ -169,42 +150,26 @@ def _print(report: Report, format: Format, everything: bool) -> None:
         terminal.show(operators.view(report, everything=everything))
 
 
-def _files(
-    report: Report,
-    format: Format,
-    output: Path | None,
-    scripts: list[Path],
-    troubles: list[str],
-    repro: Path | None,
-) -> None:
-    """What was written where; to stderr where stdout is for a program."""
+def _written(report: Report, format: Format, output: Path | None) -> Path | None:
+    """The csv, where one is wanted: people who print a table want it too."""
     from driftline.reports.operators import write_csv
 
+    if output is None and format != "table":
+        return None
+    return script.act(write_csv, report, output or Path())
+
+
+def _files(found: OperatorCheck, format: Format, written: Path | None, repro: Path | None) -> None:
+    """What was written where; to stderr where stdout is for a program."""
     says = sys.stdout if format in ("table", "markdown") else sys.stderr
-    if output is not None or format == "table":
-        print(f"written to {write_csv(report, output or Path())}", file=says)
-    for script in scripts:
-        print(f"reproducer: python {script}", file=says)
-    for trouble in troubles:
+    if written is not None:
+        print(f"written to {written}", file=says)
+    for each in found.scripts:
+        print(f"reproducer: python {each}", file=says)
+    for trouble in found.troubles:
         print(f"no reproducer: {trouble}", file=says)
-    if repro is not None and not scripts and not troubles:
+    if repro is not None and not found.scripts and not found.troubles:
         print("no reproducer: there is nothing that is not right", file=says)
-
-
-def _reproduce(
-    source: Source, checked: Checked, folder: Path, scripts: list[Path], troubles: list[str]
-) -> None:
-    from driftline.operators.reproducing import write
-
-    where = f"{checked.call.site} ({checked.call.op_type})"
-    try:
-        found = source.reproduction(checked)
-        if found is None:
-            troubles.append(f"{where} has no definition that could be written down")
-        else:
-            scripts.append(write(found, folder))
-    except DriftlineError as trouble:
-        troubles.append(f"{where}: {trouble}")
 
 
 def _words(given: list[str] | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ The rules, which are few so that a misspelt word is refused and never becomes so
 - A word that begins with a dash is an option, unless it is a number; so such a value is written
   `--site=-x`. As no option begins with a digit, `-er -1,3` is understood.
 - After `--` every word is taken as it is.
+- Every command has `--python`, which prints its calls of the Python API instead (`cli/script.py`).
 
 Ours because each library for this costs more at every start than the rest of a small comparison.
 """
@@ -27,6 +28,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from driftline.cli.commands import COMMANDS
+from driftline.cli.script import FLAG, written_down
 from driftline.errors import BadInput, did_you_mean
 
 CommandFunction = Callable[..., int | None]
@@ -89,6 +91,12 @@ def load(name: str) -> CommandFunction:
 def run(name: str, words: Sequence[str]) -> int:
     """Parse the words and run the command; returns its exit code."""
     function = load(name)
+    own = words[: words.index("--")] if "--" in words else words
+    if FLAG in own:
+        rest = [word for word in own if word != FLAG]
+        places, options = read(name, arguments_of(function), [*rest, *words[len(own) :]])
+        print(written_down(lambda: function(*places, **options)), end="")
+        return 0
     places, options = read(name, arguments_of(function), words)
     return int(function(*places, **options) or 0)
 
@@ -218,7 +226,7 @@ def _known(name: str, option: str, spelt: Mapping[str, Argument]) -> Argument:
     if option in spelt:
         return spelt[option]
     # Dashes weigh too much in short words: compare what comes after them.
-    bare = {spelling.lstrip("-"): spelling for spelling in spelt}
+    bare = {spelling.lstrip("-"): spelling for spelling in (*spelt, FLAG)}
     hint = did_you_mean(option.lstrip("-"), bare)
     for word in sorted(bare, key=len, reverse=True):
         hint = hint.replace(f"'{word}'", bare[word])

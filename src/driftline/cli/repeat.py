@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from driftline.adapters.selection import Selection, patterns
 from driftline.cli import dump_words as words
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
 from driftline.experiments.repeat import lines
@@ -45,7 +46,9 @@ def repeat(
         format_: json prints one object.
     """
     asked = [word for text in vary or () for word in text.replace(",", " ").split()]
-    found = run_repeat(
+    found = script.step(
+        "found",
+        run_repeat,
         words.command_of(exec_, program, "repeat"),
         times=times,
         vary=asked,
@@ -54,6 +57,7 @@ def repeat(
         ),
         tell=lambda sentence: print(f"driftline: {sentence}", file=sys.stderr),
     )
+    script.end(found)
     if format_ == "json":
         print(json.dumps(found.to_json(), indent=1))
     else:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from driftline.adapters.selection import Selection, patterns
 from driftline.cli import dump_words as words
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE
 from driftline.experiments.replay import MOST_HELD, Replayed
@@ -64,7 +65,9 @@ def replay(
         output: Folder of the replay. Default: ./replay.
         force: Replace a replay that is there already.
     """
-    outcome = run_replay(
+    outcome = script.step(
+        "outcome",
+        run_replay,
         candidate,
         words.command_of(exec_, program, "replay"),
         output,
@@ -76,6 +79,7 @@ def replay(
         check_each=check_each,
         force=force,
     )
+    script.end(outcome)
     for line in summary(outcome, candidate):
         print(line, file=sys.stderr)
     return outcome.status or EXIT_FINE

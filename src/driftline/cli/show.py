@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 
 if TYPE_CHECKING:
     from driftline.comparison.table import Table
+    from driftline.reports.view import View
     from driftline.runs.run import Run
 
 Format = Literal["table", "json", "csv", "markdown"]
@@ -42,14 +44,14 @@ def show(
     from driftline.comparison.storage import TABLE_FILE, is_table, open_table
 
     if is_table(path) or path.name == TABLE_FILE:
-        return _show_table(open_table(path), format, all)
+        return _show_table(script.step("found", open_table, path), format, all)
     from driftline.tolerance.thresholds import looks_like_thresholds
 
     if looks_like_thresholds(path):
         return _show_thresholds(path, format, all)
     from driftline.formats.opening import open_run
 
-    run = open_run(path)
+    run = script.step("run", open_run, path)
     if verify:
         return _verify(run)
     return _show_run(run, tuple(site or ()), tensors, format, all)
@@ -60,8 +62,10 @@ def _verify(run: Run) -> int:
     from driftline.reports.wording import counted
     from driftline.runs.verify import verify
 
+    lost = script.step("damaged", list, script.part(verify, run))
+    script.end(lost)
     damaged = 0
-    for loss in verify(run):
+    for loss in lost:
         damaged += 1
         print(loss)
     tensors = counted(sum(1 for record in run.records if record.digest), "tensor")
@@ -73,7 +77,8 @@ def _verify(run: Run) -> int:
 def _show_table(table: Table, format: Format, everything: bool) -> int:
     from driftline.reports import emit
 
-    emit.table(table, format, sys.stdout, everything=everything)
+    script.act(emit.table, table, format, sys.stdout, everything=everything)
+    script.end()
     return 0
 
 
@@ -81,23 +86,19 @@ def _show_thresholds(path: Path, format: Format, everything: bool) -> int:
     from driftline.reports import thresholds as report
     from driftline.tolerance.thresholds import load_thresholds
 
-    found = load_thresholds(path)
+    found = script.step("found", load_thresholds, path)
     if format == "json":
         from driftline.reports import json
+        from driftline.tolerance.thresholds import Thresholds
 
-        json.write(found.as_json(), sys.stdout)
+        script.act(json.write, script.part(Thresholds.as_json, found), sys.stdout)
     elif format == "csv":
         from driftline.reports import csv
 
-        csv.write(report.sheet(found), sys.stdout)
-    elif format == "markdown":
-        from driftline.reports import markdown
-
-        sys.stdout.write(markdown.paint(report.view(found, everything=True)))
+        script.act(csv.write, script.part(report.sheet, found), sys.stdout)
     else:
-        from driftline.reports import terminal
-
-        terminal.show(report.view(found, everything=everything))
+        _paint(script.part(report.view, found, everything=everything or format != "table"), format)
+    script.end()
     return 0
 
 
@@ -109,19 +110,29 @@ def _show_run(
     if format == "json":
         from driftline.reports import json
 
-        json.write(report.document(run, globs=globs, tensors=tensors), sys.stdout)
+        document = script.part(report.document, run, globs=globs, tensors=tensors)
+        script.act(json.write, document, sys.stdout)
     elif format == "csv":
         from driftline.reports import csv
 
-        csv.write(report.sheet(run, globs=globs, statistics=tensors), sys.stdout)
-    elif format == "markdown":
+        script.act(
+            csv.write, script.part(report.sheet, run, globs=globs, statistics=tensors), sys.stdout
+        )
+    else:
+        whole = everything or format != "table"
+        _paint(
+            script.part(report.view, run, globs=globs, tensors=tensors, everything=whole), format
+        )
+    script.end()
+    return 0
+
+
+def _paint(view: View, format: Format) -> None:
+    if format == "markdown":
         from driftline.reports import markdown
 
-        view = report.view(run, globs=globs, tensors=tensors, everything=True)
-        sys.stdout.write(markdown.paint(view))
+        script.act(print, script.part(markdown.paint, view), end="")
     else:
         from driftline.reports import terminal
 
-        view = report.view(run, globs=globs, tensors=tensors, everything=everything)
-        terminal.show(view)
-    return 0
+        script.act(terminal.show, view)

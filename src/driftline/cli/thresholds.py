@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput, DriftlineError
-
-if TYPE_CHECKING:
-    from driftline.tolerance.thresholds import Thresholds
 
 _SHOWN = 8
 """Complaints about files, for each model; a model has hundreds of layers."""
@@ -55,7 +53,7 @@ def thresholds(
         raise BadInput(f"`driftline thresholds` needs {missing}", hint="see --help")
     from driftline.decoding.metric_files import find_metric_files, metric_name
     from driftline.decoding.out_files import fits, flat
-    from driftline.decoding.threshold_run import Say, make_thresholds
+    from driftline.decoding.threshold_run import Made, Say, make_thresholds, write_beside
     from driftline.tolerance.statistic import parse_statistic
 
     chosen = None if statistic is None else parse_statistic(statistic)
@@ -64,16 +62,20 @@ def thresholds(
     wanted = list(dict.fromkeys(model.rstrip("/") or model for model in models))
     for model in wanted:
         fits(f"{flat(model)}-thresholds.json")
-    found = find_metric_files(file_base)
-    if found.hashed and found.files:
+    found = script.step("files", find_metric_files, file_base)
+    if not script.asked() and found.hashed and found.files:
         _said(found.passed_over)
     complaints: list[str] = []
     say = Say(_result, complaints.append)
     unusable: list[str] = []
     unmade: list[DriftlineError] = []
+    all_made: list[Made] = []
     for model in wanted:
+        goal = (output_path or file_base) / f"{flat(model)}-thresholds.json"
         try:
-            made, refused = make_thresholds(
+            made = script.step(
+                "made",
+                make_thresholds,
                 found,
                 model,
                 metrics,
@@ -91,15 +93,20 @@ def thresholds(
             continue
         finally:
             _complain(complaints)
+        all_made.append(made)
+        if script.asked():
+            script.act(write_beside, made, goal)
+            continue
+        entries = made.thresholds.entries
         unusable += [
-            f"{entry.metric} of {entry.site or model}" for entry in made.entries if not entry.usable
+            f"{entry.metric} of {entry.site or model}" for entry in entries if not entry.usable
         ]
-        if any(entry.usable for entry in made.entries):
-            goal = (output_path or file_base) / f"{flat(model)}-thresholds.json"
-            _write(made, goal)
-        for trouble in refused:
+        if any(entry.usable for entry in entries):
+            _said(write_beside(made, goal))
+        for trouble in made.refused:
             _said(str(trouble))
-        unmade += refused
+        unmade += made.refused
+    script.end(*all_made)
     if unusable:
         one = len(unusable) == 1
         raise BadInput(
@@ -112,26 +119,6 @@ def thresholds(
             "not every threshold could be had; the others were written", hint=unmade[0].hint
         )
     return EXIT_FINE
-
-
-def _write(made: Thresholds, goal: Path) -> None:
-    """Per token and per layer go into one file: what was not asked for this time stays in it."""
-    from driftline.errors import BadFile
-    from driftline.tolerance.thresholds import load_thresholds
-
-    beside = ""
-    if goal.exists():
-        try:
-            older = load_thresholds(goal)
-        except BadFile as trouble:
-            _said(f"{trouble}; it is replaced")
-        else:
-            rest = [name for name in older.metrics if name not in made.metrics]
-            if rest:
-                made = made.kept_beside(older)
-                beside = f", beside those of {', '.join(rest)} that were there"
-    made.write(goal)
-    _said(f"the thresholds are in {goal}{beside}")
 
 
 def _complain(complaints: list[str]) -> None:

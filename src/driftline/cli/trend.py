@@ -11,12 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.diagnosis.trend import Series, Trend
 from driftline.diagnosis.trend import trend as follow
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.formats.opening import open_run
-from driftline.runs.narrowed import only
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
@@ -50,16 +50,16 @@ def trend(
     """
     if not runs:
         raise BadInput("`driftline trend` needs a run", hint="see driftline trend --help")
-    opened = [open_run(path) for path in runs]
-    if site:
-        from fnmatch import fnmatchcase
-
-        globs = list(site)
-        opened = [
-            only(run, lambda r: any(fnmatchcase(r.key.site, glob) for glob in globs))
-            for run in opened
-        ]
-    found = follow(opened, figure=figure, ports=tuple(port or ("output",)))
+    opened = [script.part(open_run, path) for path in runs]
+    found = script.step(
+        "found",
+        follow,
+        opened,
+        figure=figure,
+        ports=tuple(port or ("output",)),
+        sites=tuple(site or ()),
+    )
+    script.end(found)
     if format_ == "json":
         print(json.dumps(found.to_json(), indent=1, ensure_ascii=False))
     elif format_ == "csv":

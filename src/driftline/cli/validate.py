@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
 
@@ -105,7 +106,8 @@ def validate(
         cumulative_test_tokens_per_sequence: In all rounds of level 1; 1024 if not given.
         reference: device=cpu,dtype=fp32 if not given.
         candidate: The AIU if its package is there, else CUDA, else the CPU, in fp16, if not given.
-        attn_type: sdpa (default), math, or paged, which needs --library fms.
+        attn_type: sdpa (default) or math; of ibm-fms, which then loads the models, paged, math_fp8
+            or paged_fp8.
         distributed: Under torchrun: split the candidate over the ranks.
         metrics_threshold: Limits of ce and mean difference; win over all others.
         thresholds: File of `driftline thresholds` with the limits.
@@ -175,7 +177,9 @@ def _run(asks: list[ValidateAsk], *, explain: bool) -> int:
     from driftline.decoding.validation import Subjects
     from driftline.decoding.validation import validate as check
 
-    subjects = Subjects()
+    subjects = script.step("subjects", Subjects)
+    if script.asked():
+        script.end(*(script.step("verdict", check, ask, subjects=subjects) for ask in asks))
     failed: list[str] = []
     job = join_job(asks[0].distributed)
     say = _say if job.writes else _nothing

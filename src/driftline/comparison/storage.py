@@ -117,6 +117,12 @@ def write_csv(table: Table, stream: TextIO) -> None:
         stream.write(end or "")
 
 
+def save_csv(table: Table, path: StrPath) -> None:
+    """`write_csv`, into a file."""
+    with Path(path).open("w", encoding="utf-8", newline="") as stream:
+        write_csv(table, stream)
+
+
 def write_parquet(table: Table, path: StrPath) -> None:
     """The same columns typed: numbers are doubles, null when absent; the rest is text."""
     pa = require("pyarrow")

@@ -26,10 +26,10 @@ from driftline.decoding.metric_files import (
 )
 from driftline.decoding.out_files import flat
 from driftline.decoding.told import differing, told_beside
-from driftline.errors import BadInput, DriftlineError
+from driftline.errors import BadFile, BadInput, DriftlineError
 from driftline.runs.manifest import provenance
 from driftline.tolerance.statistic import AVERAGE, CONFIDENCE, P99, RESAMPLES, Statistic
-from driftline.tolerance.thresholds import OUTPUT, PerShape, Threshold, Thresholds
+from driftline.tolerance.thresholds import OUTPUT, PerShape, Threshold, Thresholds, load_thresholds
 
 _ENOUGH_BEYOND = 10
 """Values beyond a percentile that make it a limit rather than an accident."""
@@ -131,6 +131,29 @@ def make_thresholds(
         provenance={name: facts[name] for name in _KEPT_PROVENANCE},
     )
     return Made(thresholds, refused)
+
+
+def write_beside(made: Made, goal: Path) -> str:
+    """Write them; what other metrics have in the file already stays in it.
+
+    Per token and per layer go into one file so.
+
+    Returns:
+        A sentence about it.
+    """
+    fresh, beside, replaced = made.thresholds, "", ""
+    if goal.exists():
+        try:
+            older = load_thresholds(goal)
+        except BadFile as trouble:
+            replaced = f" ({trouble}; it was replaced)"
+        else:
+            rest = [name for name in older.metrics if name not in fresh.metrics]
+            if rest:
+                fresh = fresh.kept_beside(older)
+                beside = f", beside those of {', '.join(rest)} that were there"
+    fresh.write(goal)
+    return f"the thresholds are in {goal}{beside}{replaced}"
 
 
 def _word(statistic: Statistic, entry: Threshold) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.kernel import summarize
 from driftline.numerics.summary import Summary
+from driftline.runs.narrowed import only
 from driftline.runs.record import Record
 from driftline.runs.run import Run, kept_elements
 
@@ -89,19 +91,28 @@ class Trend(NamedTuple):
         }
 
 
-def trend(runs: Sequence[Run], *, figure: str = "rms", ports: Sequence[str] = ("output",)) -> Trend:
+def trend(
+    runs: Sequence[Run],
+    *,
+    figure: str = "rms",
+    ports: Sequence[str] = ("output",),
+    sites: Sequence[str] = (),
+) -> Trend:
     """Follow one figure of every tensor.
 
     Args:
         runs: One run: its steps are the points. Several: each run is one, its steps taken together.
         figure: rms, max_abs, mean, std, nonfinite or zeros.
         ports: Which sides.
+        sites: Globs; only sites that match one of them. All, when none is given.
 
     Raises:
         BadInput: A figure that does not exist, one point only, or nothing to follow.
     """
     if figure not in FIGURES:
         raise BadInput(f"there is no figure '{figure}'", hint=did_you_mean(figure, FIGURES))
+    if sites:
+        runs = [only(run, lambda r: any(fnmatchcase(r.key.site, g) for g in sites)) for run in runs]
     over = "steps" if len(runs) == 1 else "runs"
     points: list[Any] = (
         sorted({record.key.step for record in runs[0].records})

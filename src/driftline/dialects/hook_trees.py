@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -143,6 +143,40 @@ def survey(a: Path, b: Path) -> Survey:
     if not places:
         raise BadInput(f"{a} and {b} have no rank in common", hint="; ".join(absent))
     return Survey(tuple(places), tuple(absent))
+
+
+class Watch(Protocol):
+    """Is told how far a check of two trees is."""
+
+    def found(self, survey: Survey, /) -> None:
+        """What there is to compare."""
+        ...
+
+    def begin(self, places: Places, /) -> Progress | None:
+        """One kind on one rank begins."""
+        ...
+
+    def done(self, places: Places, checked: Checked, /) -> None:
+        """It is over."""
+        ...
+
+
+def check_trees(a: Path, b: Path, *, watch: Watch | None = None) -> list[Checked]:
+    """Compare everything that both trees have: a csv for each kind and rank, written into A.
+
+    Raises:
+        BadInput: A path is no tree of the saving hook, the two have no rank in common, or a csv
+            cannot be written.
+    """
+    found = survey(a, b)
+    if watch is not None:
+        watch.found(found)
+    results: list[Checked] = []
+    for places in found.places:
+        results.append(check(a, b, places, watch.begin(places) if watch is not None else None))
+        if watch is not None:
+            watch.done(places, results[-1])
+    return results
 
 
 def check(a: Path, b: Path, places: Places, progress: Progress | None = None) -> Checked:

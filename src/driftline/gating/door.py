@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -41,11 +41,14 @@ def compare(
     sites: Sequence[str] = (),
     ports: Sequence[str] = (),
     maps: Sequence[str] = (),
+    mapping: StrPath | None = None,
     placements: Sequence[str] = (),
     masks: Sequence[StrPath] = (),
     step_map: Mapping[int, int] | None = None,
     plan: Plan | StrPath | None = None,
+    structural: bool = True,
     threads: int | None = None,
+    planned: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
 ) -> Table:
     """Compare two runs tensor by tensor.
@@ -63,11 +66,14 @@ def compare(
         sites: Globs; only sites that match one of them. All, when none is given.
         ports: Only these ports. All, when none is given.
         maps: `REFERENCE=CANDIDATE` for sites that are called differently; see `align`.
+        mapping: A file of such pairs; see `align`.
         placements: `SITE=shard(AXIS)`: how the tensors of a sharded run lie over its ranks.
         masks: Files of the positions that count ([batch, tokens]), or `captured`.
         step_map: Step of the reference → step of the candidate.
         plan: What `align` gave, or the path of a saved plan; nothing else is paired then.
+        structural: Whether tensors that are called differently may be paired; see `align`.
         threads: Worker threads; one per usable core when not given.
+        planned: Called with the plan before any tensor is read.
         progress: Called with (pairs done, pairs in all).
 
     Raises:
@@ -91,11 +97,15 @@ def compare(
                 sites=sites,
                 ports=ports,
                 maps=maps,
+                mapping=mapping,
                 placements=placements,
                 masks=masks,
                 step_map=step_map,
                 plan=plan,
+                structural=structural,
             )
+        if planned is not None:
+            planned(plan)
         each = _constant(rtol, atol) if tolerance.elementwise else elementwise
         table = measure(
             plan,

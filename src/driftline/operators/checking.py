@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from driftline.errors import DriftlineError
 from driftline.operators.rows import Coverage, Metric, OutputRow, coverage
-from driftline.operators.sources import Ask, open_source
+from driftline.operators.sources import Ask, Checked, Source, open_source
+
+SCRIPTS = 20
+"""Reproducers of one call: each holds its tensors, and the first failures are what matters."""
 
 
 class OperatorCheck(NamedTuple):
@@ -17,11 +21,21 @@ class OperatorCheck(NamedTuple):
         rows: One per output, or per operator that could not be checked.
         coverage: How many operators were checked, how many not, and why.
         remarks: What else is worth knowing.
+        name: What was checked, as the caller gave it.
+        kind: Kind of source.
+        metrics: Figures that were asked for besides.
+        scripts: Reproducers that were written.
+        troubles: Why others were not.
     """
 
     rows: tuple[OutputRow, ...]
     coverage: Coverage
     remarks: tuple[str, ...]
+    name: str = ""
+    kind: str = ""
+    metrics: tuple[Metric, ...] = ()
+    scripts: tuple[Path, ...] = ()
+    troubles: tuple[str, ...] = ()
 
     @property
     def failing(self) -> list[OutputRow]:
@@ -38,6 +52,9 @@ def check(
     metrics: Sequence[Metric] = (),
     rerun: bool = False,
     device: str = "",
+    imports: Sequence[str] = (),
+    repro: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> OperatorCheck:
     """Check the operators of an ATB dump, or of a run captured at operator level.
 
@@ -49,13 +66,55 @@ def check(
         metrics: Figures besides the verdict: abs, cos_sim, kl.
         rerun: Execute each operator again instead of taking what was dumped.
         device: Where to.
+        imports: Modules to import first, which define custom torch operators that the run calls.
+        repro: Folder for stand-alone scripts that show operators that are not right, twenty of them
+            at most.
+        progress: Called with (operators done, operators in all).
 
     Raises:
         DriftlineError: There is nothing that can be checked.
     """
     table = None if csv is None else Path(csv)
-    ask = Ask(tuple(ids), tuple(names), tuple(metrics), rerun, device, table)
+    ask = Ask(tuple(ids), tuple(names), tuple(metrics), rerun, device, table, tuple(imports))
     source = open_source(Path(path), ask)
-    calls = [checked.rows for checked in source]
-    rows = tuple(row for call in calls for row in call)
-    return OperatorCheck(rows, coverage(calls, source.filtered), tuple(source.remarks))
+    calls: list[tuple[OutputRow, ...]] = []
+    scripts: list[Path] = []
+    troubles: list[str] = []
+    left_out = 0
+    for checked in source:
+        calls.append(checked.rows)
+        if repro is not None and any(row.status == "fail" for row in checked.rows):
+            if len(scripts) < SCRIPTS:
+                _reproduce(source, checked, Path(repro), scripts, troubles)
+            else:
+                left_out += 1
+        if progress is not None:
+            progress(len(calls), len(source))
+    if left_out:
+        troubles.append(f"{left_out} more operators; choose them with -ids or -opname")
+    return OperatorCheck(
+        tuple(row for call in calls for row in call),
+        coverage(calls, source.filtered),
+        tuple(source.remarks),
+        str(path),
+        source.kind,
+        ask.metrics,
+        tuple(scripts),
+        tuple(troubles),
+    )
+
+
+def _reproduce(
+    source: Source, checked: Checked, folder: Path, scripts: list[Path], troubles: list[str]
+) -> None:
+    from driftline.operators.reproducing import write
+
+    where = f"{checked.call.site} ({checked.call.op_type})"
+    try:
+        found = source.reproduction(checked)
+        if found is None:
+            troubles.append(f"{where} has no definition that could be written down")
+        else:
+            scripts.append(write(found, folder))
+    except DriftlineError as trouble:
+        troubles.append(f"{where}: {trouble}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from driftline.errors import BadFile
+from driftline.operators.checking import OperatorCheck
 from driftline.operators.rows import METRICS, Coverage, Metric, OutputRow
 from driftline.reports.view import Block, Grid, Heading, Line, Sentence, Tone, Value, View
 from driftline.reports.wording import counted, shape
@@ -57,6 +58,11 @@ class Report(NamedTuple):
     coverage: Coverage
     metrics: tuple[Metric, ...] = ()
     remarks: Sequence[str] = ()
+
+
+def report_of(found: OperatorCheck) -> Report:
+    """What `operators.check` found, to be shown."""
+    return Report(found.name, found.kind, found.rows, found.coverage, found.metrics, found.remarks)
 
 
 def verdict(report: Report) -> str:

@@ -9,28 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from driftline.topology.findings import Finding, finding_of
 from driftline.topology.graph import SeenGraph, SeenNode, TensorInfo
 from driftline.topology.onnx_file import flat_parameters, in_words
 
 _INPUTS = "inputs"
 _LONGEST = 400
 _COLOURS = {"fail": "#d93025", "incomparable": "#f9ab00", "pass": "#34a853"}
-
-
-class Finding(NamedTuple):
-    """What a comparison says of one site.
-
-    Attributes:
-        status: pass, fail, incomparable, missing or extra.
-        value: How far it is off, in the metric of the overlay; NaN if there is no number.
-        text: In words.
-    """
-
-    status: str
-    value: float
-    text: str = ""
 
 
 def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = None) -> str:
@@ -83,6 +70,8 @@ def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = No
         if node.holds:
             shown["attrs"].append(_pair("operators inside", node.holds))
         if found is not None:
+            shown["attrs"].append(_pair("status", found.status))
+            shown["attrs"] += [_pair(key, _number(value)) for key, value in found.figures.items()]
             shown["attrs"].append(_pair("comparison", f"{found.status}: {found.text}"))
             if found.status in _COLOURS:
                 shown["style"] = {"backgroundColor": _COLOURS[found.status]}
@@ -98,35 +87,14 @@ def node_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
     for node in graph.nodes:
         own = _free(node.name, taken)
         found = finding_of(node, findings)
-        if found is not None and math.isfinite(found.value):
-            results[own] = {"value": found.value}
+        if found is not None:
+            # Node data may be words too: what is not finite is the worst there is, not nothing.
+            results[own] = {"value": _number(found.value)}
+            if math.isnan(found.value):
+                results[own]["value"] = found.status
             if found.status in _COLOURS:
                 results[own]["bgColor"] = _COLOURS[found.status]
     return json.dumps({graph.name: {"results": results}}, ensure_ascii=False) + "\n"
-
-
-def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | None:
-    """A node's own finding; of an operator without one its module's, of a closed node the worst
-    inside.
-    """
-    if not findings or not node.site:
-        return None
-    module, sign, _ = node.site.rpartition("/")
-    found = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
-    found = found or (findings.get(module) if sign else None)
-    if found is not None:
-        return found
-    inside = [
-        one
-        for site, one in findings.items()
-        if node.holds and site.startswith((f"{node.site}.", f"{node.site}/"))
-    ]
-    order = ("fail", "incomparable", "missing", "extra", "pass")
-    return min(
-        inside,
-        key=lambda one: order.index(one.status) if one.status in order else len(order),
-        default=None,
-    )
 
 
 def _numbered(node: SeenNode) -> list[tuple[int, str]]:
@@ -148,6 +116,10 @@ def _metadata(number: str, name: str, info: TensorInfo | None) -> dict[str, Any]
         sizes = "" if info.shape is None else "x".join(map(str, info.shape))
         attrs.append(_pair("tensor_shape", f"{info.dtype}[{sizes}]"))
     return {"id": number, "attrs": attrs}
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def _pair(key: str, value: object) -> dict[str, str]:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from driftline.topology.findings import Finding, finding_of
 from driftline.topology.graph import SeenGraph, SeenNode, TensorInfo
 
 PRODUCER = "driftline"
@@ -53,22 +54,35 @@ ELEMENT_TYPES = {
 """Our names of types to ONNX's numbers; what is not here is of an undefined type there."""
 
 
-def onnx_bytes(graph: SeenGraph, version: str = "") -> bytes:
-    """The content of an `.onnx` file."""
+def onnx_bytes(
+    graph: SeenGraph,
+    version: str = "",
+    findings: Mapping[str, Finding] | None = None,
+    about: Mapping[str, str] | None = None,
+) -> bytes:
+    """The content of an `.onnx` file.
+
+    Args:
+        graph: What to show.
+        version: Of the producer.
+        findings: What a comparison says, by site: attributes of the nodes.
+        about: Properties of the file as a whole.
+    """
     types = {ELEMENT_TYPES.get(info.dtype, 0) for info in graph.tensors.values()}
     return b"".join(
         (
             _number(1, max((_IR_VERSIONS.get(one, 0) for one in types), default=0) or _IR_VERSION),
             _text(2, PRODUCER),
             _text(3, version) if version else b"",
-            _bytes(7, _graph(graph)),
+            _bytes(7, _graph(graph, findings or {})),
             _bytes(8, _text(1, "") + _number(2, _OPSET)),
             _bytes(8, _text(1, graph.domain) + _number(2, 1)),
+            *(_bytes(14, _text(1, key) + _text(2, text)) for key, text in (about or {}).items()),
         )
     )
 
 
-def _graph(graph: SeenGraph) -> bytes:
+def _graph(graph: SeenGraph, findings: Mapping[str, Finding]) -> bytes:
     inside = [
         name
         for node in graph.nodes
@@ -78,7 +92,13 @@ def _graph(graph: SeenGraph) -> bytes:
     names = {name for node in graph.nodes for name in (*node.inputs, *node.outputs)}
     return b"".join(
         (
-            *(_bytes(1, _node(_with_edge(node, names), graph.domain)) for node in graph.nodes),
+            *(
+                _bytes(
+                    1,
+                    _node(_with_edge(node, names), graph.domain, finding_of(node, findings)),
+                )
+                for node in graph.nodes
+            ),
             _text(2, graph.name or "graph"),
             *(_bytes(11, _value(name, graph.tensors.get(name))) for name in graph.inputs),
             *(_bytes(12, _value(name, graph.tensors.get(name))) for name in graph.outputs),
@@ -98,8 +118,9 @@ def _with_edge(node: SeenNode, names: set[str]) -> SeenNode:
     return node._replace(outputs=(name,))
 
 
-def _node(node: SeenNode, domain: str) -> bytes:
-    about = [f"in {'/'.join(node.path)}"] if node.path else []
+def _node(node: SeenNode, domain: str, found: Finding | None) -> bytes:
+    about = [f"{found.status}: {found.text}"] if found is not None else []
+    about += [f"in {'/'.join(node.path)}"] if node.path else []
     about += [f"site {node.site}"] if node.site else []
     about += [f"holds {node.holds} operators"] if node.holds else []
     return b"".join(
@@ -108,11 +129,19 @@ def _node(node: SeenNode, domain: str) -> bytes:
             *(_text(2, name) for name in node.outputs),
             _text(3, node.name),
             _text(4, node.kind),
-            *(_bytes(5, attribute) for attribute in _attributes(node.param)),
+            *(_bytes(5, attribute) for attribute in _attributes({**_said(found), **node.param})),
             _text(6, "; ".join(about)) if about else b"",
             _text(7, domain),
         )
     )
+
+
+def _said(found: Finding | None) -> dict[str, Any]:
+    """What a comparison says of a node, as attributes of it; the first ones a viewer lists."""
+    if found is None:
+        return {}
+    figures = {f"{PRODUCER}_{name}": float(value) for name, value in found.figures.items()}
+    return {f"{PRODUCER}_status": found.status, **figures}
 
 
 def _value(name: str, info: TensorInfo | None) -> bytes:
