@@ -9,7 +9,7 @@ DEV_PACKAGES := pytest hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxh
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]') compat/pyproject.toml
 
-.PHONY: help install demo test test-all lint bench bench-faults clean
+.PHONY: help install demo test test-all lint chromium bench bench-faults clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
@@ -44,10 +44,21 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-test: lint
+# A browser for the tests of pages, where that can be had without asking anybody; without one those
+# tests are skipped, and the end of the run says so.
+chromium:
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  echo "installing Chromium for the tests of pages" && export DEBIAN_FRONTEND=noninteractive && \
+	  { apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=60 chromium || \
+	    { apt-get update -qq && \
+	      apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=60 chromium; }; \
+	  } >/dev/null 2>&1 </dev/null || echo "no Chromium: tests that open a page will be skipped"; }
+
+test: lint chromium
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" -q
 
-test-all: lint
+test-all: lint chromium
 	$(BIN)/python -m pytest -n $(JOBS) -q
 
 bench: install
