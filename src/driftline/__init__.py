@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from driftline.gating.door import align as align
     from driftline.gating.door import compare as compare
     from driftline.gating.models import compare_models as compare_models
+    from driftline.pages.assemble import report as report
     from driftline.tolerance.calibration import calibrate as calibrate
     from driftline.tolerance.thresholds import load_thresholds as load_thresholds
     from driftline.topology.door import atb_json_to_onnx as atb_json_to_onnx
@@ -48,6 +49,7 @@ _DOORS = {
     "compare_models": "driftline.gating.models:compare_models",
     "diagnose": "driftline.diagnosis.door:diagnose",
     "open_table": "driftline.comparison.storage:open_table",
+    "report": "driftline.pages.assemble:report",
     "calibrate": "driftline.tolerance.calibration:calibrate",
     "check": "driftline.gating.checking:check",
     "load_thresholds": "driftline.tolerance.thresholds:load_thresholds",
@@ -80,6 +82,7 @@ __all__ = [
     "operators",
     "register_hook",
     "register_saving_hook",
+    "report",
     "set_label",
     "set_task_id",
     "step",

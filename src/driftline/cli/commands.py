@@ -127,6 +127,11 @@ COMMANDS: dict[str, Command] = {
         "Diagnose",
         "a figure of every layer over steps or releases: when did it start to grow",
     ),
+    "report": Command(
+        "driftline.cli.report:report",
+        "Look",
+        "a comparison as one HTML file: to look at, to attach to a bug, to keep",
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),

@@ -110,7 +110,7 @@ def _stored(array: Array) -> Array:
             for kind in (np.uint8, np.uint16, np.uint32):
                 if high <= np.iinfo(kind).max:
                     return flat.astype(kind)
-        elif -(1 << 31) <= low and high < 1 << 31:
+        elif low >= -(1 << 31) and high < 1 << 31:
             return flat.astype(np.int32)
     return flat.astype("<f8")
 

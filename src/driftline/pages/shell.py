@@ -1,0 +1,167 @@
+"""The HTML around a page's data: one file, its own policy against any network, and the headline.
+
+The headline is written here, as text, so that it is there before the script runs and without one.
+Everything that came from a run goes through `escape`; the data themselves are letters of base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+from driftline.pages.packing import armoured, pack
+
+_BUNDLE = Path(__file__).parent / "bundle"
+_WORDS = {
+    "pass": ("Pass", "✓"),
+    "fail": ("Fail", "✕"),
+    "incomparable": ("Not comparable", "?"),
+    "unjudged": ("Not judged", "?"),
+}
+
+
+def embedded_page(document: Mapping[str, Any]) -> str:
+    """A page that holds its data: opens from disk, offline, and asks nobody for anything."""
+    return _page(document, "embedded", armoured(pack(document)))
+
+
+def remote_page(document: Mapping[str, Any]) -> str:
+    """The same page without data, for a server that gives them (`driftline view`)."""
+    return _page(document, "remote", "")
+
+
+def _page(document: Mapping[str, Any], source: Literal["embedded", "remote"], data: str) -> str:
+    script = (_BUNDLE / "page.js").read_text(encoding="utf-8")
+    style = (_BUNDLE / "page.css").read_text(encoding="utf-8")
+    connect = "connect-src 'self'; " if source == "remote" else ""
+    policy = (
+        f"default-src 'none'; script-src {_hashed(script)}; style-src {_hashed(style)}; {connect}"
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    status = str(document["verdict"]["status"])
+    word = _WORDS.get(status, (status, ""))[0]
+    return f"""<!doctype html>
+<html lang="en" data-verdict="{escape(status)}">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<meta name="generator" content="{escape(str(document["made"]["by"]))}">
+<meta name="driftline-source" content="{source}">
+<meta name="color-scheme" content="light dark">
+<title>{escape(f"{word} · {document['title']} · Driftline")}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+{_headline(document)}
+<main id="app" aria-busy="true">
+<noscript><p class="note">Charts and tables of this page need JavaScript. The finding is above.</p>
+</noscript>
+</main>
+<script type="application/octet-stream" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _hashed(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def _headline(document: Mapping[str, Any]) -> str:
+    verdict = document["verdict"]
+    status = str(verdict["status"])
+    word, sign = _WORDS.get(status, (status, "?"))
+    coverage = verdict["coverage"]
+    total = sum(int(count) for count in coverage.values())
+    tiles: list[tuple[str, str, str]] = []
+    if total:
+        left = [
+            f"{count} {what}" for what, count in coverage.items() if count and what != "compared"
+        ]
+        tiles.append(
+            ("Compared", f"{coverage['compared']:,} of {total:,} tensors", ", ".join(left))
+        )
+        tiles.append(("Outside its limit", f"{verdict['failing']:,}", str(verdict["limits"])))
+    for name, value, more in verdict.get("tiles", ()):
+        tiles.append((str(name), str(value), str(more)))
+    shown = "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}'
+        + (f"<small>{escape(more)}</small>" if more else "")
+        + "</dd></div>"
+        for name, value, more in tiles
+    )
+    return f"""<header class="headline" id="top">
+<p class="kicker"><span class="badge {escape(status)}"><b aria-hidden="true">{sign}</b>
+{escape(word)}</span> <span class="names">{escape(str(document["title"]))}</span></p>
+<h1>{_sentence(verdict)}</h1>
+{_lede(verdict)}
+{_cause(verdict)}
+<dl class="tiles">{shown}</dl>
+</header>"""
+
+
+def _sentence(verdict: Mapping[str, Any]) -> str:
+    """The verdict as a sentence, the site as the one thing to see."""
+    site, status = verdict["site"], verdict["status"]
+    if site is not None and status == "fail":
+        link = f'<a href="#site={escape(_quoted(str(site)))}" class="site">{_breakable(site)}</a>'
+        if verdict.get("ordered", True):
+            return f"The drift starts at {link}"
+        return f"{link} is outside its limit"
+    if status == "pass" and sum(verdict["coverage"].values()):
+        return "The two runs agree"
+    text = str(verdict["sentence"])
+    return escape(text[:1].upper() + text[1:])
+
+
+def _lede(verdict: Mapping[str, Any]) -> str:
+    lines: list[str] = []
+    if verdict["status"] == "fail" and verdict["site"] is not None:
+        if verdict["class"]:
+            lines.append(str(verdict["class"]))
+        text = str(verdict["sentence"])
+        _, comma, rest = text.partition(", in its ")
+        lines.append(f"in its {rest}" if comma else text)
+        return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
+    if verdict["status"] == "pass" and sum(verdict["coverage"].values()):
+        text = str(verdict["sentence"])
+        return f'<p class="lede">{escape(text[:1].upper() + text[1:])}</p>'
+    return ""
+
+
+def _cause(verdict: Mapping[str, Any]) -> str:
+    cause = verdict["cause"]
+    if cause is None:
+        return ""
+    sure = f"{cause['confidence']:.0%} sure, by {cause['by']}" if cause["by"] else ""
+    if not cause["agrees"] or verdict["status"] == "pass":
+        said = f"Diagnosis points at {cause['site']}: {cause['where']} {cause['sentence']}"
+        name = "But"
+    else:
+        said = cause["sentence"]
+        name = "Cause"
+    return (
+        f'<p class="cause"><b>{name}</b> {escape(str(said))}'
+        + (f" <small>({escape(sure)})</small>" if sure else "")
+        + "</p>"
+    )
+
+
+def _breakable(site: object) -> str:
+    """A long name may break after a dot, and nowhere else."""
+    return escape(str(site)).replace(".", ".<wbr>").replace("/", "/<wbr>")
+
+
+def _quoted(text: str) -> str:
+    from urllib.parse import quote
+
+    return quote(text.encode("utf-8", "backslashreplace"), safe="")

@@ -1,0 +1,492 @@
+// Every row of the comparison: sorted, filtered, searched, and only the rows in view exist.
+
+import type { State } from "./state";
+import { h, clear } from "./dom";
+import { count, fig, metricFigure, times } from "./format";
+import { heat } from "./colour";
+import { VirtualList } from "./virtual";
+
+const HEIGHT = 28;
+const HEAD = 32;
+
+interface ColumnView {
+  id: string;
+  label: string;
+  title: string;
+  width: string;
+  align: "left" | "right";
+  text: (row: number) => string;
+  key: (row: number) => string | number;
+  usual: boolean;
+  needed?: () => boolean;
+}
+
+const FIELDS = [
+  ...["site", "port", "slot", "step", "rank", "visit", "process", "phase", "moment", "order", "status", "reason"],
+  ...["candidate_site", "candidate_port", "candidate_slot", "candidate_step", "candidate_visit", "candidate_rank"],
+  ...["by", "confidence", "reference_recipe", "candidate_recipe", "class", "candidate_class", "reference_dtype"],
+  ...["candidate_dtype", "reference_shape", "candidate_shape", "basis", "estimated", "decided_by", "limit"],
+  ...["limit_from", "severity"],
+];
+
+export class RowTable {
+  readonly element = h("div", { class: "rows" });
+  private readonly grid = h("div", {
+    class: "grid",
+    role: "grid",
+    tabindex: 0,
+    "aria-label": "All tensors. Arrow keys move, Enter shows a tensor's site.",
+  });
+  private readonly headRow = h("div", { class: "grid-row grid-head", role: "row", "aria-rowindex": 1 });
+  private readonly search = h("input", {
+    type: "search",
+    placeholder: "Search: names, classes, relative_l2>0.01",
+    "aria-label": "Search rows: words, or a metric with a limit such as relative_l2>0.01",
+    autocomplete: "off",
+    spellcheck: "false",
+  });
+  private readonly told = h("span", { class: "quiet told", "aria-live": "polite" });
+  private readonly chips = h("div", { class: "segmented chips", role: "group", "aria-label": "Status" });
+  private readonly list: VirtualList;
+  private readonly columns: ColumnView[];
+  private shownColumns: ColumnView[] = [];
+  private readonly extra = new Set<string>();
+  private indexes: Int32Array;
+  private status = "";
+  private port = "";
+  private sortBy = "order";
+  private descending = false;
+  private active = -1;
+  private timer = 0;
+
+  constructor(private readonly state: State) {
+    const { rows, data } = state;
+    this.indexes = Int32Array.from({ length: rows.count }, (_, i) => i);
+    this.columns = this.views();
+    this.shownColumns = this.columns.filter((c) => c.usual && (!c.needed || c.needed()));
+    this.element.append(this.controls(), this.grid);
+    this.grid.append(this.headRow);
+    this.drawHead();
+    this.list = new VirtualList(
+      this.grid,
+      HEIGHT,
+      () => h("div", { class: "grid-row", role: "row" }),
+      (element, index) => this.fill(element, index),
+      HEAD,
+    );
+    this.grid.setAttribute("aria-colcount", String(this.shownColumns.length));
+    this.grid.addEventListener("click", (event) => {
+      const hit = (event.target as Element).closest<HTMLElement>("[data-index]");
+      if (!hit) return;
+      this.active = Number(hit.dataset["index"]);
+      this.take();
+    });
+    this.grid.addEventListener("keydown", (event) => this.key(event));
+    state.onChoice((choice, by) => {
+      if (choice && by !== "rows") {
+        const at = this.indexes.indexOf(choice.row);
+        if (at >= 0) {
+          this.active = at;
+          this.list.reveal(at);
+        }
+      }
+      this.list.refresh();
+    });
+    this.apply();
+    if (data.verdict.row !== null) {
+      const first = data.verdict.row;
+      requestAnimationFrame(() => {
+        const at = this.indexes.indexOf(first);
+        if (at > 12) this.list.reveal(at, "middle");
+      });
+    }
+  }
+
+  retheme(): void {
+    this.list.refresh();
+  }
+
+  /** The first rows as they are sorted now, for paper. */
+  printed(most: number): HTMLElement {
+    const kept = this.shownColumns;
+    const shown = [...this.indexes.subarray(0, most)];
+    const first = this.state.data.verdict.row;
+    if (first !== null && !shown.includes(first)) shown.unshift(first);
+    return h(
+      "table",
+      { class: "printed" },
+      h("thead", null, h("tr", null, ...kept.map((c) => h("th", null, c.label)))),
+      h("tbody", null, ...shown.map((row) => h("tr", null, ...kept.map((c) => h("td", null, c.text(row)))))),
+    );
+  }
+
+  private views(): ColumnView[] {
+    const { rows, data } = this.state;
+    const text = (id: string, label: string, width: string, get: (row: number) => string, usual = true): ColumnView => ({
+      id,
+      label,
+      title: label,
+      width,
+      align: "left",
+      text: get,
+      key: get,
+      usual,
+    });
+    const other = rows.text("candidate_site");
+    const [here, there] = [rows.text("reference_dtype"), rows.text("candidate_dtype")];
+    const [shape, otherShape] = [rows.text("reference_shape"), rows.text("candidate_shape")];
+    const rank: Record<string, number> = { fail: 0, incomparable: 1, missing: 2, extra: 3, unjudged: 4, pass: 5 };
+    const figure = (id: string, label: string, title: string, get: (row: number) => number | null, show: (row: number) => string, usual: boolean): ColumnView => ({
+      id,
+      label,
+      title,
+      width: "6.6rem",
+      align: "right",
+      text: show,
+      key: (row) => {
+        const value = get(row);
+        return value === null ? -Infinity : Number.isNaN(value) ? Infinity : value;
+      },
+      usual,
+    });
+    const whole = (id: string, get: (row: number) => number | null, needed: () => boolean): ColumnView => ({
+      ...figure(id, id, id, get, (row) => String(get(row) ?? ""), true),
+      width: "3.6rem",
+      needed,
+    });
+    const usualMetrics = new Set(["relative_l2", "cosine", "max_abs_error"]);
+    const standard = new Set(["mean_abs_error", "rmse", "max_rel_error", "mean_rel_error", "projection", "max_ulp", "outside_share", "different", "one_sided"]);
+    return [
+      { ...text("status", "status", "6.2rem", rows.status), key: (row) => rank[rows.status(row)] ?? 9 },
+      {
+        ...text("site", "site", "minmax(13rem, 3fr)", (row) => {
+          const visit = rows.visit(row);
+          return rows.site(row) + (visit ? `#${visit}` : "") + (other(row) ? ` ~ ${other(row)}` : "");
+        }),
+        key: rows.site,
+      },
+      text("port", "port", "5.6rem", rows.port),
+      text("slot", "slot", "6.4rem", rows.slot),
+      whole("step", rows.step, () => rows.steps.length > 1),
+      whole("rank", rows.rank, () => rows.ranks.length > 1),
+      figure("order", "order", "place in the order of execution", rows.order, (row) => String(rows.order(row) ?? ""), false),
+      {
+        ...figure("severity", "of limit", "value over its limit: above 1 is outside", rows.severity, (row) => (rows.compared(row) && rows.decidedBy(row) ? times(rows.severity(row)) : ""), true),
+        width: "5rem",
+      },
+      text("decided_by", "decided by", "7rem", rows.decidedBy, false),
+      figure("limit", "limit", "what was allowed", rows.limit, (row) => fig(rows.limit(row)), false),
+      ...rows.metrics.map((name) => {
+        const about = data.metrics.find((each) => each.name === name);
+        const read = rows.metric(name);
+        const known = usualMetrics.has(name) || standard.has(name) || /_(at|min|max|mean|std|l2|nan|inf)$/.test(name);
+        return {
+          ...figure(name, name, about?.meaning ?? name, read, (row) => metricFigure(name, read(row)), usualMetrics.has(name) || !known),
+          width: name.length > 14 ? "9.5rem" : "7.2rem",
+        };
+      }),
+      text("dtype", "dtype", "10.5rem", (row) => (here(row) === there(row) || !there(row) ? here(row) || there(row) : `${here(row)} → ${there(row)}`)),
+      text("shape", "shape", "7.5rem", (row) => (shape(row) === otherShape(row) || !otherShape(row) ? shape(row) || otherShape(row) : `${shape(row)} → ${otherShape(row)}`)),
+      text("class", "class", "9rem", (row) => rows.className(row) + (rows.otherClass(row) ? ` → ${rows.otherClass(row)}` : "")),
+      text("reason", "why", "minmax(14rem, 4fr)", rows.reason),
+    ];
+  }
+
+  private controls(): HTMLElement {
+    const { rows } = this.state;
+    const ports = new Set<string>();
+    for (let row = 0; row < rows.count; row++) ports.add(rows.port(row));
+    this.drawChips();
+    this.search.addEventListener("input", () => {
+      clearTimeout(this.timer);
+      this.timer = window.setTimeout(() => this.apply(), 90);
+    });
+    return h(
+      "div",
+      { class: "controls" },
+      this.chips,
+      this.search,
+      ports.size > 1 &&
+        h(
+          "label",
+          null,
+          "port ",
+          h(
+            "select",
+            {
+              on: {
+                change: (event: Event) => {
+                  this.port = (event.target as HTMLSelectElement).value;
+                  this.apply();
+                },
+              },
+            },
+            h("option", { value: "" }, "all"),
+            ...[...ports].map((port) => h("option", { value: port }, port)),
+          ),
+        ),
+      this.columnMenu(),
+      h("button", { type: "button", class: "copy", on: { click: (event: Event) => void this.copy(event.currentTarget as HTMLElement) } }, "Copy as CSV"),
+      this.told,
+    );
+  }
+
+  private columnMenu(): HTMLElement {
+    return h(
+      "details",
+      { class: "menu" },
+      h("summary", null, "Columns"),
+      h(
+        "div",
+        { class: "menu-body" },
+        ...this.columns.map((column) =>
+          h(
+            "label",
+            { title: column.title },
+            h("input", {
+              type: "checkbox",
+              checked: this.shownColumns.includes(column),
+              on: {
+                change: (event: Event) => {
+                  const on = (event.target as HTMLInputElement).checked;
+                  if (on) this.extra.add(column.id);
+                  this.shownColumns = this.columns.filter((c) => (c === column ? on : this.shownColumns.includes(c)));
+                  this.drawHead();
+                  for (const row of this.list.body.children) row.replaceChildren();
+                  this.list.refresh();
+                },
+              },
+            }),
+            column.label,
+          ),
+        ),
+      ),
+    );
+  }
+
+  private drawChips(): void {
+    const { rows } = this.state;
+    const counts = new Map<string, number>();
+    for (let row = 0; row < rows.count; row++) counts.set(rows.status(row), (counts.get(rows.status(row)) ?? 0) + 1);
+    const chip = (status: string, label: string, size: number) =>
+      h(
+        "button",
+        {
+          type: "button",
+          class: status,
+          "aria-pressed": String(this.status === status),
+          on: {
+            click: () => {
+              this.status = status;
+              this.drawChips();
+              this.apply();
+            },
+          },
+        },
+        label,
+        h("small", null, count(size)),
+      );
+    clear(
+      this.chips,
+      chip("", "all", rows.count),
+      ...["fail", "incomparable", "missing", "extra", "unjudged", "pass"].filter((status) => counts.has(status)).map((status) => chip(status, status, counts.get(status)!)),
+    );
+  }
+
+  private drawHead(): void {
+    const gap = this.shownColumns.map((c) => c.width).join(" ");
+    this.grid.style.setProperty("--columns", gap);
+    clear(
+      this.headRow,
+      ...this.shownColumns.map((column) =>
+        h(
+          "div",
+          {
+            role: "columnheader",
+            class: column.align,
+            "aria-sort": this.sortBy === column.id ? (this.descending ? "descending" : "ascending") : "none",
+          },
+          h(
+            "button",
+            { type: "button", title: `${column.title}; sort by it`, on: { click: () => this.sort(column) } },
+            column.label,
+            h("i", { "aria-hidden": "true" }, this.sortBy === column.id ? (this.descending ? "▾" : "▴") : ""),
+          ),
+        ),
+      ),
+    );
+  }
+
+  private sort(column: ColumnView): void {
+    if (this.sortBy === column.id) {
+      // Third click: back to the order of execution.
+      const numbersFirst = column.align === "right";
+      if (this.descending === numbersFirst) this.descending = !numbersFirst;
+      else {
+        this.sortBy = "order";
+        this.descending = false;
+      }
+    } else {
+      this.sortBy = column.id;
+      this.descending = column.align === "right";
+    }
+    this.drawHead();
+    this.apply();
+  }
+
+  private apply(): void {
+    const { rows } = this.state;
+    const tests = this.tests();
+    const kept: number[] = [];
+    for (let row = 0; row < rows.count; row++) if (tests.every((test) => test(row))) kept.push(row);
+    const column = this.columns.find((c) => c.id === this.sortBy);
+    if (column && this.sortBy !== "order") {
+      const keys = new Map<number, string | number>(kept.map((row) => [row, column.key(row)]));
+      const sign = this.descending ? -1 : 1;
+      kept.sort((a, b) => {
+        const [x, y] = [keys.get(a)!, keys.get(b)!];
+        return x < y ? -sign : x > y ? sign : a - b;
+      });
+    }
+    this.indexes = Int32Array.from(kept);
+    this.active = this.state.choice ? this.indexes.indexOf(this.state.choice.row) : -1;
+    this.told.textContent = kept.length === rows.count ? `${count(rows.count)} rows` : `${count(kept.length)} of ${count(rows.count)} rows`;
+    this.grid.setAttribute("aria-rowcount", String(kept.length + 1));
+    this.grid.classList.toggle("empty", kept.length === 0);
+    this.list.setCount(kept.length);
+  }
+
+  private tests(): ((row: number) => boolean)[] {
+    const { rows } = this.state;
+    const tests: ((row: number) => boolean)[] = [];
+    if (this.status) tests.push((row) => rows.status(row) === this.status);
+    if (this.port) tests.push((row) => rows.port(row) === this.port);
+    for (const word of this.search.value.toLowerCase().split(/\s+/).filter(Boolean)) {
+      const asked = /^([a-z_0-9]+)(<=|>=|<|>|=)(.+)$/.exec(word);
+      const known = asked && (rows.metrics.includes(asked[1]) || ["step", "rank", "visit", "severity", "limit", "order"].includes(asked[1]));
+      if (asked && known) {
+        const read = rows.metrics.includes(asked[1]) ? rows.metric(asked[1]) : rows.field(asked[1]);
+        const limit = asked[3] === "inf" ? Infinity : Number(asked[3]);
+        const sign = asked[2];
+        if (asked[3] === "nan") tests.push((row) => Number.isNaN(read(row) ?? 0));
+        else if (!Number.isNaN(limit))
+          tests.push((row) => {
+            const value = read(row);
+            if (value === null) return false;
+            if (sign === ">") return value > limit;
+            if (sign === "<") return value < limit;
+            if (sign === ">=") return value >= limit;
+            if (sign === "<=") return value <= limit;
+            return value === limit;
+          });
+        continue;
+      }
+      const fields = ["site", "slot", "class", "candidate_class", "candidate_site", "reason", "reference_dtype", "candidate_dtype", "port"].map((name) => rows.text(name));
+      tests.push((row) => fields.some((field) => field(row).toLowerCase().includes(word)));
+    }
+    return tests;
+  }
+
+  private fill(element: HTMLElement, index: number): void {
+    const { rows, choice, data } = this.state;
+    const row = this.indexes[index];
+    while (element.children.length < this.shownColumns.length) element.append(h("div", { role: "gridcell" }, document.createTextNode("")));
+    const status = rows.status(row);
+    element.className = `grid-row is-${status}${choice?.row === row ? " chosen" : ""}${index === this.active ? " active" : ""}${data.verdict.row === row ? " first" : ""}`;
+    element.id = `row-${index}`;
+    element.dataset["index"] = String(index);
+    element.setAttribute("aria-rowindex", String(index + 2));
+    for (let at = 0; at < this.shownColumns.length; at++) {
+      const column = this.shownColumns[at];
+      const cell = element.children[at] as HTMLElement;
+      const text = column.text(row);
+      const node = cell.firstChild as Text;
+      if (node.data !== text) node.data = text;
+      const name = `c-${column.id.startsWith("c") ? "x" : ""}${column.id} ${column.align}`;
+      if (cell.className !== name) cell.className = name;
+      if (column.id === "severity") {
+        if (text) {
+          const colours = heat(rows.severity(row) ?? 0);
+          cell.style.background = colours.back;
+          cell.style.color = colours.ink;
+        } else cell.style.background = cell.style.color = "";
+      } else if (cell.style.background) cell.style.background = cell.style.color = "";
+      if (column.id === "site" || column.id === "reason") cell.title = text;
+    }
+  }
+
+  private take(): void {
+    const row = this.indexes[this.active];
+    if (row === undefined) return;
+    this.state.choose(this.state.rows.site(row), row, "rows");
+    this.list.refresh();
+  }
+
+  private key(event: KeyboardEvent): void {
+    if (event.target !== this.grid || event.altKey || event.ctrlKey || event.metaKey) return;
+    const last = this.indexes.length - 1;
+    let next = this.active;
+    if (event.key === "ArrowDown") next = Math.min(last, next + 1);
+    else if (event.key === "ArrowUp") next = Math.max(0, next - 1);
+    else if (event.key === "PageDown") next = Math.min(last, next + 15);
+    else if (event.key === "PageUp") next = Math.max(0, next - 15);
+    else if (event.key === "Home") next = 0;
+    else if (event.key === "End") next = last;
+    else if (event.key === "Enter") return this.take();
+    else if (event.key === "/") {
+      event.preventDefault();
+      return this.search.focus();
+    } else return;
+    event.preventDefault();
+    this.active = next;
+    this.list.reveal(next);
+    this.list.refresh();
+    this.grid.setAttribute("aria-activedescendant", `row-${next}`);
+  }
+
+  /** All fields and metrics of the rows that are listed, in their order; as rows.csv has them. */
+  csv(): string {
+    const { rows } = this.state;
+    const texts = new Set(["site", "port", "slot", "phase", "moment", "status", "reason", "by", "class", "basis", "estimated", "decided_by", "limit_from"]);
+    const isText = (name: string) => texts.has(name) || (name.startsWith("candidate_") && !/step|visit|rank/.test(name)) || name.startsWith("reference_");
+    const readers = [
+      ...FIELDS.map((name) => (isText(name) ? rows.text(name) : plain(rows.field(name)))),
+      ...rows.metrics.map((name) => plain(rows.metric(name))),
+    ];
+    const lines = [[...FIELDS, ...rows.metrics].map(quoted).join(",")];
+    for (const row of this.indexes) lines.push(readers.map((read) => quoted(read(row))).join(","));
+    return lines.join("\n") + "\n";
+  }
+
+  private async copy(button: HTMLElement): Promise<void> {
+    const text = this.csv();
+    let done = true;
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      const area = h("textarea", { class: "offscreen", "aria-hidden": "true" });
+      area.value = text;
+      document.body.append(area);
+      area.select();
+      done = document.execCommand("copy");
+      area.remove();
+    }
+    const before = button.textContent;
+    button.textContent = done ? `Copied ${count(this.indexes.length)} rows` : "The browser refused";
+    setTimeout(() => (button.textContent = before), 1600);
+  }
+}
+
+function plain(read: (row: number) => number | null): (row: number) => string {
+  return (row) => {
+    const value = read(row);
+    if (value === null) return "";
+    if (Number.isNaN(value)) return "nan";
+    if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
+    return String(value);
+  };
+}
+
+function quoted(text: string): string {
+  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
