@@ -35,8 +35,9 @@ def remote_page(document: Mapping[str, Any]) -> str:
 
 
 def _page(document: Mapping[str, Any], source: Literal["embedded", "remote"], data: str) -> str:
-    script = (_BUNDLE / "page.js").read_text(encoding="utf-8")
-    style = (_BUNDLE / "page.css").read_text(encoding="utf-8")
+    name = "page" if source == "embedded" else "view"
+    script = (_BUNDLE / f"{name}.js").read_text(encoding="utf-8")
+    style = (_BUNDLE / f"{name}.css").read_text(encoding="utf-8")
     connect = "connect-src 'self'; " if source == "remote" else ""
     policy = (
         f"default-src 'none'; script-src {_hashed(script)}; style-src {_hashed(style)}; {connect}"
