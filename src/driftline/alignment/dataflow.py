@@ -136,12 +136,13 @@ def _list(value: object) -> list[Any]:
 
 def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], dict[Place, str]]:
     """Edges where an input holds the very bytes of an output made before it; and names of bytes."""
-    made: dict[str, Place] = {}
+    made: dict[str, list[Place]] = {}
     makers: dict[Place, Place] = {}
     names: dict[Place, str] = {}
     read = 0
     for call in sorted(calls, key=lambda call: call.order):
         for port in ("input", "output") if call.leaf else ("input",):
+            taken: dict[str, list[Place]] = {}
             for record in call.records:
                 if record.key.port != port or record.key.phase != "forward":
                     continue
@@ -158,9 +159,14 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
                 if not digest or len(record.shape) < 2 or not call.leaf:
                     continue
                 if port == "output":
-                    made[digest] = place
+                    made.setdefault(digest, []).append(place)
                 elif digest in made:
-                    makers[place] = made[digest]
+                    taken.setdefault(digest, []).append(place)
+            for digest, places in taken.items():
+                # Of several outputs of the same bytes either is right, but not one for all.
+                last = made[digest][-len(places) :]
+                for at, place in enumerate(places):
+                    makers[place] = last[min(at, len(last) - 1)]
     return makers, names
 
 
