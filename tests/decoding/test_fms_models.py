@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from tiny_decoders import FP16, GRANITE, LLAMA, PROMPTS, golden_logits, llama, tokenizer
+from tiny_decoders import DATA, FP16, GRANITE, LLAMA, PROMPTS, golden_logits, llama, tokenizer
 
+from driftline.decoding import fp8_attention
 from driftline.decoding.generation import generate
 from driftline.decoding.models import load_model
+from driftline.decoding.paged import FP8, OF_FMS, PAGED_FP8
 from driftline.decoding.prompts import PromptPool
 from driftline.decoding.targets import Target
 from driftline.errors import BadInput
@@ -70,11 +74,53 @@ def test_other_attention_gives_the_same_numbers_by_another_way(model, attention)
     assert not torch.equal(found.logits, expected.logits), "it was really computed otherwise"
 
 
-def test_paged_attention_is_refused_where_it_cannot_be() -> None:
-    with pytest.raises(BadInput, match="paged attention is one of ibm-fms"):
-        llama(Target(attention="paged"))
-    with pytest.raises(BadInput, match="split over ranks"):
-        llama(Target(attention="paged"), library="fms", distributed=True)
+@pytest.mark.parametrize("attention", OF_FMS)
+def test_attention_of_ibm_fms_is_refused_of_another_library(attention) -> None:
+    with pytest.raises(BadInput, match=f"{attention} is an attention of ibm-fms"):
+        llama(Target(attention=attention))
+
+
+def test_a_misspelt_attention_is_no_silent_other_one() -> None:
+    with pytest.raises(BadInput, match="ibm-fms has no attention 'math_fp'") as trouble:
+        llama(Target(attention="math_fp"), library="fms")
+    assert "math_fp8" in trouble.value.hint
+
+
+def test_attention_in_fp8_gives_what_the_original_gives() -> None:
+    """Sixteen logits of four steps, by fms-model-optimizer 0.8.7, whose operators define it."""
+    drawn = PromptPool(PROMPTS, tokenizer()).sample(3, 60)
+    plain = generate(llama(library="fms"), drawn, 9, length=60)
+    golden = json.loads((DATA / "fp8_attention.json").read_text())
+    for attention in FP8:
+        model = llama(Target(attention=attention), library="fms")
+        found = generate(model, drawn, 9, length=60, forced=plain.tokens).logits
+        assert found is not None
+        some = found[:, [0, 1, 5, 8], ::24]
+        torch.testing.assert_close(some, torch.tensor(golden[attention]), rtol=0, atol=1e-3)
+        away = (found - plain.logits).abs().amax(dim=(0, 2))  # type: ignore[operator]
+        assert away[1:].min() > 0.1, "it is really in fp8"
+        # In blocks the first call computes with what it has, and keeps it in fp8.
+        assert (float(away[0]) < 1e-4) == (attention == PAGED_FP8)
+
+
+def test_fp8_keeps_the_scale_of_the_first_call_and_what_is_beyond_it_becomes_the_largest() -> None:
+    store = fp8_attention._store_in_a_row  # type: ignore[attr-defined]
+    first = torch.tensor([1.0, -2.0, 0.5, 4.0]).reshape(2, 1, 1, 2)  # two texts of one token
+    keys, values, *_ = store(first, first, None, None)
+    assert keys.scale.tolist() == pytest.approx([2 / 200, 4 / 200])
+    assert values.scale.tolist() == pytest.approx([2 / 100, 4 / 100])
+    assert keys.data.float().flatten().tolist() == [96, -192, 24, 192], "of 100, -200, 25, 200"
+    later = torch.tensor([1000.0, 2.0, -1e9, 4.0]).reshape(2, 1, 1, 2)
+    more, _, kept, _ = store(later, later, keys, values)
+    assert torch.equal(more.scale, keys.scale)
+    assert kept.data.shape == (2, 1, 2, 2)
+    assert kept.data[:, 0, 1].float().tolist() == [[448, 192], [-448, 192]]
+
+
+def test_a_model_with_sinks_has_no_attention_in_fp8() -> None:
+    ones = torch.ones(1, 1, 1, 2)
+    with pytest.raises(BadInput, match="whose attention has sinks"):
+        fp8_attention._attend(ones, ones, ones, 1, 1, 0.0, None, sinks=ones)  # type: ignore[attr-defined]
 
 
 def test_a_compiled_model_of_ibm_fms_runs() -> None:

@@ -275,8 +275,7 @@ def test_shapes_are_the_full_product_with_the_documented_ids():
         ("FAILURE_THRESHOLD", "2", "takes a share from 0 to 1, not '2'"),
         ("SKIP_ASSERTIONS", "cee", "takes ce and mean_diff, not 'cee'"),
         ("METRICS_THRESHOLD", "3", "takes two numbers, ce and mean diff, not '3'"),
-        ("ATTN_TYPE", "paged", "paged is an attention of ibm-fms"),
-        ("ATTN_TYPE", "paged_fp8", "can be sdpa, math, paged here, not 'paged_fp8'"),
+        ("ATTN_TYPE", "pagd", "can be sdpa, math, paged, math_fp8, paged_fp8, not 'pagd'"),
         ("TIMING", "all", "takes e2e or per-token"),
         ("CANDIDATE", "device=cuda,dtype=fp99", "'fp99' is no number format"),
         ("SAVE_VALIDATION_INFO_OUTPUTS", "1", "no folder is named"),
@@ -285,6 +284,23 @@ def test_shapes_are_the_full_product_with_the_documented_ids():
 def test_words_that_mean_nothing_are_refused_in_a_sentence(word, value, message):
     with pytest.raises(BadInput, match=message):
         ask(**{word: value})
+
+
+def test_attention_of_ibm_fms_has_it_load_the_models_and_is_refused_of_another_library():
+    paged, fp8 = ask(ATTN_TYPE="paged"), ask(ATTN_TYPE="math_fp8")
+    assert (paged.library, paged.candidate.attention, paged.reference.attention) == (
+        *("fms", "paged", ""),
+    )
+    # fp8 rounds a lot: on one side only it would be found instead of what the device does.
+    assert (fp8.library, fp8.candidate.attention, fp8.reference.attention) == (
+        *("fms", "math_fp8", "math_fp8"),
+    )
+    assert fp8.prefix == f"{ask().prefix}_attn-type-math_fp8"
+    assert paged.prefix == ask().prefix
+    said = ask(ATTN_TYPE="paged_fp8", REFERENCE="attention=eager")
+    assert (said.candidate.attention, said.reference.attention) == ("paged_fp8", "eager")
+    with pytest.raises(BadInput, match=r"is an attention of ibm-fms, and .*LIBRARY.* says trans"):
+        ask(ATTN_TYPE="paged_fp8", LIBRARY="transformers")
 
 
 def test_a_name_that_no_file_can_have_is_refused_where_files_are_named():

@@ -13,7 +13,14 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from driftline.decoding.paged import PAGED, PagedCache, paged_arguments
+from driftline.decoding.paged import (
+    MATH_FP8,
+    PAGED,
+    PAGED_FP8,
+    PagedCache,
+    fp8_arguments,
+    paged_arguments,
+)
 from driftline.decoding.targets import Target, ready
 
 if TYPE_CHECKING:
@@ -99,9 +106,13 @@ class DecoderModel:
         ids, mask = ids.to(self.device), mask.to(self.device)
         words = call(ids, mask, position_ids.to(self.device), cache)
         paged: PagedCache | None = None
-        if self.library == "fms" and self.target.attention == PAGED:
-            more, paged = paged_arguments(self.module, ids, mask, cache)
+        attention = self.target.attention
+        if self.library == "fms" and attention in (PAGED, PAGED_FP8):
+            fp8 = attention == PAGED_FP8
+            more, paged = paged_arguments(self.module, ids, mask, cache, fp8=fp8)
             words |= more
+        elif self.library == "fms" and attention == MATH_FP8:
+            words |= fp8_arguments()
         if every_position:
             words = {name: word for name, word in words.items() if name not in _LAST_ONLY}
         output: Any = self.module(**words)

@@ -76,8 +76,8 @@ class LayersAsk(NamedTuple):
     @property
     def prefix(self) -> str:
         """Layer files carry the long name of the number format."""
-        dtype = DTYPES[self.candidate.dtype]
-        return out_files.prefix(self.model, self.new_tokens, self.batch_size, self.length, dtype)
+        shape = (self.new_tokens, self.batch_size, self.length, DTYPES[self.candidate.dtype])
+        return out_files.prefix(self.model, *shape, attention=self.reference.attention)
 
     @property
     def sidecar(self) -> Path:

@@ -85,9 +85,8 @@ class MetricsAsk(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        return out_files.prefix(
-            self.model, self.new_tokens, self.batch_size, self.length, self.candidate.dtype
-        )
+        shape = (self.new_tokens, self.batch_size, self.length, self.candidate.dtype)
+        return out_files.prefix(self.model, *shape, attention=self.reference.attention)
 
     @property
     def rounds(self) -> int:

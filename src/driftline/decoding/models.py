@@ -15,11 +15,11 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from driftline.decoding.decoder import DecoderModel, Library, eos_of
+from driftline.decoding.decoder import PLAIN, DecoderModel, Library, eos_of
 from driftline.decoding.hub import find_id
-from driftline.decoding.paged import PAGED
+from driftline.decoding.paged import OF_FMS
 from driftline.decoding.targets import Target, ready
-from driftline.errors import BadInput, DriftlineError
+from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.registry import require
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ TRANSFORMERS = "driftline[transformers]"
 FMS = "driftline[fms]"
 WEIGHTS_SEED = 42
 """Random weights of a micro model are drawn from it, so both sides draw the same."""
+_FMS_ATTENTION = ("", "sdpa", PLAIN, *OF_FMS)
 
 
 def end_ids(source: str, tokenizer: Any = None) -> tuple[int, ...]:
@@ -109,13 +110,16 @@ def load_model(
     place = ready(target)
     find_model(source, architecture)
     find_library(architecture, library)
-    if target.attention == PAGED and kind != "fms":
+    if target.attention in OF_FMS and kind != "fms":
         raise BadInput(
-            "paged attention is one of ibm-fms",
+            f"{target.attention} is an attention of ibm-fms",
             hint="give --library fms (extra driftline[fms])",
         )
-    if target.attention == PAGED and distributed:
-        raise BadInput("paged attention and a model that is split over ranks do not go together")
+    if kind == "fms" and target.attention not in _FMS_ATTENTION:
+        raise BadInput(
+            f"ibm-fms has no attention '{target.attention}' here",
+            hint=did_you_mean(target.attention, _FMS_ATTENTION[1:]),
+        )
     ask = _Ask(
         source,
         target,

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+from driftline.decoding.paged import FP8
 from driftline.errors import BadFile, BadInput
 
 if TYPE_CHECKING:
@@ -61,15 +62,26 @@ def flat(model: str) -> str:
     return model.rstrip("/").replace("/", "--")
 
 
-def prefix(model: str, new_tokens: int, batch_size: int, length: int, dtype: str) -> str:
+def prefix(
+    model: str, new_tokens: int, batch_size: int, length: int, dtype: str, attention: str = ""
+) -> str:
     """What all files of one model and shape begin with.
+
+    Args:
+        model: Its id or path.
+        new_tokens: Per prompt.
+        batch_size: Prompts.
+        length: Of the prompts.
+        dtype: The candidate's number format.
+        attention: The reference's; one in fp8 is named, as it gives other numbers than any other.
 
     >>> prefix("acme/tiny", 128, 1, 64, "fp16")
     'acme--tiny_max-new-tokens-128_batch-size-1_seq-length-64_dtype-fp16'
     """
+    kind = f"_attn-type-{attention}" if attention in FP8 else ""
     return (
         f"{flat(model)}_max-new-tokens-{new_tokens}_batch-size-{batch_size}"
-        f"_seq-length-{length}_dtype-{dtype}"
+        f"_seq-length-{length}_dtype-{dtype}{kind}"
     )
 
 

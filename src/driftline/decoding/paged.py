@@ -1,8 +1,9 @@
 """A cache that lies in blocks, for the paged attention of ibm-fms: which token is stored where.
 
 ibm-fms brings the operators (`spyre::paged_attn_store`, `…_compute`) in a plain form for CPU and
-CUDA, which the AIU's compiler replaces by its own. Every sequence has blocks of its own; padding
-takes places as tokens do, and is not looked at.
+CUDA, which the AIU's compiler replaces by its own; those for keys and values in fp8 are
+`fp8_attention`'s. Every sequence has blocks of its own; padding takes places as tokens do, and is
+not looked at.
 """
 
 # torch and fms are only partly annotated.
@@ -11,13 +12,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from driftline.decoding import fp8_attention
+from driftline.decoding.fp8_attention import Scaled
 from driftline.registry import require
 
 if TYPE_CHECKING:
     import torch
 
 PAGED = "paged"
-"""The attention of a target that this is for."""
+PAGED_FP8 = "paged_fp8"
+"""The attentions of a target that this is for; of the second keys and values are kept in fp8."""
+MATH_FP8 = "math_fp8"
+"""Kept in fp8, in no blocks."""
+FP8 = (MATH_FP8, PAGED_FP8)
+OF_FMS = (PAGED, *FP8)
+"""Attentions that only models of ibm-fms have."""
 BLOCK = 64
 """Tokens of a block, as on the AIU."""
 _OPERATORS = "fms.utils.spyre.paged"
@@ -27,12 +36,35 @@ _NAME = "spyre_paged_attn"
 class PagedCache(NamedTuple):
     """Keys and values of each layer [blocks, BLOCK, heads, size], and each sequence's blocks."""
 
-    states: list[tuple[torch.Tensor, torch.Tensor]]
+    states: list[tuple[Any, Any]]
     table: torch.Tensor
 
 
+def told_of(candidate: str, reference: str) -> list[str]:
+    """A line where the attention of a candidate is one of ibm-fms, which then loads the models.
+
+    >>> told_of("math_fp8", "math_fp8")
+    ['ibm-fms loads the models; attention: math_fp8, of the reference: math_fp8']
+    """
+    if candidate not in OF_FMS:
+        return []
+    other = reference or "the usual one"
+    return [f"ibm-fms loads the models; attention: {candidate}, of the reference: {other}"]
+
+
+def fp8_arguments() -> dict[str, Any]:
+    """What a model of ibm-fms is told so that it keeps keys and values in fp8, in no blocks."""
+    fp8_attention.register()
+    return {"attn_name": fp8_attention.IN_A_ROW}
+
+
 def paged_arguments(
-    module: Any, ids: torch.Tensor, mask: torch.Tensor, cache: PagedCache | None
+    module: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    cache: PagedCache | None,
+    *,
+    fp8: bool = False,
 ) -> tuple[dict[str, Any], PagedCache]:
     """What a model of ibm-fms is told beside ids and positions, and the cache with room for them.
 
@@ -41,16 +73,20 @@ def paged_arguments(
         ids: int64 [batch, new].
         mask: bool [batch, all]: True where a token is real, of everything up to the last id.
         cache: What there is so far; None at first.
+        fp8: Whether keys and values are kept in fp8.
     """
     import torch
 
-    require(_OPERATORS, install="driftline[fms]")
+    if fp8:
+        fp8_attention.register()
+    else:
+        require(_OPERATORS, install="driftline[fms]")
     first = cache is None
     total, new = int(mask.shape[1]), int(ids.shape[1])
-    cache = _with_room(_empty(module, ids) if cache is None else cache, total)
+    cache = _with_room(_empty(module, ids, fp8=fp8) if cache is None else cache, total)
     places = torch.arange(total - new, total, device=ids.device)
     words: dict[str, Any] = {
-        "attn_name": _NAME,
+        "attn_name": fp8_attention.IN_BLOCKS if fp8 else _NAME,
         "past_key_value_states": cache.states,
         "slot_mapping": cache.table[:, places // BLOCK] * BLOCK + places % BLOCK,
         "block_table": None if first else cache.table,
@@ -61,13 +97,22 @@ def paged_arguments(
     return words, cache
 
 
-def _empty(module: Any, ids: torch.Tensor) -> PagedCache:
-    config = module.config
-    heads = int(getattr(config, "kvheads", 0) or config.nheads)
-    size = int(getattr(config, "head_dim", 0) or config.emb_dim // config.nheads)
-    weights = next(module.parameters())
-    nothing = weights.new_zeros((0, BLOCK, heads, size))
-    return PagedCache([(nothing, nothing)] * int(config.nlayers), ids.new_zeros((len(ids), 0)))
+def _empty(module: Any, ids: torch.Tensor, *, fp8: bool) -> PagedCache:
+    """No blocks yet; of a model that is split over ranks each rank has some of the heads."""
+    import torch
+
+    layers: list[tuple[Any, Any]] = []
+    for attention in module.modules():
+        if not (hasattr(attention, "kvheads") and hasattr(attention, "dense")):
+            continue
+        sizes = (attention.emb_kq_per_head, attention.emb_v_per_head)
+        weights = attention.dense.weight
+        nothing = [weights.new_zeros((0, BLOCK, attention.kvheads, size)) for size in sizes]
+        if fp8:
+            unknown = torch.ones(len(ids), device=ids.device)
+            nothing = [Scaled(each.to(torch.float8_e4m3fn), unknown) for each in nothing]
+        layers.append((nothing[0], nothing[1]))
+    return PagedCache(layers, ids.new_zeros((len(ids), 0)))
 
 
 def _with_room(cache: PagedCache, total: int) -> PagedCache:
@@ -77,11 +122,19 @@ def _with_room(cache: PagedCache, total: int) -> PagedCache:
     more = -(-total // BLOCK) - there
     if more <= 0:
         return cache
-    known = cache.states[0][0].shape[0]
+    known = there * batch
     fresh = torch.arange(known, known + more * batch, device=cache.table.device)
     table = torch.cat([cache.table, fresh.view(batch, more)], dim=1)
-    states: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for keys, values in cache.states:
-        room = keys.new_zeros((more * batch, *keys.shape[1:]))
-        states.append((torch.cat([keys, room]), torch.cat([values, room])))
+    states = [
+        (_longer(keys, more * batch), _longer(values, more * batch))
+        for keys, values in cache.states
+    ]
     return PagedCache(states, table)
+
+
+def _longer(blocks: Any, more: int) -> Any:
+    import torch
+
+    if isinstance(blocks, Scaled):
+        return Scaled(_longer(blocks.data, more), blocks.scale)
+    return torch.cat([blocks, blocks.new_zeros((more, *blocks.shape[1:]))])

@@ -40,7 +40,8 @@ class Target(NamedTuple):
         dtype: Short name of the number format of the weights: a key of `DTYPES`.
         compile: Backend of `torch.compile`; empty for none.
         dynamic: Compile once for all lengths (`--compile_dynamic`), not for each.
-        attention: Which attention transformers shall use (`eager`, `sdpa`); empty: its choice.
+        attention: Which attention transformers shall use (`eager`, `sdpa`), or one of ibm-fms
+            (`paged`, `math_fp8`, `paged_fp8`); empty: the library's choice.
     """
 
     device: str = "cpu"

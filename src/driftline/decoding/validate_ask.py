@@ -24,6 +24,7 @@ from driftline.decoding.known_thresholds import (
     read_table,
     seed_table,
 )
+from driftline.decoding.paged import FP8, OF_FMS
 from driftline.decoding.targets import (
     AIU_BACKEND,
     AIU_PACKAGE,
@@ -35,7 +36,7 @@ from driftline.errors import BadInput, did_you_mean
 
 TINY = "tiny_models"
 """Folder below the saved outputs that holds those of micro models."""
-ATTENTION = {"sdpa": "", "math": "eager", "paged": "paged"}
+ATTENTION = {"sdpa": "", "math": "eager", **{name: name for name in OF_FMS}}
 """Kinds of attention by their documented names, as targets call them."""
 DEFAULTS = {
     "COMMON_BATCH_SIZES": "1,2,4,8",
@@ -137,7 +138,7 @@ class ValidateAsk(NamedTuple):
     @property
     def prefix(self) -> str:
         shape = (self.new_tokens, self.batch_size, self.length, self.candidate.dtype)
-        return out_files.prefix(self.model, *shape)
+        return out_files.prefix(self.model, *shape, attention=self.reference.attention)
 
     def out(self, side: out_files.Side, seed: int) -> Path | None:
         if self.info_dir is None:
@@ -171,6 +172,7 @@ def asks_from(said: Read, *, say: Say = print) -> list[ValidateAsk]:
         _skip(read)
         return []
     targets = _targets(read)
+    library = _library(read, targets)
     table = _table(read, say)
     info_dir = Path(read("VALIDATION_INFO_DIR")) if read("VALIDATION_INFO_DIR") else None
     save = _flag(read, "SAVE_VALIDATION_INFO_OUTPUTS")
@@ -206,7 +208,7 @@ def asks_from(said: Read, *, say: Say = print) -> list[ValidateAsk]:
                 info_dir=info_dir,
                 save=save,
                 tokenizer=read("TOKENIZER"),
-                library=read("LIBRARY"),
+                library=library,
                 distributed=_flag(read, "DISTRIBUTED"),
                 timing=_timing(read),
             )
@@ -295,13 +297,8 @@ def _targets(read: Read) -> tuple[Target, Target]:
     attention = read("ATTN_TYPE")
     if attention not in ATTENTION:
         raise BadInput(
-            f"{called('ATTN_TYPE')} can be {', '.join(ATTENTION)} here, not '{attention}'",
-            hint="attention in fp8 is computed by the AIU's own software alone",
-        )
-    if attention == "paged" and read("LIBRARY") != "fms":
-        raise BadInput(
-            f"{called('ATTN_TYPE')} paged is an attention of ibm-fms",
-            hint="set FMS_TEST_SHAPES_LIBRARY=fms, or give --library fms",
+            f"{called('ATTN_TYPE')} can be {', '.join(ATTENTION)}, not '{attention}'",
+            hint=did_you_mean(attention, ATTENTION),
         )
     if read("CANDIDATE"):
         candidate = parse_target(read("CANDIDATE"), dtype=dtype)
@@ -312,7 +309,22 @@ def _targets(read: Read) -> tuple[Target, Target]:
     reference = parse_target(read("REFERENCE"))
     if ATTENTION[attention] and not candidate.attention:
         candidate = candidate._replace(attention=ATTENTION[attention])
+    if attention in FP8 and not reference.attention:
+        # What fp8 itself costs is not what the device does wrong: both sides round alike.
+        reference = reference._replace(attention=attention)
     return reference, candidate
+
+
+def _library(read: Read, targets: Sequence[Target]) -> str:
+    """Who loads the models: ibm-fms, unless somebody says another, where attention is its own."""
+    said = read("LIBRARY")
+    needed = [target.attention for target in targets if target.attention in OF_FMS]
+    if needed and said not in ("", "fms"):
+        raise BadInput(
+            f"{needed[0]} is an attention of ibm-fms, and {called('LIBRARY')} says {said}",
+            hint="say fms, or nothing",
+        )
+    return "fms" if needed else said
 
 
 def _trained(model: str, home: str) -> str:

@@ -22,6 +22,7 @@ from driftline.decoding.generation import Validation, generate
 from driftline.decoding.job import Job, join_job
 from driftline.decoding.models import end_ids, find_model, load_model, load_tokenizer, model_layers
 from driftline.decoding.out_files import REFERENCE, Saved
+from driftline.decoding.paged import told_of
 from driftline.decoding.prompts import Padded, Prompt, PromptPool, pad_left
 from driftline.decoding.round_scores import score_round
 from driftline.decoding.saved_reference import require_fitting
@@ -70,9 +71,7 @@ class Verdict(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        if not self.rates:
-            return self.tokens_equal
-        return all(rate.passed for rate in self.rates)
+        return all(rate.passed for rate in self.rates) if self.rates else self.tokens_equal
 
     @property
     def complaint(self) -> str:
@@ -183,6 +182,8 @@ class _Work:
             f"testing model={ask.model}, batch_size={ask.batch_size}, seq_length={ask.length}, "
             f"max_new_tokens={ask.new_tokens}, micro_model={ask.micro}"
         )
+        for line in told_of(ask.candidate.attention, ask.reference.attention):
+            self.say(line)
         self._look_ahead()
         drawn = "randomly initialized" if ask.random_weights else "trained"
         self.say(f"using {drawn} model")
@@ -246,8 +247,7 @@ class _Work:
             saved = out_files.read_out(place)
             require_fitting(saved, batch, self.ask.new_tokens, self.ask.source, str(place))
             return saved
-        made = self._generated(self.subjects.reference(self.ask, self.job), batch, "cpu")
-        saved = _saved(made)
+        saved = _saved(self._generated(self.subjects.reference(self.ask, self.job), batch, "cpu"))
         self._save(REFERENCE, seed, saved)
         return saved
 
