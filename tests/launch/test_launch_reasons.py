@@ -18,7 +18,9 @@ from driftline.launch.sinks import Late, Limited
 from driftline.launch.wake import leave_mark
 from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
+from driftline.runs.reader import open_run
 from driftline.runs.record import Record
+from driftline.runs.writer import RunWriter
 
 PLAN = CapturePlan("/tmp/x", Selection(steps=("0",)))
 NET = (Place("(root)", "Net", ""), Place("head", "Linear", "0"))
@@ -160,6 +162,26 @@ def test_a_limited_sink_ends_with_the_step_that_met_the_limit():
     assert said == [
         "the first step takes 128 bytes of the limit of 200 bytes; "
         "all 4 selected steps would take about 512 bytes; the limit holds about 1 step"
+    ]
+
+
+def test_parameters_that_are_there_already_do_not_meet_the_limit(tmp_path):
+    said: list[str] = []
+    writer = RunWriter(tmp_path / "run", max_bytes=400)
+    limited = Limited(writer, limit=400, say=said.append)
+    weight = np.arange(192, dtype=np.uint8)
+    for step in range(3):
+        key = TensorKey.of("m/aten.mm", "param", "mat2", step=step)
+        limited.put(Record(key, 0, "uint8", (192,)), weight)
+        limited.put(*tensor(step))
+        if step == 0:
+            limited.event("estimate", "the first step", steps=2, once=192)
+    limited.close()
+    steps = [record.key.step for record in open_run(tmp_path / "run").records if not record.lost]
+    assert steps == [0, 0, 1, 1, 2, 2]
+    assert said == [
+        "the first step takes 256 bytes of the limit of 400 bytes; "
+        "all 2 selected steps would take about 320 bytes; the limit holds about 3 steps"
     ]
 
 

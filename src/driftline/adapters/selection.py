@@ -201,8 +201,12 @@ class Selection:
 def require_visible(ports: Iterable[str], levels: Iterable[str]) -> None:
     """Raise when a port was asked for that no chosen level shows."""
     chosen = tuple(levels)
+    wanted = tuple(ports)
     seen = {port for level in chosen for port in LEVEL_PORTS[level]}
-    for pattern in ports:
+    whole = ("input", "output")
+    if "ops" in chosen and all(any(fnmatchcase(p, w) for w in wanted) for p in whole):
+        seen.add("param")  # what an operator that can be executed again has read
+    for pattern in wanted:
         if not any(fnmatchcase(port, pattern) for port in seen):
             shown = next(
                 level

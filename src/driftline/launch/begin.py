@@ -113,6 +113,7 @@ class Launched:
             self.experiment = _load(kind)(plan.experiment, self.session, self._rank)
         # Whoever keeps operators whole can have them executed again, which takes their parameters.
         again = self.session.replayable and plan.layout == "run" and not plan.experiment
+        self.session.for_replay = again
         if plan.wants_calls or again:
             write = functools.partial(self.sink.sheet, CALLS)
             self.session.taps.append(_load(CALLS_TAP)(self.session, write))

@@ -198,9 +198,13 @@ class Limited(Forwarding):
     def put(self, record: Record, data: Bytes | None) -> None:
         size = 0 if data is None else data.nbytes
         if self._last_step is None:
-            if size and self.inner.bytes_written + size > self._limit:
+            beyond = bool(size) and self.inner.bytes_written + size > self._limit
+            self.inner.put(record, data)
+            # Bytes that are there already, as parameters are after a step, take no room.
+            if beyond and getattr(self.inner, "over_limit", True):
                 self._last_step = record.key.step
-        elif record.key.step > self._last_step:
+            return
+        if record.key.step > self._last_step:
             if not self._told:
                 self._told = True
                 self.inner.event(
@@ -212,16 +216,19 @@ class Limited(Forwarding):
     def event(self, kind: str, message: str, **details: JSON) -> None:
         self.inner.event(kind, message, **details)
         if kind == "estimate":
-            self._say(self._estimate(details.get("steps")))
+            self._say(self._estimate(details.get("steps"), details.get("once")))
 
-    def _estimate(self, steps: JSON) -> str:
+    def _estimate(self, steps: JSON, once: JSON) -> str:
         taken = max(1, self.inner.bytes_written)
+        weights = once if isinstance(once, int) else 0
+        each = max(1, taken - weights)
         if self._last_step is not None:
             return f"the first step does not fit into the limit of {say_size(self._limit)}"
         text = f"the first step takes {say_size(taken)} of the limit of {say_size(self._limit)}"
         if isinstance(steps, int) and steps > 1:
-            text += f"; all {steps} selected steps would take about {say_size(taken * steps)}"
-        fitting = max(1, self._limit // taken)
+            total = weights + each * steps
+            text += f"; all {steps} selected steps would take about {say_size(total)}"
+        fitting = max(1, (self._limit - weights) // each)
         return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"
 
 

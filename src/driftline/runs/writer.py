@@ -121,6 +121,11 @@ class RunWriter:
         return self._journal.failure if self._journal is not None else self._no_folder
 
     @property
+    def over_limit(self) -> bool:
+        """Whether something did not fit into `max_bytes`."""
+        return self._over_limit
+
+    @property
     def bytes_written(self) -> int:
         return self._bytes
 

@@ -155,6 +155,7 @@ def capture(
         from driftline.adapters.torch.calls import CallTap
 
         session.taps.append(CallTap(session, functools.partial(sink.sheet, CALLS)))
+        session.for_replay = True
     return Capture(session, folder)
 
 

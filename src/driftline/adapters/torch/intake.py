@@ -37,6 +37,7 @@ class Intake:
     Attributes:
         lock: Held around everything that writes.
         tensors: How many were handed to the sink.
+        weight_bytes: What parameters took of the sink; a second step finds them there.
         broken: The sink could not even take an event; nothing more is tried.
     """
 
@@ -51,7 +52,7 @@ class Intake:
         self._make_sink = sink if callable(sink) else None
         self.sink: Sink | None = None if callable(sink) else sink
         self.lock = threading.RLock()
-        self.tensors = 0
+        self.tensors = self.weight_bytes = 0
         self.broken = False
         self._selection = selection
         self._reduction = reduction
@@ -62,7 +63,7 @@ class Intake:
 
     def after_fork(self) -> None:
         self.lock = threading.RLock()
-        self.tensors = 0
+        self.tensors = self.weight_bytes = 0
 
     def event(self, kind: str, message: str, **details: Any) -> None:
         """Note something for the reader of the run."""
@@ -178,7 +179,12 @@ class Intake:
             shot.placement,
         )
         sink = self.sink or self._open_sink()
-        sink.put(record, data)
+        if key.port == "param":
+            before = sink.bytes_written
+            sink.put(record, data)
+            self.weight_bytes += sink.bytes_written - before
+        else:
+            sink.put(record, data)
         self.tensors += 1
 
     def _summary(self, digest: str, shot: snapshots.Snapshot) -> Summary:

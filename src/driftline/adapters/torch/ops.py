@@ -14,10 +14,11 @@ called; see `held.py`.
 
 Views, and memory that was allocated but not yet written, have no values of their own and are left
 out; so is what an operator overwrites unread (`out=`, `bernoulli_`), and parameters as inputs: they
-are the parameter level's. With that level, and values kept whole, a parameter that an operator read
-is kept under the port `param`, in the order in which it lies in memory: its bytes are there already
-as a rule, and the operator can be executed again. Inputs are read before the call, outputs after
-it, and what an operator wrote into its arguments counts as output.
+are the parameter level's. Where operators are to be executed again from the run (its list of calls
+is kept, and values whole), a parameter that an operator read is kept under the port `param`, in the
+order in which it lies in memory: its bytes are stored once, however many operators read it. Inputs
+are read before the call, outputs after it, and what an operator wrote into its arguments counts as
+output.
 
 Compiled regions stay compiled: their kernels run unseen, only what they call back is seen.
 How a tensor is kept is not known here; the session's `emit` does that.
@@ -72,7 +73,8 @@ class OperatorTap:
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._weights: set[int] = set()
         # To execute an operator again takes the parameters it read, as they were then.
-        self._keeps_weights = session.replayable and "params" in session.levels
+        asked = session.for_replay or "params" in session.levels
+        self._keeps_weights = session.replayable and asked
 
     def install(self) -> None:
         self.active = True

@@ -107,6 +107,8 @@ class CaptureSession:
         self.execution_order: dict[str, None] = {}
         self.bytes_in_first_step: int | None = None
         self.steps_seen: set[int] = set()
+        # Operators of this capture are to be executed again from what it leaves.
+        self.for_replay = False
         self._topology_places = 0
         self._graphs_before = 0
         self.outside = 0
@@ -353,14 +355,15 @@ class CaptureSession:
             return
         if self.bytes_in_first_step is None and self.tensors:
             taken = self.bytes_in_first_step = self.intake.sink.bytes_written
-            steps = self.selection.step_count()
+            steps, once = self.selection.step_count(), self.intake.weight_bytes
             self.event(
                 "estimate",
                 f"the first step took {taken} bytes in {self.tensors} tensors",
                 bytes=taken,
                 tensors=self.tensors,
                 steps=steps,
-                total=None if steps is None else taken * steps,
+                once=once,
+                total=None if steps is None else once + (taken - once) * steps,
             )
         self._write_topology()
         self.intake.sink.step_done(step)
