@@ -9,7 +9,10 @@ import numpy as np
 
 from driftline.errors import DriftlineError
 from driftline.numerics.kernel import digest as digest_of
+from driftline.runs.record import Record
 from driftline.runs.run import Loss, Run, Storage
+
+_CLASH = "its bytes have digest"
 
 
 def verify(run: Run) -> Iterator[Loss]:
@@ -37,6 +40,11 @@ def verify(run: Run) -> Iterator[Loss]:
             yield Loss(str(record.key), reason, record.key)
 
 
+def is_damaged(raw: Storage, record: Record) -> bool:
+    """Whether values that were read are not those that were captured; False where none can tell."""
+    return bool(record.digest) and _clash(raw, record.digest).startswith(_CLASH)
+
+
 def _clash(raw: Storage, expected: str) -> str:
     data = raw.view(np.uint8)
     algorithm = expected.partition(":")[0]
@@ -45,4 +53,4 @@ def _clash(raw: Storage, expected: str) -> str:
         if algorithm != "blake2b-128":
             return f"not verified: digest {algorithm} cannot be computed here"
         found = "blake2b-128:" + hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
-    return "" if found == expected else f"its bytes have digest {found}, not {expected}"
+    return "" if found == expected else f"{_CLASH} {found}, not {expected}"

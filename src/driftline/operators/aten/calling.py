@@ -89,7 +89,10 @@ def tensor_of(raw: np.ndarray[Any, Any], dtype: str, shape: Sequence[int]) -> to
     if flat.size != count * kind.itemsize or dtype in ("float4_e2m1fn_x2",):
         raise Unfit(f"values of {dtype} cannot be given to torch")
     if not count:
-        return torch.empty(tuple(shape), dtype=kind)
+        try:
+            return torch.empty(tuple(shape), dtype=kind)
+        except RuntimeError:
+            raise Unfit(f"no tensor has the shape {list(shape)}") from None
     return torch.from_numpy(flat.copy()).view(kind).reshape(tuple(shape))
 
 
@@ -191,6 +194,8 @@ def arguments_of(
             found.append(
                 [moved(members[i]) if i in members else None for i in range(max(members) + 1)]
             )
+        elif name == "device" and "Device" in kind:
+            found.append(torch.device(device))  # also where the program left it to torch
         elif name in param and _is_default(argument, param[name]):
             found.append(argument.default_value)
         elif name in param:

@@ -13,7 +13,7 @@ import torch
 from driftline.adapters.torch.schemas import Operator
 from driftline.errors import DriftlineError
 from driftline.operators.aten import kinds
-from driftline.operators.aten.calling import Unfit, dtype_named, operator_of, tensor_of
+from driftline.operators.aten.calling import Unfit, operator_of, tensor_of
 from driftline.operators.aten.formulas import has_formula
 from driftline.operators.aten.golden import (
     Golden,
@@ -34,6 +34,12 @@ from driftline.operators.sources import Ask
 from driftline.runs.calls import CallTensor
 from driftline.runs.record import Record
 from driftline.runs.run import Run
+from driftline.runs.verify import is_damaged
+
+DAMAGED = (
+    "damaged: bytes of its tensors are not those that were captured; driftline show --verify names "
+    "them"
+)
 
 
 class Loaded(NamedTuple):
@@ -66,10 +72,10 @@ def load(run: Run, listed: ListedCall) -> Loaded:
                 raise Unfit(why_missing(one))
             continue
         tensors[one.slot] = _tensor(run, record, one)
-    outputs = {one.slot: (one.shape, dtype_named(one.dtype)) for one in listed.outputs}
     _refuse_scratch(func, operator, listed)
-    tensors |= placeholders(func, operator, list(tensors), outputs)
     actual = {slot: _tensor(run, record, None) for slot, record in listed.made.items()}
+    outputs = {slot: (tuple(made.shape), made.dtype) for slot, made in actual.items()}
+    tensors |= placeholders(func, operator, list(tensors), outputs)
     return Loaded(Prepared(func, operator, listed.call.param, tensors), actual)
 
 
@@ -87,8 +93,13 @@ def _refuse_scratch(func: Any, operator: Operator, listed: ListedCall) -> None:
 def _tensor(run: Run, record: Record, listed: CallTensor | None) -> torch.Tensor:
     if record.kept != "full":
         raise Unfit(f"of {record.key.port} {record.key.slot} only its {record.kept} was kept")
+    if lost := run.lost(record):  # the same words for all of a file that is gone
+        raise Unfit(f"its values are lost: {lost}")
     try:
-        values = tensor_of(np.asarray(run.raw(record)), record.dtype, record.shape)
+        raw = np.asarray(run.raw(record))
+        if is_damaged(raw, record):
+            raise Unfit(DAMAGED)
+        values = tensor_of(raw, record.dtype, record.shape)
         if listed is not None and record.key.port == "param" and listed.order:
             if sorted(listed.order) != list(range(values.dim())):
                 raise Unfit("the order of the axes of a parameter makes no sense")

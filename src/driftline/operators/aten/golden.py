@@ -24,6 +24,12 @@ from driftline.operators.aten.formulas import computed, has_formula
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 _SMALL = 1 << 20
 _TIMES = 64
+_SIZE_NAMES = """
+    N bins col end length m max_length minlength n num_classes output_size repeats row s size steps
+    total_length window_length
+"""
+_SIZES = frozenset(_SIZE_NAMES.split())
+"""Arguments that say how large a result is, where torch cannot tell that without executing."""
 
 
 class Prepared(NamedTuple):
@@ -74,7 +80,7 @@ class Prepared(NamedTuple):
             except Unfit:
                 raise
             except Exception:  # many have no description of their result without values
-                wanted = max(wanted, 0)
+                wanted = max(wanted, asked_for(self.param))
         if wanted > most:
             raise Unfit(f"it would give {wanted} elements, where the run lists {listed}")
 
@@ -86,6 +92,18 @@ class Prepared(NamedTuple):
         if tensor is None or not tensor.numel() or tensor.is_floating_point():
             return 0
         return int(tensor.max()) * (tensor.numel() if slot == "repeats" else 1)
+
+
+def asked_for(param: Mapping[str, Any]) -> int:
+    """How many elements the numbers among the arguments ask for, of those that are sizes."""
+    product = 1
+    for name in _SIZES.intersection(param):
+        value = param[name]
+        numbers = cast("Sequence[Any]", value if isinstance(value, list) else [value])
+        for number in numbers:
+            if isinstance(number, (int, float)) and number > 1:
+                product *= int(min(number, 2.0**62))
+    return product
 
 
 class Golden(NamedTuple):

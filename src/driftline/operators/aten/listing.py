@@ -15,7 +15,7 @@ from driftline.runs.calls import CALLS, Call, CallTensor, read_calls
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
-HOW = "driftline dump --level ops,params -o RUN -- python program.py"
+HOW = "driftline dump --level ops -o RUN -- python program.py"
 """What captures operators so that they can be checked."""
 
 _Key = tuple[int, int, str, int, int, str, str, str]
@@ -140,8 +140,8 @@ def _joined(call: Call, rank: int, process: int, held: Mapping[_Key, Record]) ->
 def why_missing(one: CallTensor) -> str:
     """Why an input is not in the run, and what to do about it."""
     if isinstance(one.source, str) and not one.source.startswith("("):
-        return "it read a parameter that the run does not hold; capture with --level ops,params"
+        return "it read a parameter that the run does not hold; capture without --port"
     return (
-        f"its input {one.slot.partition('.')[0]} is not in the run; parameters are kept with "
-        "--level ops,params, sparse, quantised and nested tensors not at all"
+        f"its input {one.slot.partition('.')[0]} is not in the run; sparse, quantised and nested "
+        "tensors are not kept"
     )

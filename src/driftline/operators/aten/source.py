@@ -1,4 +1,4 @@
-"""Calls of torch operators in a run of `driftline dump --level ops,params`, replayed on the CPU."""
+"""Calls of torch operators in a run of `driftline dump --level ops`, replayed on the CPU."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterator, Sequence
 
 from driftline.errors import BadInput
@@ -56,7 +57,10 @@ class AtenSource:
         from driftline.operators.aten.checking import rows_of
 
         for number, one in enumerate(self._listed):
-            yield Checked(one.call, tuple(rows_of(self.run, one, self.ask, self.device)))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch has told the program already
+                rows = tuple(rows_of(self.run, one, self.ask, self.device))
+            yield Checked(one.call, rows)
             if number % 256 == 255:
                 self.run.release()
 
