@@ -318,6 +318,22 @@ class TestTypes:
             torch.div(torch.rand(64), 3.0, rounding_mode="floor")
         assert clean(w, tmp_path)
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+    def test_a_device_counts_what_the_host_counts(self, dtype: torch.dtype) -> None:
+        from driftline.adapters.torch.device_sheets import count_small
+        from driftline.adapters.torch.screen import pattern_of, read
+
+        tiny = torch.finfo(dtype).tiny
+        x = torch.tensor(
+            [0.0, -0.0, tiny / 2, -tiny / 2, tiny, -tiny, 1.0, INF, -INF, INF - INF], dtype=dtype
+        )
+        pattern = pattern_of(dtype)
+        assert pattern is not None
+        cell = torch.empty((), dtype=torch.int64)
+        count_small(x.view(2, 5).T, pattern, cell)
+        there = read(x, pattern)
+        assert cell.item() == there.zero + there.subnormal == 4
+
     def test_repeats_of_a_saturating_site_are_counted(self, watch) -> None:
         with watch("saturation") as w:
             half = torch.full((2,), 65504 / 2, dtype=torch.float16)

@@ -150,11 +150,48 @@ def test_saturation_and_headroom_are_seen(watch) -> None:
     assert w.reporter.device_peaks["(program)/aten.add", "float16"] == 65504.0
 
 
+def test_gradients_lost_to_zero_underflow(watch) -> None:
+    with watch("underflow") as w:
+        small = torch.full((100,), 1e-6, device="cuda").half()
+        small * 1e-3
+        torch.full((64,), 1e-9, device="cuda").to(torch.float16)
+        small.mul_(1e-4)
+        torch._foreach_mul([torch.full((9,), 1e-6, device="cuda").half()], 1e-4)
+    found = {f.operator: f for f in w.findings}
+    wanted = {"aten.mul.Tensor", "aten._to_copy.default", "aten.mul_.Tensor"}
+    assert wanted | {"aten._foreach_mul.Scalar"} == set(found)
+    assert {f.types for f in w.findings} == {("underflow",)}
+    assert "100 % of its elements" in found["aten.mul.Tensor"].sentence()
+
+
+def test_zeros_that_were_there_or_are_the_point_are_no_underflow(watch) -> None:
+    with watch("underflow") as w:
+        x = torch.randn(64, device="cuda").relu()
+        x * 2
+        x.half()
+        x.mul_(3.0)
+        both = torch.cat([torch.randn(64, device="cuda"), torch.zeros(64, device="cuda")])
+        both[64:] * 2  # a part of a tensor, and all of it zero
+        cache = torch.zeros(128, device="cuda")
+        cache[:8] = torch.randn(8, device="cuda")
+        cache * 2
+        torch.nn.functional.dropout(torch.randn(64, device="cuda"), 0.5)
+        torch.randn(64, device="cuda") * 0
+        (torch.randn(8, 64, device="cuda") * 30).softmax(-1)
+        torch.randn(64, device="cuda") * (torch.arange(64, device="cuda") % 2 == 0)
+        torch.randn(64, device="cuda").to(torch.complex64)
+        torch.div(torch.rand(64, device="cuda"), 3.0, rounding_mode="floor")
+        torch.randn(64, device="cuda").to(torch.float8_e4m3fn).float() * 2
+        torch.empty(0, device="cuda") * 2
+    assert w.findings == [] and not w.reporter.remarks
+
+
+@pytest.mark.parametrize("types", ["overflow", "all"])
 @pytest.mark.parametrize("level", ["operator", "module"])
-def test_nobody_waits_for_the_device_while_the_program_runs(watch, level: str) -> None:
+def test_nobody_waits_for_the_device_while_the_program_runs(watch, level: str, types: str) -> None:
     net = Net().half().cuda()
     x = torch.ones(2, 16).half().cuda()
-    with torch.no_grad(), watch(level=level) as w:
+    with torch.no_grad(), watch(types, level=level) as w:
         net(x)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -192,7 +229,7 @@ def test_results_are_bitwise_what_they_are_without(watch) -> None:
 
     plain = train()
     for level in ("operator", "module"):
-        with watch(["overflow", "saturation"], level=level) as w:
+        with watch("all", level=level) as w:
             watched = train()
-        assert w.findings == []
+        assert [f for f in w.findings if f.types != ("underflow",)] == []
         assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))

@@ -13,124 +13,48 @@ overwritten them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from driftline.adapters.torch.judging import LOGARITHMS, Input, Numbers, judge
+from driftline.adapters.torch.device_sheets import (
+    TOGETHER,
+    Count,
+    Flight,
+    Sheet,
+    Value,
+    reals_of,
+)
+from driftline.adapters.torch.judging import LOGARITHMS, UNDERFLOWS, Input, Numbers, judge
 from driftline.adapters.torch.origins import ByStorage, Origin, is_whole
 from driftline.adapters.torch.reporting import Call, Part, Reporter
 from driftline.adapters.torch.screen import (
+    UNREAD,
     Reading,
-    from_extremes,
     pattern_of,
     plain,
     read,
     shape_of,
+    tensors_in,
 )
+from driftline.adapters.torch.watched import WatchedOperator
 from driftline.numerics.peaks import Pattern
 
-TOGETHER = 512
-"""Readings that travel to the host in one copy."""
 ASK_EVERY = 64
 """Calls between two questions whether a copy has arrived."""
 HELD = 256 << 20
 """Bytes of inputs that are held, at most, for calls whose readings are still on their way."""
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
-_REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class _Value:
-    """One state of a storage: its extremes, on the device and, later, here."""
-
-    __slots__ = ("asked", "before", "count", "origin", "pattern", "reading", "single")
-
-    def __init__(
-        self,
-        pattern: Pattern,
-        count: int,
-        origin: Origin = Origin.UNKNOWN,
-        before: _Value | None = None,
-        *,
-        asked: bool = True,
-    ) -> None:
-        self.pattern = pattern
-        self.count = count
-        self.asked = asked
-        self.origin = origin
-        self.before = before
-        self.reading: Reading | None = None
-        self.single = count == 1
-
-    def arrived(self, low: float, high: float) -> None:
-        earlier = self.before.reading if self.before is not None else None
-        self.reading = from_extremes(self.pattern, self.count, low, high)
-        if earlier is not None and earlier.nonfinite and not self.reading.nonfinite:
-            self.reading = earlier  # only a part of it was written
-        if self.before is not None:
-            self.origin = max(self.origin, self.before.origin)
-        self.before = None
-
-
-class _Sheet:
-    """Room for extremes on one device, in one type: kernels write straight into it."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.rows = torch.empty((TOGETHER, 2), device=device, dtype=dtype)
-        cells = self.rows.view(-1).unbind(0)
-        self.places = list(zip(cells[0::2], cells[1::2], strict=True))
-        self.values: list[_Value] = []
-
-    @property
-    def full(self) -> bool:
-        return len(self.values) >= TOGETHER
-
-    def take(self, tensor: torch.Tensor, value: _Value) -> None:
-        torch.aminmax(tensor, out=self.places[len(self.values)])
-        self.values.append(value)
-
-
-class _Flight:
-    """Sheets on their way to the host, and the calls that wait for them."""
-
-    def __init__(self, sheets: list[_Sheet], values: list[_Value], calls: list[_Waiting]) -> None:
-        self.sheets = sheets
-        self.values = values
-        self.calls = calls
-        self.hosts: list[torch.Tensor] = []
-        self.arrivals: list[Any] = []
-        for sheet in sheets:
-            used = sheet.rows[: len(sheet.values)]
-            if used.is_cuda:
-                host = torch.empty(used.shape, dtype=used.dtype, pin_memory=True)
-                host.copy_(used, non_blocking=True)
-                arrival = torch.cuda.Event()
-                arrival.record(torch.cuda.current_stream(used.device))
-                self.arrivals.append(arrival)
-            else:  # no events here: the copy waits
-                host = used.cpu()
-            self.hosts.append(host)
-
-    def arrived(self, *, wait: bool) -> bool:
-        for arrival in self.arrivals:
-            if wait:
-                arrival.synchronize()
-            elif not arrival.query():
-                return False
-        return True
-
-    def extremes(self) -> dict[int, list[float]]:
-        found: dict[int, list[float]] = {}
-        for sheet, host in zip(self.sheets, self.hosts, strict=True):
-            found.update(zip(map(id, sheet.values), host.double().tolist(), strict=True))
-        return found
 
 
 class _Waiting:
     """A call whose readings are on their way."""
 
-    __slots__ = ("allowed", "begun", "call", "held", "inputs", "name", "numbers", "outputs", "size")
+    __slots__ = (
+        *("allowed", "begun", "call", "given", "held", "inputs", "made", "name", "numbers"),
+        *("outputs", "size"),
+    )
 
     def __init__(
         self, call: Call, name: str, numbers: Numbers | None, *, allowed: bool, begun: int
@@ -140,9 +64,11 @@ class _Waiting:
         self.name = name
         self.numbers = numbers
         self.allowed = allowed
-        self.inputs: list[tuple[str, str, torch.dtype, tuple[int, ...], _Value | None]] = []
-        self.outputs: list[tuple[str, torch.dtype, tuple[int, ...], _Value]] = []
+        self.inputs: list[tuple[str, str, torch.dtype, tuple[int, ...], Value | None]] = []
+        self.outputs: list[tuple[str, torch.dtype, tuple[int, ...], Value]] = []
         self.held: dict[str, tuple[torch.Tensor, int | None]] = {}
+        self.given: dict[str, Count] = {}
+        self.made: dict[str, Count] = {}
         self.size = 0
 
 
@@ -151,12 +77,13 @@ class DeviceWatch:
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
-        self._values: ByStorage[_Value] = ByStorage()
-        self._gathering: list[_Value] = []
+        self._values: ByStorage[Value] = ByStorage()
+        self._gathering: list[Value | Count] = []
+        self._counting = UNDERFLOWS if "underflow" in reporter.options.types else frozenset[str]()
         self._calls: list[_Waiting] = []
-        self._sheets: dict[tuple[torch.device, torch.dtype], _Sheet] = {}
-        self._spare: dict[tuple[torch.device, torch.dtype], list[_Sheet]] = {}
-        self._flights: deque[_Flight] = deque()
+        self._sheets: dict[tuple[torch.device, torch.dtype], Sheet] = {}
+        self._spare: dict[tuple[torch.device, torch.dtype], list[Sheet]] = {}
+        self._flights: deque[Flight] = deque()
         self._held = 0
         self._since = 0
         self.added = 0
@@ -169,7 +96,7 @@ class DeviceWatch:
         if pattern is not None:
             known = self._values.get(tensor)
             if known is None or known.origin is not Origin.MADE:
-                self._values.put(tensor, _Value(pattern, tensor.numel(), origin, asked=False))
+                self._values.put(tensor, Value(pattern, tensor.numel(), origin, asked=False))
 
     def add(
         self,
@@ -180,10 +107,12 @@ class DeviceWatch:
         numbers: Numbers | None,
         allowed: bool,
         begun: int = -1,
+        before: Mapping[str, Count] | None = None,
     ) -> None:
         """A call has been made; its readings are sent for.
 
         Args:
+            before: Counts of what it has overwritten since.
             begun: For a module: how many calls there were when it began; those since are inside it.
         """
         with self._reporter.lock:
@@ -194,10 +123,18 @@ class DeviceWatch:
                 shape = shape_of(tensor)
                 waiting.inputs.append((slot, alias, tensor.dtype, shape, value))
                 self._hold(waiting, slot, tensor)
+                if name in self._counting:
+                    known = before.get(slot) if before else None
+                    count = known or self.count(tensor)
+                    if count is not None:
+                        waiting.given[slot] = count
             for slot, tensor in outputs:
                 value = self._output(tensor)
                 if value is not None:
                     waiting.outputs.append((slot, tensor.dtype, shape_of(tensor), value))
+                    count = self.count(tensor) if name in self._counting else None
+                    if count is not None:
+                        waiting.made[slot] = count
             self._calls.append(waiting)
             self._since += 1
             if len(self._gathering) >= TOGETHER or self._held > HELD // 2:
@@ -220,13 +157,13 @@ class DeviceWatch:
 
     # --- readings
 
-    def _input(self, tensor: torch.Tensor) -> _Value | None:
+    def _input(self, tensor: torch.Tensor) -> Value | None:
         value = plain(tensor)
         pattern = pattern_of(value.dtype) if value is not None else None
         if value is None or pattern is None or not value.numel():
             return None
         if value.is_cpu:  # a number beside device tensors
-            known = _Value(pattern, value.numel())
+            known = Value(pattern, value.numel())
             known.reading = read(value, pattern)
             return known
         known = self._values.get(value)
@@ -237,7 +174,7 @@ class DeviceWatch:
             self._values.put(value, known)
         return known
 
-    def _output(self, tensor: torch.Tensor) -> _Value | None:
+    def _output(self, tensor: torch.Tensor) -> Value | None:
         value = plain(tensor)
         pattern = pattern_of(value.dtype) if value is not None else None
         if value is None or pattern is None or not value.numel() or value.is_cpu:
@@ -250,22 +187,53 @@ class DeviceWatch:
         return known
 
     def _ask(
-        self, tensor: torch.Tensor, pattern: Pattern, origin: Origin, before: _Value | None
-    ) -> _Value:
-        shown = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        if shown.dtype not in _REDUCED:
-            shown = shown.to(torch.float32)
-        key = (shown.device, shown.dtype)
-        sheet = self._sheets.get(key)
-        if sheet is None:
-            spare = self._spare.get(key)
-            sheet = self._sheets[key] = spare.pop() if spare else _Sheet(*key)
-        value = _Value(pattern, tensor.numel() * pattern.reals, origin, before)
+        self, tensor: torch.Tensor, pattern: Pattern, origin: Origin, before: Value | None
+    ) -> Value:
+        shown = reals_of(tensor)
+        sheet = self._sheet(shown.device, shown.dtype)
+        value = Value(pattern, tensor.numel() * pattern.reals, origin, before)
         sheet.take(shown, value)
         self._gathering.append(value)
         if sheet.full:
             self._send()
         return value
+
+    def count(self, tensor: torch.Tensor) -> Count | None:
+        """How many elements are zero or nearly so, as they are now; None where nobody can say."""
+        value = plain(tensor)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is None or pattern is None or not value.numel() or value.is_cpu:
+            return None
+        with self._reporter.lock:
+            count = Count(value.numel() * pattern.reals)
+            sheet = self._sheet(value.device, torch.int64)
+            sheet.take_count(reals_of(value), pattern, count)
+            self._gathering.append(count)
+            if sheet.full:
+                self._send()
+        return count
+
+    def before(
+        self, operator: WatchedOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Count]:
+        """Zeros in what a call is about to overwrite, where they are counted."""
+        found: dict[str, Count] = {}
+        if operator.short in self._counting:
+            for index, name in operator.overwrites:
+                given = args[index] if index < len(args) else kwargs.get(name)
+                for slot, tensor in tensors_in(given, name):
+                    count = self.count(tensor)
+                    if count is not None:
+                        found[slot] = count
+        return found
+
+    def _sheet(self, device: torch.device, dtype: torch.dtype) -> Sheet:
+        key = (device, dtype)
+        sheet = self._sheets.get(key)
+        if sheet is None:
+            spare = self._spare.get(key)
+            sheet = self._sheets[key] = spare.pop() if spare else Sheet(*key)
+        return sheet
 
     # --- inputs for replay
 
@@ -289,7 +257,7 @@ class DeviceWatch:
         calls, self._calls = self._calls, []
         sheets, self._sheets = list(self._sheets.values()), {}
         if values or calls:
-            self._flights.append(_Flight(sheets, values, calls))
+            self._flights.append(Flight(sheets, values, calls))
 
     def _collect(self, *, wait: bool) -> None:
         while self._flights and self._flights[0].arrived(wait=wait):
@@ -311,7 +279,11 @@ class DeviceWatch:
             Part(slot, None, value.reading, dtype, shape)
             for slot, dtype, shape, value in waiting.outputs
         ]
-        readings = [one.reading for one in outputs if one.reading is not None]
+        readings = [
+            made.put_into(one.reading) if (made := waiting.made.get(one.name)) else one.reading
+            for one in outputs
+            if one.reading is not None
+        ]
         for reading in readings:
             if not reading.nonfinite:
                 key = (call.site, reading.pattern.name)
@@ -320,13 +292,17 @@ class DeviceWatch:
         judged = [
             Input(
                 slot,
-                value.reading,
+                given.put_into(value.reading)
+                if (given := waiting.given.get(slot))
+                else value.reading,
                 Origin.MEANT if value.single and value.origin is Origin.UNKNOWN else value.origin,
                 waiting.name in LOGARITHMS and value.reading.peak == 1.0,
             )
             for slot, _, _, _, value in waiting.inputs
             if value is not None and value.reading is not None
         ]
+        if waiting.made:  # whole numbers among its inputs may be a mask
+            judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
         verdict = judge(
             waiting.name,
             judged,
@@ -354,7 +330,7 @@ class DeviceWatch:
         else:
             reporter.note(verdict, call.site)
 
-    def _origin(self, value: _Value, waiting: _Waiting) -> Origin:
+    def _origin(self, value: Value, waiting: _Waiting) -> Origin:
         origin = self._reporter.origin(value.origin)
         if origin is not Origin.UNKNOWN:
             return origin
@@ -364,7 +340,7 @@ class DeviceWatch:
         return Origin.MADE if waiting.begun >= 0 and self._troubled >= 0 else Origin.UNKNOWN
 
 
-def _seen(value: _Value | None) -> Reading | None:
+def _seen(value: Value | None) -> Reading | None:
     return value.reading if value is not None else None
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from driftline.adapters.torch.arguments import with_tensors
+from driftline.adapters.torch.device_sheets import Count
 from driftline.adapters.torch.device_watch import DeviceWatch
 from driftline.adapters.torch.dispatch import (
     begin_watching,
@@ -142,6 +143,7 @@ class ErrorTap:
         if not self.active:
             return func(*args, **kwargs)
         operator = before = None
+        counted: dict[str, Count] = {}
         looking = True
         try:
             operator = self._operators.get(func)
@@ -154,6 +156,7 @@ class ErrorTap:
             elif operator.overwrites:
                 with undisturbed():
                     before = self._about_to_go(operator, args, kwargs)
+                    counted = self._device.before(operator, args, kwargs)
         except Exception as error:
             looking = False
             self._lost(func, error)
@@ -168,7 +171,7 @@ class ErrorTap:
                 elif operator.collective:
                     self._received((*args, *kwargs.values(), result))
                 else:
-                    self._look(func, operator, args, kwargs, before, result, recording)
+                    self._look(func, operator, args, kwargs, before, result, recording, counted)
         except Exception as error:
             self._lost(func, error)
         return result
@@ -182,6 +185,7 @@ class ErrorTap:
         before: Gone | None,
         result: Any,
         recording: bool,
+        counted: dict[str, Count],
     ) -> None:
         spot = self._where.spot(func, operator)
         if spot is None:
@@ -227,7 +231,9 @@ class ErrorTap:
             outputs = list(outputs_of(operator, args, kwargs, result))
             allowed = reporter.allows(spot.site, operator.full_name)
             numbers = numbers_in(args, kwargs)
-            self._device.add(call, operator.short, inputs, outputs, numbers, allowed)
+            self._device.add(
+                call, operator.short, inputs, outputs, numbers, allowed, before=counted
+            )
         elif suspicious:
             with reporter.lock:
                 self._inspect(operator, spot, visit, args, kwargs, before, result)
