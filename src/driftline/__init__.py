@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from driftline.tolerance.thresholds import load_thresholds as load_thresholds
     from driftline.topology.door import atb_json_to_onnx as atb_json_to_onnx
     from driftline.topology.door import topology_to_onnx as topology_to_onnx
+    from driftline.viewer.door import serve as serve
+    from driftline.viewer.door import view as view
 
 __version__ = "0.1.0"
 
@@ -50,6 +52,8 @@ _DOORS = {
     "diagnose": "driftline.diagnosis.door:diagnose",
     "open_table": "driftline.comparison.storage:open_table",
     "report": "driftline.pages.assemble:report",
+    "view": "driftline.viewer.door:view",
+    "serve": "driftline.viewer.door:serve",
     "calibrate": "driftline.tolerance.calibration:calibrate",
     "check": "driftline.gating.checking:check",
     "load_thresholds": "driftline.tolerance.thresholds:load_thresholds",
@@ -83,10 +87,12 @@ __all__ = [
     "register_hook",
     "register_saving_hook",
     "report",
+    "serve",
     "set_label",
     "set_task_id",
     "step",
     "topology_to_onnx",
+    "view",
     "watch_errors",
 ]
 

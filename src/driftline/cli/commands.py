@@ -132,6 +132,11 @@ COMMANDS: dict[str, Command] = {
         "Look",
         "a comparison as one HTML file: to look at, to attach to a bug, to keep",
     ),
+    "view": Command(
+        "driftline.cli.view:view",
+        "Look",
+        "two runs in a browser: the report's page, and every tensor behind it",
+    ),
     "show": Command(
         "driftline.cli.show:show", "Look", "what is in a run, a comparison table or a tensor file"
     ),

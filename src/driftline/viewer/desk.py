@@ -1,0 +1,209 @@
+"""What lies open: one page over two runs, and the tensors somebody is looking at.
+
+The runs may still be written: when the page is asked for again and they have changed, they are
+opened and compared again. Answers questions with values; knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from driftline.errors import BadInput
+from driftline.pages.assemble import Page
+from driftline.pages.figures import statistics
+from driftline.pages.histograms import Scale, error_histogram, histogram
+from driftline.pages.opened import OpenedPair, Region, open_pair
+from driftline.pages.packing import pack, singles
+from driftline.pages.pictures import error_map, pictures, values
+from driftline.pages.suspects import suspects
+from driftline.runs.layout import INDEX, MANIFEST, PROCESS
+
+BUDGET = 1 << 22
+"""Elements that are looked at for one answer; more would keep a reader waiting."""
+MOST_CELLS = 512
+MOST_BINS = 256
+MOST_VALUES = 1 << 12
+_OPEN = 4
+"""Pairs that stay open: a recipe may have made a copy of a tensor."""
+_LISTED = 20_000
+"""Files of a dump that are looked at to see whether it has changed."""
+
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+class Grown(BadInput):
+    """A question about rows of a page that has been made anew since."""
+
+
+class Desk:
+    """The page, and pairs of it.
+
+    Args:
+        make: Opens the runs and compares them.
+        watched: What the page depends on; when it changes, the next reader gets a new one.
+    """
+
+    def __init__(self, make: Callable[[], Page], watched: Sequence[Path]) -> None:
+        self._make = make
+        self._watched = tuple(watched)
+        self._lock = threading.RLock()
+        self._pairs: OrderedDict[int, OpenedPair] = OrderedDict()
+        self._seen: Fingerprint = ()
+        self._content = b""
+        self.generation = 0
+        self.page = self._made()
+
+    def refreshed(self) -> Page:
+        """The page, made anew if the runs have changed.
+
+        Raises:
+            DriftlineError: They cannot be compared as they are now; the page before stays.
+        """
+        with self._lock:
+            if fingerprint(self._watched) != self._seen:
+                self.page = self._made()
+            return self.page
+
+    def content(self) -> bytes:
+        """The page's data, as a front end reads them."""
+        with self._lock:
+            if not self._content:
+                about = {
+                    "generation": self.generation,
+                    "tensors": self.page.reference is not None and self.page.candidate is not None,
+                }
+                self._content = pack({**self.page.document, "view": about})
+            return self._content
+
+    def sheet(self, row: int, generation: int) -> dict[str, Any]:
+        """How a pair is laid out: what a reader needs to know before asking for a part of it."""
+        pair = self._opened(row, generation)
+        return {
+            "rows": pair.rows,
+            "columns": pair.columns,
+            "shape": list(pair.shape),
+            "axes": list(pair.axes),
+            "stride": pair.stride,
+            "complex": pair.reference.dtype.kind == "complex",
+            "reference": pair.reference.dtype.name,
+            "candidate": pair.candidate.dtype.name,
+        }
+
+    def pictures(self, row: int, generation: int) -> dict[str, Any]:
+        """What a page shows of a pair without being asked."""
+        return {"row": row, **pictures(self._opened(row, generation), budget=BUDGET)}
+
+    def map(
+        self, row: int, generation: int, region: Region | None, height: int, width: int
+    ) -> dict[str, Any]:
+        """The error of a region, cell by cell."""
+        pair = self._opened(row, generation)
+        found = error_map(
+            pair,
+            region,
+            height=min(height, MOST_CELLS),
+            width=min(width, MOST_CELLS),
+            budget=BUDGET,
+        )
+        inside = found.extent.region
+        return {
+            "top": inside.top,
+            "bottom": inside.bottom,
+            "left": inside.left,
+            "right": inside.right,
+            "height": found.height,
+            "width": found.width,
+            "max": singles(found.largest),
+            "mean": singles(found.mean),
+            "reference": singles(found.reference),
+            "candidate": singles(found.candidate),
+            "note": found.extent.note,
+        }
+
+    def region(
+        self, row: int, generation: int, region: Region | None, bins: int, scale: Scale
+    ) -> dict[str, Any]:
+        """Figures and histograms of a region."""
+        pair = self._opened(row, generation)
+        bins = min(bins, MOST_BINS)
+        figures = statistics(pair, region, budget=BUDGET)
+        return {
+            "statistics": figures.as_json(),
+            "histogram": histogram(pair, region, bins=bins, scale=scale, budget=BUDGET).as_json(),
+            "error": error_histogram(pair, region, bins=bins, budget=BUDGET).as_json(),
+            "note": figures.extent.note,
+        }
+
+    def values(self, row: int, generation: int, region: Region) -> dict[str, Any]:
+        """Both sides of a small region, element by element."""
+        pair = self._opened(row, generation)
+        found = values(pair, region, most=MOST_VALUES)
+        rows = range(found["top"], found["top"] + found["height"])
+        return {**found, "names": [pair.row_name(each) for each in rows]}
+
+    def suspects(self, row: int, generation: int) -> list[Mapping[str, Any]]:
+        """Which slices of which axis carry the error."""
+        return [each.as_json() for each in suspects(self._opened(row, generation), budget=BUDGET)]
+
+    def _made(self) -> Page:
+        seen = fingerprint(self._watched)  # before: what is written meanwhile is seen next time
+        page = self._make()
+        self._seen = seen
+        self._pairs.clear()
+        self._content = b""
+        self.generation += 1
+        return page
+
+    def _opened(self, row: int, generation: int) -> OpenedPair:
+        with self._lock:
+            if generation != self.generation:
+                raise Grown(
+                    "the runs have changed since this page was made", hint="reload the page"
+                )
+            found = self._pairs.get(row)
+            if found is not None:
+                self._pairs.move_to_end(row)
+                return found
+            page = self.page
+            if not 0 <= row < len(page.table.rows):
+                raise BadInput(f"the page has no row {row}")
+            pair = page.pairs.get(row)
+            if pair is None or page.reference is None or page.candidate is None:
+                shown = page.table.rows[row]
+                why = shown.reason or "the runs behind this comparison are not there"
+                raise BadInput(f"there are no two tensors to look at: {why}")
+            opened = open_pair(page.reference, page.candidate, pair)
+            self._pairs[row] = opened
+            while len(self._pairs) > _OPEN:
+                self._pairs.popitem(last=False)
+            return opened
+
+
+def fingerprint(paths: Sequence[Path]) -> Fingerprint:
+    """Names, sizes and times of the files that say what is in a run, or of all of a dump's."""
+    found: list[tuple[str, int, int]] = []
+    for path in paths:
+        indexes = [*path.glob(f"rank*/{INDEX}"), *path.glob(f"rank*/{PROCESS}")]
+        if path.is_dir() and not indexes and not (path / MANIFEST).is_file():
+            indexes = _everything(path)
+        for file in (path, path / MANIFEST, *indexes):
+            try:
+                about = file.stat()
+            except OSError:
+                continue
+            found.append((str(file), about.st_size, about.st_mtime_ns))
+    return tuple(sorted(found))
+
+
+def _everything(path: Path) -> list[Path]:
+    found: list[Path] = []
+    for folder, _, files in os.walk(path):
+        found += [Path(folder, name) for name in files]
+        if len(found) > _LISTED:
+            break
+    return found[:_LISTED]
