@@ -1,7 +1,7 @@
 """Which tokens fail, how many of how many, of which prompts, and which was the first.
 
-Counts grow round by round; no logits are kept but the rows of the first failing token. What a token
-may differ by is given.
+Counts and scores grow round by round; no logits are kept but those of the first failing token. What
+a token may differ by is given.
 """
 
 # torch's own annotations are partial.
@@ -123,10 +123,12 @@ class Tally:
         first: The first failing token.
         agreed: Tokens where both sides' largest logit is at the same place.
         variation: The greatest total variation over the whole vocabulary.
+        rows: The scores of every kept token, prompt by prompt.
     """
 
     def __init__(self, limits: dict[str, float]) -> None:
         self.limits = limits
+        self.rows: list[Rows] = []
         self.prompts: list[PromptCount] = []
         self.first: FirstFailure | None = None
         self.agreed = 0
@@ -143,6 +145,7 @@ class Tally:
         """Count the rows of one prompt. A score that is NaN fails."""
         if not len(rows):
             return
+        self.rows.append(rows)
         columns = rows.columns
         bad = {
             check: ~(np.asarray(columns[METRICS[check][1]], np.float64) < limit)

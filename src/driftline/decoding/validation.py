@@ -2,7 +2,7 @@
 
 Level 0: both sides generate freely, and every token is the same. Level 1: round by round the
 candidate is forced along the reference's tokens, and too few tokens differ too much. The messages
-are the documented ones. Nothing is kept of a round but counts, unless it is to be saved.
+are the documented ones. Of a round only counts and scores are kept, unless it is to be saved.
 """
 
 # torch's own annotations are partial.
@@ -26,6 +26,7 @@ from driftline.decoding.paged import told_of
 from driftline.decoding.prompts import Padded, Prompt, PromptPool, pad_left
 from driftline.decoding.round_scores import score_round
 from driftline.decoding.saved_reference import require_fitting
+from driftline.decoding.score_table import Rows
 from driftline.decoding.targets import ready
 from driftline.decoding.validate_ask import ValidateAsk
 from driftline.decoding.weights import weights_of
@@ -38,7 +39,7 @@ DEVICE: out_files.Side = "aiu"
 """The documented label of the device's outputs, whatever the device is."""
 TOPK = 20
 WARM_UP = 2
-"""Tokens generated to have the candidate compiled: the first call, and one with a cache."""
+"""Tokens that have the candidate compiled: the first call, and one with a cache."""
 Say = Callable[[str], None]
 _UNFIT = "such logits cannot be validated"
 _WHERE = "driftline layer-metrics shows in which layer they begin"
@@ -57,6 +58,7 @@ class Verdict(NamedTuple):
         agreed: Tokens where both sides' largest logit is at the same place.
         variation: The greatest total variation of a token, over the whole vocabulary.
         seconds: How long it took.
+        rows: The scores of every kept token of level 1, prompt by prompt.
     """
 
     ask: ValidateAsk
@@ -68,6 +70,7 @@ class Verdict(NamedTuple):
     agreed: int = 0
     variation: float = 0.0
     seconds: float = 0.0
+    rows: tuple[Rows, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -348,6 +351,7 @@ class _Work:
             first=tally.first,
             agreed=tally.agreed,
             variation=tally.variation,
+            rows=tuple(tally.rows),
         )
         if found.passed:
             self.say("passed validation level 1")
@@ -372,10 +376,7 @@ class _Work:
             new_tokens=ask.new_tokens,
         )
         if scored.trouble:
-            raise DriftlineError(
-                f"{scored.trouble}; {_UNFIT}",
-                hint=_WHERE,
-            )
+            raise DriftlineError(f"{scored.trouble}; {_UNFIT}", hint=_WHERE)
         for rows in scored.rows:
             self.tally.add(rows, reference, candidate, ask.new_tokens)
 
