@@ -33,6 +33,7 @@ def gpt_truth(layers: int) -> dict[str, set[str]]:
     truth = {
         "transformer.wte": {"words"}, "transformer.wpe": {"places"},
         "transformer.ln_f": {"closing"}, "lm_head": {"reader"},
+        "transformer.drop": {"trunk.0.mixing.scale"},  # dropouts: who made, or reads, the same
     }  # fmt: skip
     for n in range(layers):
         here, there = f"transformer.h.{n}", f"trunk.{n}"
@@ -45,6 +46,8 @@ def gpt_truth(layers: int) -> dict[str, set[str]]:
             f"{here}.mlp.c_fc": {f"{there}.thinking.1"},
             f"{here}.mlp.act": {f"{there}.thinking.2"},
             f"{here}.mlp.c_proj": {f"{there}.thinking.3"},
+            f"{here}.attn.resid_dropout": {f"{core}.mix"},
+            f"{here}.mlp.dropout": {f"{there}.thinking.3"},
         }
     return truth
 
@@ -63,8 +66,8 @@ def test_a_hand_written_gpt2_aligns_completely_and_passes(
     plan = driftline.align(reference, candidate)
     found, truth = partners(plan), gpt_truth(12)
     assert {site: found.get(site) for site in truth} == truth
-    leaves = {s for r in candidate.records if (s := r.key.site) and _is_leaf(s, candidate)}
-    assert leaves == set().union(*truth.values())  # 100 % of its leaf sites
+    leaves = [{s for s in run.sites() if _is_leaf(s, run)} for run in (reference, candidate)]
+    assert leaves == [set(truth), set().union(*truth.values())]  # 100 % of the leaf sites of both
     table = driftline.compare(reference, candidate, plan=plan)
     assert table.verdict == "pass", table.finding
     assert sum(row.compared for row in table.rows) > 250
@@ -72,6 +75,31 @@ def test_a_hand_written_gpt2_aligns_completely_and_passes(
 
 def _is_leaf(site: str, run: Run) -> bool:
     return site != "(root)" and not any(other.startswith(site + ".") for other in run.sites())
+
+
+def test_dropouts_that_drop_something_stay_alone(tmp_path: Path) -> None:
+    model = twins.gpt2(n_layer=2)
+    ours = twins.our_gpt(model)
+    reference = twins.captured(model.train(), tmp_path / "ref")
+    plan = driftline.align(reference, twins.captured(ours, tmp_path / "cand"))
+    assert not {site for site in partners(plan) if "drop" in site}
+    reasons = [why for (_, key), why in plan.reasons.items() if key.site.endswith("dropout")]
+    assert reasons and {"no site of class Dropout in the candidate"} == set(reasons)
+
+
+def test_what_a_dropout_gives_on_is_told_by_bytes_where_a_dump_has_no_digests(
+    gpt: tuple[Any, Run], tmp_path: Path
+) -> None:
+    model, reference = gpt
+    driftline.convert(reference, tmp_path / "ait", to="ait")
+    candidate = twins.captured(twins.our_gpt(model), tmp_path / "cand")
+    for one, other in ((tmp_path / "ait", candidate), (candidate, tmp_path / "ait")):
+        found = {
+            (pair.reference.key.site, pair.candidate.key.site)
+            for pair in driftline.align(one, other).pairs
+        }
+        expected = ("transformer.h.3.mlp.dropout", "trunk.3.thinking.3")
+        assert (expected if one != candidate else expected[::-1]) in found
 
 
 def test_the_same_holds_with_the_sides_exchanged(gpt: tuple[Any, Run], tmp_path: Path) -> None:
@@ -210,8 +238,8 @@ def test_every_tensor_left_over_has_a_reason(gpt: tuple[Any, Run], tmp_path: Pat
     plan = driftline.align(reference, twins.captured(twins.our_gpt(model), tmp_path / "cand"))
     for side, records in (("reference", plan.missing), ("candidate", plan.extra)):
         assert all(plan.reasons[side, record.key] for record in records)
-    drop = next(r.key for r in plan.missing if r.class_name == "Dropout")
-    assert plan.reasons["reference", drop] == "no site of class Dropout in the candidate"
+    mlp = next(r.key for r in plan.missing if r.class_name == "GPT2MLP")
+    assert "holds the same part of the model" in plan.reasons["reference", mlp]
     assert "by structure, 0.90" in "\n".join(plan.lines())
 
 

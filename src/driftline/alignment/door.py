@@ -128,6 +128,7 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
             plan = _by_plain_name(plan)
     if (plan.missing or plan.extra) and options.structural and ordered:
         plan = _by_structure(plan, reference, candidate, options)
+        plan = _passed_on(plan, reference, candidate)
     plan = plan._replace(notes=(*plan.notes, *notes))
     if not plan.pairs:
         trouble = nothing_in_common(plan.missing, plan.extra)
@@ -180,11 +181,29 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
         ]
     reasons = {
         (side, record.key): found.reasons[side, record.key]
-        for side, records in (("reference", plan.missing), ("candidate", plan.extra))
+        for side, records in _left(plan)
         for record in records
         if (side, record.key) in found.reasons
     }
     return plan._replace(reasons=reasons, notes=(*plan.notes, *notes))
+
+
+def _passed_on(plan: Plan, reference: Run, candidate: Run) -> Plan:
+    """With pairs for lone sites that give on what they were given, such as dropouts."""
+    if not plan.pairs or not (plan.missing or plan.extra):
+        return plan
+    from driftline.alignment.passing import pair_passed
+
+    found = pair_passed(plan, reference, candidate)
+    if not found:
+        return plan
+    plan = _more(plan, found)
+    alone = {(side, r.key) for side, left in _left(plan) for r in left}
+    return plan._replace(reasons={at: why for at, why in plan.reasons.items() if at in alone})
+
+
+def _left(plan: Plan) -> tuple[tuple[str, Sequence[Record]], ...]:
+    return ("reference", plan.missing), ("candidate", plan.extra)
 
 
 def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:

@@ -1,0 +1,97 @@
+"""Sites that only give on what they were given: a dropout in evaluation, an Identity.
+
+The other side may do without them. What such a site took and gave is the very tensor that the leaf
+before it made, or that the leaf after it reads, so it is set against that one's partner. Asked of
+each run alone, by bytes; knows no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from driftline.alignment.calls import Call, Frame, calls_of, frames_of, main_tensor
+from driftline.alignment.classes import kind_of
+from driftline.alignment.dataflow import bytes_of
+from driftline.alignment.plan import Pair, Plan
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+PASSED = 0.8
+"""Confidence, at most."""
+_NEAR = 16
+"""So many leaves before and after are looked at."""
+_KINDS = frozenset({"dropout", "identity"})
+
+
+def any_passing(records: Iterable[Record]) -> bool:
+    """Whether a site that may only give on is among these."""
+    return any(kind_of(name) in _KINDS for name in {record.class_name for record in records})
+
+
+def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
+    """Pairs for the lone tensors of sites that only give on what they were given."""
+    found: list[Pair] = []
+    for run, alone, ours in ((reference, plan.missing, True), (candidate, plan.extra, False)):
+        if not any_passing(alone):
+            continue
+        partners: dict[int, Pair | None] = {}
+        for pair in plan.pairs:
+            own = id(pair.reference if ours else pair.candidate)
+            whole = pair.reference_recipe is None and pair.candidate_recipe is None
+            partners[own] = pair if whole and own not in partners else None
+        for record, pair in _passed(run, alone, partners):
+            sure = min(pair.confidence, PASSED)
+            both = (record, pair.candidate) if ours else (pair.reference, record)
+            found.append(Pair(*both, "structure", sure))
+    return found
+
+
+def _passed(
+    run: Run, alone: Sequence[Record], partners: Mapping[int, Pair | None]
+) -> Iterator[tuple[Record, Pair]]:
+    lone = {id(record) for record in alone}
+    wanted = {Frame(r.key.rank, r.key.process, r.key.step) for r in alone}
+    for frame, records in frames_of(run.records).items():
+        if frame not in wanted:
+            continue
+        in_order = sorted(records, key=lambda record: record.order)
+        leaves = [call for call in calls_of(in_order) if call.leaf and call.called]
+        given: dict[str, Pair | None] = {}  # what sites that only give on gave
+        for at, call in enumerate(leaves):
+            own = [main_tensor(call.records, port) for port in ("input", "output")]
+            if call.kind not in _KINDS or own[0] is None or own[1] is None:
+                continue
+            if not {id(own[0]), id(own[1])} <= lone:
+                continue
+            same = bytes_of(run, own[0])
+            if not same or same != bytes_of(run, own[1]):
+                continue
+            known = given.get(same)
+            for other, port in _around(leaves, at):
+                record = main_tensor(other.records, port)
+                if known is None and record is not None and record.shape == own[0].shape:
+                    pair = partners.get(id(record))
+                    known = pair if pair and bytes_of(run, record) == same else None
+            given[same] = known
+            if known is not None:
+                yield own[0], known
+                yield own[1], known
+
+
+def _around(leaves: Sequence[Call], at: int) -> Iterator[tuple[Call, str]]:
+    """Who may have made what a site gives on, likeliest first, and who may read it.
+
+    Beside the leaf before it those of the same module: a dump may list them in another order.
+    """
+    holder = leaves[at].site.rpartition(".")[0]
+    if at:
+        yield leaves[at - 1], "output"
+    for call in leaves[max(0, at - _NEAR) : at + _NEAR]:
+        if call.site.rpartition(".")[0] == holder:
+            yield call, "output"
+    if (reader := _next(leaves, at)) is not None:
+        yield reader, "input"
+
+
+def _next(leaves: Sequence[Call], at: int) -> Call | None:
+    return next((call for call in leaves[at + 1 :] if call.kind not in _KINDS), None)
