@@ -23,11 +23,15 @@ HELD_OUT = {
 }
 REPORTED = 100
 """The first seed that was not used for tuning."""
-FORMATS = ("fp32", "bf16", "fp16", "int8", "torch-int8", "compiled")
+FORMATS = ("fp32", "bf16", "fp16", "int8", "torch-int8", "compiled", "compiled-modules")
 SAMPLED = {
     "compiled": {
         "architectures": ("llama",),
         "kinds": ("scaled weight", "norm epsilon", "channels zeroed", "activation", "window"),
+    },
+    "compiled-modules": {
+        "architectures": ("gpt2",),
+        "kinds": ("scaled weight", "norm epsilon", "channels zeroed", "activation", "bias missing"),
     },
     "torch-int8": {
         "architectures": ("llama", "bert"),
@@ -105,10 +109,16 @@ def trial(job: Job) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     from driftline.testing.faults import FAULTS
-    from driftline.testing.faults.formats import unit_roundoff
+    from driftline.testing.faults.formats import COMPILED, unit_roundoff
     from driftline.testing.faults.pairs import Setting, effect_of
     from driftline.testing.faults.trials import METHODS, planted
 
+    if job.format in COMPILED or job.implementation == "inductor":
+        # Code compiled for earlier trials would count against this one's limit, and beyond that
+        # limit nothing is compiled any more: better a broken trial than one in name only.
+        torch._dynamo.reset()
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        torch._dynamo.config.recompile_limit = 64
     fault = FAULTS[job.kind] if job.kind else None
     setting = Setting(
         *(job.architecture, job.format, job.seed, fault, job.amount),
@@ -119,6 +129,7 @@ def trial(job: Job) -> dict[str, Any]:
         pair = planted(setting)
         result |= {
             "site": pair.site,
+            "seen": pair.is_seen,
             "changed": pair.changed,
             "error": pair.error,
             "clean_error": pair.clean_error,

@@ -40,6 +40,7 @@ def _faults(sets: scoring.Sorted) -> bool:
     short = _kinds(sets)
     _others(sets.above)
     _excluded(sets.below)
+    _hidden(sets.above)
     _methods(sets.above)
     good = _goals(sets)
     print("\nkinds that fall short of a goal:" if short else "\nno kind falls short of a goal")
@@ -160,6 +161,24 @@ def _excluded(below: Sequence[Result]) -> None:
     for kind, some in scoring.by_kind(below).items():
         rates = " ".join(_shown(scoring.rate(some, "replay", w)) for w in WORDS)
         print(f"{kind:28} {len(some):3}            {rates}")
+
+
+def _hidden(above: Sequence[Result]) -> None:
+    """Faults inside blocks that were compiled as a whole: which block, and what is said of it."""
+    hidden = [r for r in above if scoring.is_hidden(r)]
+    if not hidden:
+        return
+    print(f"\nfaults inside a compiled block, of which no tensor is seen: {len(hidden)}")
+    print("  (they count for found and site, where the site is the block; not for cause)")
+    for method in OURS:
+        judged = [{**r, "seen": True} for r in hidden if method in r]
+        rates = " ".join(_shown(scoring.rate(judged, method, w)) for w in WORDS)
+        unknown = sum(r[method]["cause"] == "unknown" for r in judged)
+        wrong = sum(
+            r[method]["detected"] and not r[method]["named"] and r[method]["cause"] != "unknown"
+            for r in judged
+        )
+        print(f"  {method:16} {rates}  (cause unknown {unknown}, another cause named {wrong})")
 
 
 def _methods(above: Sequence[Result]) -> None:

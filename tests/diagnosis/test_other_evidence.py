@@ -37,7 +37,7 @@ def test_without_noise_runs_growth_is_asked() -> None:
     theirs = run_of(twin(reference, torch.float32, BUGS["scale"].plant), ids)
     replay = replayed(reference, theirs, ids)
     said = {each.key.site for each in theirs.records}
-    nothing = {site: ReplayedSite("unknown", "it was compiled", False) for site in said}
+    nothing = {site: ReplayedSite("unknown", "it was compiled", None) for site in said}
     found = diagnose(run_of(reference, ids), theirs, replay=replay._replace(sites=nothing))
     assert found.first_site == "model.layers.2.mlp.down_proj"
     assert found.evidence["by"] == "growth"
@@ -48,7 +48,7 @@ def test_an_unknown_site_that_nothing_convicts_stays_unknown() -> None:
     theirs = run_of(twin(reference, torch.bfloat16), ids)
     replay = replayed(reference, theirs, ids)
     site = "model.layers.2.mlp.down_proj"
-    replay = replay._replace(sites={site: ReplayedSite("unknown", "it was compiled", False)})
+    replay = replay._replace(sites={site: ReplayedSite("unknown", "it was compiled", None)})
     found = diagnose(run_of(reference, ids), theirs, replay=replay)
     assert found.verdict == "pass"
     assert found.site(site).status == "unknown"

@@ -28,7 +28,9 @@ def diagnose(
     map: Annotated[list[str] | None, Option(metavar="REF=CAND", group=_HOW)] = None,
     site: Annotated[list[str] | None, Option(metavar="GLOB", group=_HOW)] = None,
     plan: Annotated[Path | None, Option(metavar="FILE.toml", group=_HOW)] = None,
-    format: Annotated[Literal["table", "json", "markdown"], Option(group=_WHERE)] = "table",
+    format: Annotated[
+        Literal["table", "json", "markdown", "github", "junit"], Option(group=_WHERE)
+    ] = "table",
     repro: Annotated[Path | None, Option(metavar="DIR", group=_WHERE)] = None,
     all: Annotated[bool, Option(group=_WHERE)] = False,
     quiet: Annotated[bool, Option(names=("--quiet", "-q"), group=_WHERE)] = False,
@@ -55,7 +57,8 @@ def diagnose(
         map: Sites that are called differently, such as 'model.*=*'; may be repeated.
         site: Only sites that match; may be repeated.
         plan: Set against each other what this saved plan says, and nothing else.
-        format: table for people; json and markdown for programs and reviews.
+        format: table for people; json and markdown for programs and reviews; github (annotations
+            and a step summary) and junit for CI.
         repro: Write a small program that shows the guilty module by itself, with its input.
         all: Show every site rather than those that matter.
         quiet: Print nothing; the exit code says it.

@@ -29,14 +29,15 @@ class ReplayedSite(NamedTuple):
     Attributes:
         status: replayed, unknown or skipped.
         reason: Why it is not `replayed`, in words.
-        reproduced: Whether its replay on the reference's own inputs gave its own output.
+        reproduced: Whether its replay on the reference's own inputs gave its own output; None where
+            that was not tried (it is compiled, it was not called).
         applied: leaf, whole, or `own code` for a container whose parts were answered with what the
             candidate's gave.
     """
 
     status: str = "replayed"
     reason: str = ""
-    reproduced: bool = True
+    reproduced: bool | None = True
     applied: str = ""
 
     @property
@@ -44,9 +45,11 @@ class ReplayedSite(NamedTuple):
         """Why nothing can be concluded from it; empty if something can."""
         if self.status != "replayed":
             return self.reason or f"the replay says '{self.status}'"
-        if not self.reproduced:
+        if self.reproduced is False:
             why = f": {self.reason}" if self.reason else ""
             return f"its replay on its own inputs does not give its own output{why}"
+        if self.reproduced is None:
+            return self.reason or "some of its calls could not be replayed"
         return ""
 
 
@@ -105,7 +108,7 @@ def open_replay(source: Replay | StrPath) -> Replay:
         sites[site] = ReplayedSite(
             str(fields.get("status", "replayed")),
             str(fields.get("reason") or ""),
-            fields.get("reproduced") is not False,
+            _told(fields.get("reproduced", True)),
             str(fields.get("applied") or ""),
         )
     exact = _inner(folder, "exact")
@@ -150,6 +153,10 @@ def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
 def _inner(folder: Path, name: str) -> Run | None:
     path = folder / name
     return open_run(path) if is_inside(folder.resolve(), path) else None
+
+
+def _told(reproduced: Any) -> bool | None:
+    return reproduced if reproduced in (True, None) else False
 
 
 def _identity(candidate: Any) -> str:

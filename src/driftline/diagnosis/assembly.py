@@ -10,21 +10,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from driftline.comparison.table import Coverage, Table
-from driftline.diagnosis import sentences
+from driftline.diagnosis import evidence, rates, sentences
 from driftline.diagnosis.artefacts import Replay
-from driftline.diagnosis.calls import DIRECTIONS, ROOTS, Place, Site, innermost, sites_of
+from driftline.diagnosis.calls import DIRECTIONS, Place, innermost, sites_of
 from driftline.diagnosis.choices import UNTOLD, Flip, flips
 from driftline.diagnosis.confirming import Confirmation, confirmed
 from driftline.diagnosis.finding import Diagnosis, SiteFinding
 from driftline.diagnosis.floor import Floor, Variant, noise_floor
-from driftline.diagnosis.growth import growths, jump_along_depth
+from driftline.diagnosis.flow import flow_of
+from driftline.diagnosis.growth import growths
 from driftline.diagnosis.kinds import other_kinds
+from driftline.diagnosis.lengths import lengths_of
 from driftline.diagnosis.naming import Naming, Runs, name_cause
 from driftline.diagnosis.needs import needs
 from driftline.diagnosis.quantised import quantised_sites
+from driftline.diagnosis.rates import Rate
 from driftline.diagnosis.replayed import Judgement, judge
 from driftline.diagnosis.shares import explained, final_error
 from driftline.diagnosis.statuses import Standing, standings
+from driftline.diagnosis.steps import comparable_steps
+from driftline.diagnosis.substituted import Substitution
 from driftline.errors import BadInput
 
 _SECOND_LOOKS = 16
@@ -40,12 +45,22 @@ _SHOWN = {
 class Assembly:
     """One diagnosis on its way."""
 
-    def __init__(self, table: Table, variants: Sequence[Variant], runs: Runs | None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        variants: Sequence[Variant],
+        runs: Runs | None,
+        proof: Substitution | None = None,
+    ) -> None:
         self.table = table
+        self.variants = variants
         self.runs = runs
+        self.proof = proof if runs is None or proof is None else _renamed(proof, runs)
         self.replay = runs.replay if runs is not None else None
-        self.notes: list[str] = []
-        self.sites = self._comparable(sites_of(table))
+        flow = None if runs is None else flow_of(runs.reference, runs.candidate, runs.plan)
+        lengths = lengths_of(None if runs is None else runs.reference)
+        self.sites, why = comparable_steps(sites_of(table, flow, lengths), table)
+        self.notes = [why] if why else []
         self.floor: Floor | None = noise_floor(variants) if variants else None
         self.judged: dict[str, Judgement] = {}
         self.seen: dict[Place, Confirmation] = {}
@@ -55,31 +70,6 @@ class Assembly:
             self.allowed = quantised_sites(runs.reference, runs.candidate)
         if runs is not None and runs.replay is not None:
             self.judged = self._replayed(runs, runs.replay)
-
-    def _comparable(self, sites: dict[Place, Site]) -> dict[Place, Site]:
-        """Without the steps in which the models were given different tokens."""
-        other: set[int] = set()
-        for place, site in sites.items():
-            if place.site in ROOTS and place.direction == "forward":
-                other |= {call.step for call in site.calls if call.changed_codes}
-        for row in self.table.rows:
-            is_given = row.key.site in ROOTS and row.key.port == "input"
-            is_code = row.reference_dtype.startswith(("int", "uint"))
-            if is_given and is_code and row.metrics.get("different"):
-                other.add(row.key.step)
-        if not other:
-            return sites
-        first = min(other)
-        self.notes.append(
-            f"from step {first} on the two models were given different tokens: "
-            "those steps say nothing about numbers and were left out"
-        )
-        kept: dict[Place, Site] = {}
-        for place, site in sites.items():
-            site.calls = [call for call in site.calls if call.step < first]
-            if site.calls:
-                kept[place] = site
-        return kept
 
     def _replayed(self, runs: Runs, replay: Replay) -> dict[str, Judgement]:
         own = str(runs.candidate.manifest.get("id") or "")
@@ -133,10 +123,17 @@ class Assembly:
             for place in self.sites
         )
         final, final_noise = final_error(self.sites, self.floor, first)
-        share = explained(final, final_noise) if first is not None else None
-        evidence = self._evidence(found, first, named, final, final_noise)
+        rate = self._rate()
         if first is None:
-            return self._clean(findings, found, final, evidence, coverage)
+            suspects = self._suspects(found)
+            gathered = self._evidence(found, None, named, final, final_noise, rate)
+            if suspects:
+                return self._undecided(suspects, findings, gathered, coverage, rate)
+            return self._clean(findings, found, final, gathered, coverage, rate)
+        share, said = explained(final, final_noise), ""
+        if self.proof is not None:
+            share, said = sentences.proven(self.proof, first.site, culprits)
+        gathered = self._evidence(found, first, named, final, final_noise, rate)
         standing, finding = found[first], findings[order[first]]
         naming = named.get(first, Naming("unknown", "no tensor was read"))
         return Diagnosis(
@@ -146,7 +143,7 @@ class Assembly:
                     finding, standing.by, self._statistic(first), self._limit(first, standing)
                 ),
                 sentences.kind(naming.cause, naming.sentence),
-                sentences.share(share, final, final_noise),
+                said or sentences.share(share, final, final_noise),
             ),
             findings,
             first.site,
@@ -154,11 +151,46 @@ class Assembly:
             tuple(dict.fromkeys(place.site for place in culprits)),
             naming.cause,
             self._confidence(first, standing),
-            self._rate(),
+            rate.rate if rate is not None else None,
             share,
-            evidence,
+            gathered,
             coverage,
-            needs(self.runs, self.table, self.floor, self.judged, standing),
+            needs(self.runs, self.table, self.floor, self.judged, standing, self.proof is None),
+        )
+
+    def _suspects(self, found: Mapping[Place, Standing]) -> list[Place]:
+        """Sites that do not agree with themselves and are off by other evidence, too."""
+        suspects: list[Place] = []
+        for place, standing in found.items():
+            other = standing.suspected
+            if other is None:
+                continue
+            again = None
+            if self.runs is not None:
+                again = confirmed(self.runs, other, self.floor, self._flips(self.runs))
+            if again is None or again.holds:
+                suspects.append(place)
+        return suspects
+
+    def _undecided(
+        self,
+        suspects: Sequence[Place],
+        findings: tuple[SiteFinding, ...],
+        gathered: dict[str, Any],
+        coverage: Coverage,
+        rate: Rate | None,
+    ) -> Diagnosis:
+        """Nobody is guilty, and yet it cannot be said that nothing is wrong."""
+        first = min(suspects, key=lambda place: self.sites[place].order)
+        gathered["suspects"] = [place.site for place in suspects]
+        return Diagnosis(
+            "incomparable",
+            sentences.undecided(first.site, self.judged[first.site].trouble),
+            findings,
+            false_alarm_rate=rate.rate if rate is not None else None,
+            evidence=gathered,
+            coverage=coverage,
+            needs=needs(self.runs, self.table, self.floor, self.judged, None),
         )
 
     def _looked_at_again(
@@ -254,23 +286,18 @@ class Assembly:
             halves = self.seen[place].halves
         if halves is not None and min(halves) <= 1.0:
             trust *= 0.8
+        if self.proof is not None:
+            bears_out = self.proof.is_about(place.site)
+            trust, far = (max(trust, 0.99), 1.0) if bears_out else (trust / 2.0, far)
         return round(max(0.0, min(1.0, trust * far)), 4)
 
-    def _rate(self) -> float | None:
-        """How often a clean site would be called guilty, from what this very evidence shows.
-
-        By replay: sites that leave their limits on one half of the rows and not on the other are
-        false screens; a false alarm must happen on both. By noise runs: how often one of them
-        leaves the interval of the others.
-        """
-        tested = [found for found in self.judged.values() if not found.trouble]
-        if tested:
-            split = sum((found.halves[0] > 1.0) != (found.halves[1] > 1.0) for found in tested)
-            once = (split + 1) / (2 * len(tested))
-            return float(f"{min(once * once, 1.0):.3g}")
-        if self.floor is not None and self.floor.rate is not None:
-            return float(f"{self.floor.rate:.3g}")
-        return None
+    def _rate(self) -> Rate | None:
+        """How often a clean site would be called guilty, from what this very evidence shows."""
+        if self.judged:
+            return rates.by_replay(self.judged.values())
+        if self.floor is None or self.runs is None:
+            return None
+        return rates.by_noise(self.floor, self.variants, self.runs.reference)
 
     def _evidence(
         self,
@@ -279,62 +306,37 @@ class Assembly:
         named: Mapping[Place, Naming],
         final: float,
         noise: float,
+        rate: Rate | None,
     ) -> dict[str, Any]:
-        counts: dict[str, int] = {}
-        for standing in found.values():
-            counts[standing.by] = counts.get(standing.by, 0) + 1
-        evidence: dict[str, Any] = {
-            "judged_by": counts,
+        gathered = evidence.of_all(self.sites, found, self.floor)
+        gathered |= {
             "final_error": final,
             "final_noise": noise,
             "explains_by": "estimate: final error against noise, as energies",
         }
         if self.notes:
-            evidence["notes"] = list(self.notes)
-        if self.floor is not None:
-            evidence["noise_runs"] = {
-                "used": list(self.floor.used),
-                "excluded": [{"run": name, "reason": why} for name, why in self.floor.excluded],
-                "margin": self.floor.margin,
-            }
-        jump = jump_along_depth(self.sites)
-        if jump is not None:
-            evidence["jump"] = jump._asdict()
+            gathered["notes"] = list(self.notes)
+        if rate is not None:
+            gathered["false_alarms"] = rate.as_evidence()
+        if self.proof is not None:
+            gathered["bisect"] = self.proof.as_evidence()
+            if first is not None and self.proof.is_about(first.site):
+                gathered["explains_by"] = "substitution: the end's error with the site corrected"
         if first is not None:
-            evidence["by"] = found[first].by
             judged = self.judged.get(first.site) if first.direction == "forward" else None
-            if judged is not None and judged.found is not None:
-                evidence["replay"] = {
-                    "statistic": judged.statistic,
-                    "value": getattr(judged.found, judged.statistic, math.nan),
-                    "trusted_low": judged.low,
-                    "trusted_high": judged.high,
-                    "times_its_limit": judged.excess,
-                    "halves": list(judged.halves),
-                    "unit_roundoff": judged.unit,
-                    "rows": judged.found.rows,
-                    "slot": judged.slot,
-                }
-            if first in self.seen:
-                evidence["halves"] = list(self.seen[first].halves)
-            naming = named.get(first)
-            if naming is not None:
-                evidence["cause"] = {
-                    "sentence": naming.sentence,
-                    "explained": naming.score,
-                    "detail": naming.detail,
-                    "others": [list(other) for other in naming.others],
-                    "tensor": naming.picture,
-                }
-        return evidence
+            gathered |= evidence.of_culprit(
+                found[first], judged, self.seen.get(first), named.get(first)
+            )
+        return gathered
 
     def _clean(
         self,
         findings: tuple[SiteFinding, ...],
         found: Mapping[Place, Standing],
         final: float,
-        evidence: dict[str, Any],
+        gathered: dict[str, Any],
         coverage: Coverage,
+        rate: Rate | None,
     ) -> Diagnosis:
         unknown = sum(finding.status == "unknown" for finding in findings)
         judged = len(findings) - unknown
@@ -350,7 +352,7 @@ class Assembly:
             by = _SHOWN[found[Place(worst.direction, worst.site)].by]
         if judged == 0:
             said = ("Nothing could be judged: no site's evidence holds.",)
-            return Diagnosis("incomparable", said, findings, coverage=coverage, evidence=evidence)
+            return Diagnosis("incomparable", said, findings, coverage=coverage, evidence=gathered)
         trusts = [_TRUST.get(standing.by, 0.5) for standing in found.values()]
         return Diagnosis(
             "pass",
@@ -358,11 +360,19 @@ class Assembly:
             findings,
             cause="noise",
             confidence=round(min(trusts) * coverage.share, 4),
-            false_alarm_rate=self._rate(),
-            evidence=evidence,
+            false_alarm_rate=rate.rate if rate is not None else None,
+            evidence=gathered,
             coverage=coverage,
             needs=needs(self.runs, self.table, self.floor, self.judged, None),
         )
+
+
+def _renamed(proof: Substitution, runs: Runs) -> Substitution:
+    """Findings go by the reference's names, an experiment by those of the candidate's program."""
+    for pair in runs.plan.pairs:
+        if pair.candidate.key.port == "output" and pair.candidate.key.site == proof.site:
+            return proof._replace(site=pair.reference.key.site)
+    return proof
 
 
 _STATISTICS = {

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from driftline.comparison.row import Row
 from driftline.comparison.table import Table
+from driftline.diagnosis.flow import Flow, Makers
 from driftline.numerics.dtypes import DTYPES
 
 Direction = Literal["forward", "backward", "optimizer", "param"]
@@ -51,6 +52,10 @@ class Call:
         changed_codes: An integer or boolean that went in differs (token ids, masks, routes).
         error_in: Largest relative error that went in; NaN when nothing is known.
         error: Largest relative error that came out.
+        process: Which process of the rank.
+        known_by: How what went in is known: `inputs` (captured), `edges` (who made it), `order`
+            (what was made last before it).
+        length: Of the longest sum in it, in elements.
     """
 
     step: int
@@ -63,6 +68,9 @@ class Call:
     error_in: float = math.nan
     error: float = math.nan
 
+    process: int = 0
+    known_by: str = "inputs"
+    length: int = 1
     known_unit: float = -1.0
 
     @property
@@ -147,8 +155,16 @@ def same_kind(row: Row) -> bool:
     return theirs is None or theirs.is_floating
 
 
-def sites_of(table: Table) -> dict[Place, Site]:
-    """All sites with something that was measured, in order of execution."""
+def sites_of(
+    table: Table, flow: Flow | None = None, lengths: Lengths | None = None
+) -> dict[Place, Site]:
+    """All sites with something that was measured, in order of execution.
+
+    Args:
+        table: What was measured.
+        flow: Who feeds whom, as far as it is known, by the reference's names.
+        lengths: How many terms the sums of a site have, by what it holds and was given.
+    """
     calls: dict[tuple[Place, int, int, int, int], Call] = {}
     sites: dict[Place, Site] = {}
     for row in table.rows:
@@ -161,7 +177,7 @@ def sites_of(table: Table) -> dict[Place, Site]:
         of = (place, key.rank, key.process, key.step, key.visit)
         call = calls.get(of)
         if call is None:
-            call = calls[of] = Call(key.step, key.rank)
+            call = calls[of] = Call(key.step, key.rank, process=key.process)
             site = sites.get(place)
             if site is None:
                 site = sites[place] = Site(place, row.class_name, row.candidate_class)
@@ -178,8 +194,31 @@ def sites_of(table: Table) -> dict[Place, Site]:
             call.order = max(call.order, row.order)
     found = [site for site in sites.values() if _kept(site)]
     found.sort(key=lambda site: site.order)
-    _fill(found)
+    _fill(found, flow or {})
+    if lengths is not None:
+        for site in found:
+            for call in site.calls:
+                call.length = lengths(site.name, site.class_name, call.ins, call.outs)
+        _longest_inside(found)
     return {site.place: site for site in found}
+
+
+Lengths: TypeAlias = Callable[[str, str, Sequence[Row], Sequence[Row]], int]
+"""(site, class, rows in, rows out) → terms of the longest sum of a call."""
+
+
+def _longest_inside(sites: Sequence[Site]) -> None:
+    """A container's sums are also those of its parts."""
+    longest: dict[tuple[str, str], int] = {}
+    for site in sites:
+        own = max(call.length for call in site.calls)
+        for outer in ancestors(site.name):
+            place = (site.place.direction, outer)
+            longest[place] = max(longest.get(place, 1), own)
+    for site in sites:
+        inside = longest.get((site.place.direction, site.name), 1)
+        for call in site.calls:
+            call.length = max(call.length, inside)
 
 
 def _kept(site: Site) -> bool:
@@ -187,8 +226,12 @@ def _kept(site: Site) -> bool:
     return bool(site.calls)
 
 
-def _fill(sites: Sequence[Site]) -> None:
-    """Errors in and out; where no inputs were kept, what was made just before stands for them."""
+def _fill(sites: Sequence[Site], flow: Flow) -> None:
+    """Errors in and out.
+
+    Where no inputs were kept, the outputs that they are stand for them, by the edges that are
+    known; without edges, what was made just before.
+    """
     blind: list[tuple[Site, Call]] = []
     for site in sites:
         for call in site.calls:
@@ -199,8 +242,51 @@ def _fill(sites: Sequence[Site]) -> None:
                 call.error_in = 0.0
             else:
                 blind.append((site, call))
-    if blind:
-        _from_before(sites, blind)
+    rest = _from_makers(sites, blind, flow) if blind and flow else blind
+    if rest:
+        _from_before(sites, rest)
+
+
+def _from_makers(
+    sites: Sequence[Site], blind: Sequence[tuple[Site, Call]], flow: Flow
+) -> list[tuple[Site, Call]]:
+    """The largest error of what the makers of its inputs gave last before a call.
+
+    Gradients flow the other way: what comes in was made by those that take the output. Gives back
+    the calls of which no edge is known.
+    """
+    made: dict[tuple[Place, int, int, int], list[Call]] = {}
+    for site in sites:
+        for call in site.calls:
+            made.setdefault((site.place, call.rank, call.process, call.step), []).append(call)
+    takers = {place: _turned(makers) for place, makers in flow.items()}
+    rest: list[tuple[Site, Call]] = []
+    for site, call in blind:
+        direction = site.place.direction
+        edges = flow if direction == "forward" else takers
+        makers = edges.get((call.rank, call.process), {}).get(site.name)
+        if makers is None or direction not in ("forward", "backward"):
+            rest.append((site, call))
+            continue
+        errors: list[float] = []
+        for maker in makers:
+            those = made.get((Place(direction, maker), call.rank, call.process, call.step), ())
+            before = [each for each in those if each.order < call.order]
+            if before:
+                errors.append(max(before, key=lambda each: each.order).error)
+        if makers and not errors:
+            rest.append((site, call))  # made in another step, or not captured
+            continue
+        call.error_in, call.known_by = max(errors, default=0.0), "edges"
+    return rest
+
+
+def _turned(makers: Makers) -> Makers:
+    takers: dict[str, set[str]] = {}
+    for taker, those in makers.items():
+        for maker in those:
+            takers.setdefault(maker, set()).add(taker)
+    return {maker: frozenset(those) for maker, those in takers.items()}
 
 
 def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> None:
@@ -218,7 +304,7 @@ def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> N
         outputs.sort()
     for site, call in blind:
         outputs = made[(site.place.direction, call.rank, call.step)]
-        call.error_in = 0.0
+        call.error_in, call.known_by = 0.0, "order"
         for order, name, error in reversed(outputs):
             if order < call.order and name != site.name and not contains(site.name, name):
                 call.error_in = error

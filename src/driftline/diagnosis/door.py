@@ -6,8 +6,8 @@ in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from driftline.alignment.door import AlignOptions, align_runs
 from driftline.comparison.engine import Progress, measure
@@ -17,6 +17,7 @@ from driftline.diagnosis.assembly import Assembly
 from driftline.diagnosis.finding import Diagnosis
 from driftline.diagnosis.floor import Variant
 from driftline.diagnosis.naming import Runs
+from driftline.diagnosis.substituted import open_bisection
 from driftline.formats.opening import open_run
 from driftline.runs.run import Run
 
@@ -31,6 +32,7 @@ def diagnose(
     replay: Replay | StrPath | None = None,
     noise: Sequence[Evidence] = (),
     repeats: Sequence[Evidence] = (),
+    bisect: Mapping[str, Any] | StrPath | None = None,
     options: AlignOptions | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -45,6 +47,8 @@ def diagnose(
         noise: Trusted executions in the candidate's number format: what `driftline noise` wrote,
             or plain runs.
         repeats: Other executions of the candidate's own program, to see non-determinism.
+        bisect: What `driftline bisect --format json` printed: a file of it, or the object. It
+            proves how much of the end's error goes back to a site.
         options: How the runs belong together, where names do not say it.
         threads: Worker threads; one per usable core when not given.
         progress: Called with (pairs done, pairs in all).
@@ -64,10 +68,12 @@ def diagnose(
         while any(name == variant.name for variant in variants):
             name += "'"
         against = align_runs(ours, trusted.run, options)
-        variants.append(Variant(name, measure(against, ours, trusted.run, threads=threads)))
+        measured = measure(against, ours, trusted.run, threads=threads)
+        variants.append(Variant(name, measured, trusted.run, against))
     again = [_opened(each) for each in repeats]
     runs = Runs(ours, theirs, played, again, plan)
-    return Assembly(table, variants, runs).diagnosis()
+    proof = None if bisect is None else open_bisection(bisect)
+    return Assembly(table, variants, runs, proof).diagnosis()
 
 
 def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:

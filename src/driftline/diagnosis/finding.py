@@ -162,6 +162,12 @@ class Diagnosis:
     def __str__(self) -> str:
         return " ".join(self.sentences)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from driftline.reports.notebook import diagnosis_html
+
+        return diagnosis_html(self)
+
 
 def _number(value: float) -> Any:
     return None if math.isnan(value) else number_to_json(float(value))

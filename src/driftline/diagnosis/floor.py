@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from driftline.alignment.plan import Plan
 from driftline.comparison.row import Row
 from driftline.comparison.table import Table
 from driftline.diagnosis.calls import error_of, is_floating, same_kind, unit_of
 from driftline.runs.key import TensorKey
+from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, coarsest
 
 _WIDEST = 4.0
@@ -26,10 +28,19 @@ _BROKEN = 4.0
 
 
 class Variant(NamedTuple):
-    """One trusted run, measured against the reference."""
+    """One trusted run, measured against the reference.
+
+    Attributes:
+        name: What it is called.
+        table: What was measured.
+        run: Its tensors, where they are at hand.
+        plan: Which of them belongs to which of the reference.
+    """
 
     name: str
     table: Table
+    run: Run | None = None
+    plan: Plan | None = None
 
 
 class Floor(NamedTuple):
@@ -41,9 +52,7 @@ class Floor(NamedTuple):
         margin: How many times the interval's end is still inside.
         used: Names of the runs it rests on.
         excluded: Runs that were left out, with the reason.
-        rate: Share of tensors at which a trusted run leaves the widened interval of the others, one
-            added; None with a single run.
-        notes: What else has to be said of them.
+        measured: Relative errors of each used run, by its name and the reference's key.
     """
 
     errors: Mapping[TensorKey, float]
@@ -51,8 +60,7 @@ class Floor(NamedTuple):
     margin: float
     used: tuple[str, ...]
     excluded: tuple[tuple[str, str], ...]
-    rate: float | None
-    notes: tuple[str, ...] = ()
+    measured: Mapping[str, Mapping[TensorKey, float]]
 
     def excess(self, row: Row) -> float | None:
         """Error of a row over what is allowed there; None when no trusted run has the tensor."""
@@ -84,7 +92,6 @@ def noise_floor(variants: Sequence[Variant]) -> Floor:
     """The floor of all trusted runs that are not broken."""
     measured = {variant.name: _errors(variant.table) for variant in variants}
     excluded: list[tuple[str, str]] = []
-    notes: list[str] = []
     for variant in variants:
         others = [measured[name] for name in measured if name != variant.name]
         reason = _broken(variant, measured[variant.name], others)
@@ -102,8 +109,8 @@ def noise_floor(variants: Sequence[Variant]) -> Floor:
             if not math.isnan(value):
                 low, high = leans.get(row.key, (value, value))
                 leans[row.key] = min(low, value), max(high, value)
-    margin, rate = _margin(list(measured.values()))
-    return Floor(errors, leans, margin, tuple(measured), tuple(excluded), rate, tuple(notes))
+    margin = margin_of(list(measured.values()))
+    return Floor(errors, leans, margin, tuple(measured), tuple(excluded), measured)
 
 
 def _rows(table: Table) -> list[Row]:
@@ -169,10 +176,10 @@ def _ratios(
     return ratios
 
 
-def _margin(runs: Sequence[Mapping[TensorKey, float]]) -> tuple[float, float | None]:
-    """How much wider the interval must be, and how often a trusted run still leaves it."""
+def margin_of(runs: Sequence[Mapping[TensorKey, float]]) -> float:
+    """How much wider the interval of trusted runs must be, learnt from each against the others."""
     if len(runs) < 2:
-        return _ONE_RUN, None
+        return _ONE_RUN
     ratios: list[float] = []
     for at, own in enumerate(runs):
         others = [run for other, run in enumerate(runs) if other != at]
@@ -181,10 +188,8 @@ def _margin(runs: Sequence[Mapping[TensorKey, float]]) -> tuple[float, float | N
             if known and max(known) > 0.0:
                 ratios.append(error / max(known))
     if not ratios:
-        return _ONE_RUN, None
+        return _ONE_RUN
     ratios.sort()
     high = ratios[min(len(ratios) - 1, math.ceil(0.999 * len(ratios)) - 1)]
     # Two or three runs know little of the tail; each further one tells more.
-    margin = min(max(_LEAST, 1.15 * high, 1.0 + 1.0 / (len(runs) - 1)), _WIDEST)
-    outside = sum(ratio > margin for ratio in ratios)
-    return margin, (outside + 1) / (len(ratios) + 1)
+    return min(max(_LEAST, 1.15 * high, 1.0 + 1.0 / (len(runs) - 1)), _WIDEST)

@@ -17,6 +17,8 @@ from driftline.diagnosis.calls import Call, Place, Site, parts_of
 
 _SIBLINGS = 3
 """So many members a role must have for their median to say something."""
+_APART = 8.0
+"""Units by which right implementations of one function differ, without any sum."""
 _ABSOLUTE = 12.0
 _ALONE = 8.0
 _AMONG = 3.0
@@ -38,14 +40,21 @@ class Growth(NamedTuple):
     siblings: int
 
 
-def rounding(unit: float, parts: int) -> float:
-    """Relative error that arithmetic of a format explains in a site with so many parts.
+def rounding(unit: float, parts: int, length: int = 1) -> float:
+    """Relative error that arithmetic of a format explains in a site.
 
-    A leaf rounds its result once and its sums a few times; roundings of parts add up as a random
-    walk. In float32 the order of summation differs between right implementations.
+    A leaf rounds its result once. Sums of n terms in two right orders differ by about the root of
+    n / 3 units (each partial sum is rounded); right functions differ by some units besides. Formats
+    of 16 bits and less add up in float32. Roundings of parts add up as a random walk.
+
+    Args:
+        unit: Unit roundoff of the coarsest format that takes part.
+        parts: How many sites lie in it.
+        length: Terms of its longest sum.
     """
-    times = 16.0 if unit <= 2.0**-20 else 1.0
-    return times * unit * math.sqrt(1.0 + parts)
+    sums = min(unit, 2.0**-24) * math.sqrt(_APART**2 + length)
+    once = unit if unit > 2.0**-20 else 0.0
+    return math.hypot(once, sums) * math.sqrt(1.0 + parts)
 
 
 def growths(
@@ -87,7 +96,7 @@ def growths(
 
 def _base(call: Call, parts: int) -> float:
     """Error that is there without a fault: what went in, and the site's own rounding."""
-    own = 0.5 * rounding(call.unit, parts)
+    own = 0.5 * rounding(call.unit, parts, call.length)
     went_in = 0.0 if math.isnan(call.error_in) else call.error_in
     return math.hypot(went_in, own)
 
@@ -117,7 +126,7 @@ def _judged(
     else:
         usual, limit = 0.0, math.log(_ALONE)
     expected = base * math.exp(max(usual, -20.0))
-    least = 4.0 * rounding(call.unit, parts)
+    least = 4.0 * rounding(call.unit, parts, call.length)
     most = max(base * math.exp(max(limit, -20.0)), least)
     if call.one_sided and not call.one_sided_in:
         return Growth(call, expected, math.inf, count - 1)

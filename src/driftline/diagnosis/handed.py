@@ -70,6 +70,7 @@ def _handed(call: Call, events: list[_Event]) -> list[Call]:
                 [event.row],
                 error_in=error_of(worst) if worst is not None else 0.0,
                 error=error_of(event.row),
+                length=call.length,
             )
         )
     return handed

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from driftline.diagnosis.naming import Runs
 
 _REPLAY = 'driftline replay CAND --exec "python reference.py" -o REPLAY, then --replay REPLAY'
+_BISECT = (
+    "driftline bisect --exec CANDIDATE --reference-run REF --format json > FILE, then --bisect FILE"
+)
 _NOISE = 'driftline noise --exec "python reference.py" -o NOISE, then --noise NOISE'
 
 
@@ -23,6 +26,7 @@ def needs(
     floor: Floor | None,
     judged: Mapping[str, Judgement],
     standing: Standing | None,
+    unproven: bool = True,
 ) -> tuple[str, ...]:
     """One sentence each, most useful first."""
     said: list[str] = []
@@ -56,6 +60,6 @@ def needs(
         )
     if runs is None:
         said.append("a table has no tensors: give the two runs to have the kind of bug named")
-    if standing is not None:
-        said.append("substitution proves it: driftline bisect --exec CANDIDATE --reference-run REF")
+    if standing is not None and unproven:
+        said.append(f"substitution proves it: {_BISECT}")
     return tuple(said)

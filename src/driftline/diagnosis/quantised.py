@@ -1,7 +1,7 @@
 """Sites of the candidate that compute with integers behind a float interface.
 
 Their dtype says float32, their noise is that of eight bits. Told by what the two runs say of
-themselves: class names, and weights that are gone from the module tree.
+themselves: class names, packed or integer weights, and weights that are gone from the module tree.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 from driftline.diagnosis.calls import ancestors
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import QUANTISED
-from driftline.topology.tree import ModuleTree
+from driftline.topology.tree import ModuleNode, ModuleTree
 
 _WORDS = ("quant", "int8", "int4", "4bit", "8bit", "gptq", "awq")
+_PACKED = ("packed", *_WORDS)
+_WEIGHTS = ("weight", "qweight", "weight_packed", "codes")
+_NARROW = ("int", "uint", "float8", "float4")
 
 
 def quantised_sites(reference: Run, candidate: Run) -> dict[str, float]:
     """Relative error that is allowed at each site that has integers in it; empty for most runs."""
     weighted = _weighted(reference)
     theirs = _weighted(candidate)
-    found: set[str] = set()
+    found = _packed(candidate) - _packed(reference)
     for record in candidate.records:
         name = record.class_name.lower()
         if any(word in name for word in _WORDS):
@@ -36,16 +39,38 @@ def quantised_sites(reference: Run, candidate: Run) -> dict[str, float]:
     return allowed
 
 
+def _packed(run: Run) -> set[str]:
+    """Modules that hold their weight as codes, or in a part that packs it."""
+    found: set[str] = set()
+    for node in _nodes(run):
+        holds = any(
+            parameter.name in _WEIGHTS and parameter.dtype.startswith(_NARROW)
+            for parameter in node.parameters
+        )
+        packs = any(
+            any(word in f"{name} {part.class_name}".lower() for word in _PACKED)
+            and not part.children
+            for name, part in node.children
+        )
+        if holds or packs:
+            found.add(node.site)
+    return found
+
+
 def _weighted(run: Run) -> dict[str, int]:
     """How many parameters every module holds, by the module tree; empty without one."""
-    tree = run.topology()
-    if not tree:
-        return {}
-    try:
-        nodes = list(ModuleTree.from_json(tree).walk())
-    except (KeyError, TypeError, ValueError):
-        return {}
     return {
         node.site: sum(parameter.name == "weight" for parameter in node.parameters)
-        for node in nodes
+        for node in _nodes(run)
     }
+
+
+def _nodes(run: Run) -> list[ModuleNode]:
+    """Every module of the first process; none where no tree can be read."""
+    tree = run.topology()
+    if not tree:
+        return []
+    try:
+        return list(ModuleTree.from_json(tree).walk())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []

@@ -75,6 +75,7 @@ class Judgement(NamedTuple):
         own_code_only: Whether its output alone was looked at while its own code was repeated: what
             it hands to its parts is then not known from here.
         trouble: Why nothing can be said; empty otherwise.
+        failed: Whether that is because it does not give its own output on its own inputs.
     """
 
     introduced: bool
@@ -89,13 +90,20 @@ class Judgement(NamedTuple):
     slot: str = "0"
     own_code_only: bool = False
     trouble: str = ""
+    failed: bool = False
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is said of it, and other evidence may say something.
+        """Whether nothing is said of it, and other evidence may convict it.
 
-        Choices that fall either way and random numbers err without any fault.
+        Choices that fall either way and random numbers err without any fault. A module that does
+        not agree with itself is not guilty by any evidence: what it should give is not known.
         """
+        return self.is_suspect and not self.failed
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether other evidence may at least suspect it."""
         return bool(self.trouble) and self.trouble != _CHOICES and "random" not in self.trouble
 
 
@@ -144,7 +152,8 @@ def judge(
     for name, records in by_site.items():
         about = replay.sites.get(name)
         if about is not None and about.trouble:
-            judged[name] = Judgement(False, trouble=about.trouble)
+            failed = about.reproduced is False
+            judged[name] = Judgement(False, trouble=about.trouble, failed=failed)
         elif any(record.key in exact for record in records):
             unit, given = coarsest[name], handed.get(name, ())
             found = _streams(candidate, replay, [*records, *given], exact, native, unit)

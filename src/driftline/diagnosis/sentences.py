@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from driftline.diagnosis.calls import Place
 from driftline.diagnosis.finding import SiteFinding
+from driftline.diagnosis.substituted import Substitution
 
 _WHERE = {
     "forward": "output",
@@ -73,6 +76,38 @@ def share(explains: float | None, final: float, noise: float) -> str:
     return (
         f"It explains about {explains:.0%} of the final output's error ({final:.2g} against "
         f"{noise:.2g} of noise; an estimate, `driftline bisect` proves it)."
+    )
+
+
+def proven(proof: Substitution, site: str, culprits: Sequence[Place]) -> tuple[float | None, str]:
+    """Share and third sentence where substitution has measured it."""
+    runs = f"`driftline bisect`, {proof.executions} executions"
+    if proof.verdict == "same":
+        return 0.0, f"The final output has no error ({runs})."
+    if proof.verdict == "spread":
+        return None, f"No single block brings the final output back ({runs})."
+    falls = f"{proof.metric} of the end falls from {proof.before:.2g} to {proof.after:.2g}"
+    named = _name(proof.site)
+    if not proof.is_about(site):
+        also = any(place.site == proof.site for place in culprits)
+        what = f"{named}, which introduces error too" if also else named
+        return None, (
+            f"Substitution does not bear it out: {proof.explains:.0%} of the final output's error "
+            f"goes back to {what} ({runs})."
+        )
+    where = "it" if proof.site == site else named
+    share = None if math.isnan(proof.explains) else round(proof.explains, 4)
+    return share, (
+        f"It explains {proof.explains:.0%} of the final output's error: with {where} corrected, "
+        f"{falls} ({runs})."
+    )
+
+
+def undecided(site: str, trouble: str) -> tuple[str, ...]:
+    """Two sentences when only a site that does not agree with itself is off."""
+    return (
+        "No site can be called guilty, and none of the error be called noise.",
+        f"{_name(site)} is off beyond noise, but nothing can be concluded from it: {trouble}.",
     )
 
 

@@ -45,6 +45,8 @@ class Standing(NamedTuple):
         reason: In words.
         inside: The part of it that is to blame.
         leaning: Whether it is the lean of its error that is outside, not its size.
+        suspected: Of an unknown one: how it stands by other evidence, which would convict it if it
+            agreed with itself.
     """
 
     status: Status
@@ -55,6 +57,7 @@ class Standing(NamedTuple):
     reason: str = ""
     inside: str = ""
     leaning: bool = False
+    suspected: Standing | None = None
 
 
 def standings(
@@ -114,18 +117,21 @@ def _other_evidence(
 ) -> dict[Place, Standing]:
     """Sites of which replay says nothing, and which noise runs or growth convict.
 
-    Only asked where replay itself convicts nobody. One that these do not convict stays unknown.
+    Only asked where replay itself convicts nobody. One that these do not convict stays unknown, and
+    so does one that does not reproduce its own output; that one is only suspected.
     """
     convicted: dict[Place, Standing] = {}
     for place, site in sites.items():
         judgement = judged.get(place.site)
-        if found[place].status != "unknown" or judgement is None or not judgement.is_open:
+        if found[place].status != "unknown" or judgement is None or not judgement.is_suspect:
             continue
         if floor is not None and floor.used and _known(floor, site):
             standing = _by_noise(site, floor)
         else:
             standing = _by_growth(growth[place])
-        if standing.status == "introduced":
+        if standing.status == "introduced" and not judgement.is_open:
+            convicted[place] = found[place]._replace(suspected=standing)
+        elif standing.status == "introduced":
             why = f"replay says nothing of it ({judgement.trouble})"
             reason = f"{standing.reason}; {why}" if standing.reason else why
             convicted[place] = standing._replace(reason=reason)
@@ -273,7 +279,7 @@ def _handed_on(standing: Standing, level: float, parts: int, around: bool) -> St
     call = standing.call
 
     def beyond(error: float) -> bool:
-        return error > max(2.0 * level, 4.0 * rounding(call.unit, parts))
+        return error > max(2.0 * level, 4.0 * rounding(call.unit, parts, call.length))
 
     out, before = beyond(call.error), beyond(call.error_in)
     if not math.isfinite(call.error) or call.one_sided:

@@ -39,6 +39,8 @@ def _headline(found: Diagnosis) -> str:
         return f"the drift starts at {_site(found.first_site)}{also}, cause: {found.cause}"
     if found.verdict == "pass":
         return "no site errs beyond noise"
+    if found.evidence.get("suspects"):
+        return f"{_site(found.evidence['suspects'][0])} is off, and does not agree with itself"
     return "nothing could be judged"
 
 
@@ -52,7 +54,10 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
     if found.false_alarm_rate is not None:
         facts.append(("false alarms", f"about {found.false_alarm_rate:.2g} per clean site"))
     else:
-        facts.append(("false alarms", "no rate can be stated from two runs alone"))
+        one = "noise_runs" in found.evidence
+        facts.append(
+            ("false alarms", "no rate can be stated from " + ("this" if one else "two runs alone"))
+        )
     runs = found.evidence.get("noise_runs")
     if runs:
         facts.append(("noise runs", ", ".join(runs["used"]) or "none that could be used"))

@@ -24,6 +24,10 @@ class NotReplayed(Exception):
     """Why a call cannot be replayed; the replay's own, nobody else sees it."""
 
 
+class NotReproduced(NotReplayed):
+    """It was applied to its own inputs again, and did not give its own output."""
+
+
 class Part:
     """A call that a module made of another one, and what it gave."""
 

@@ -14,11 +14,12 @@ _MOST_FAULTS = 8
 
 
 class _Site:
-    __slots__ = ("left_out", "reason", "replayed", "unknown", "way")
+    __slots__ = ("left_out", "not_reproduced", "reason", "replayed", "unknown", "way")
 
     def __init__(self) -> None:
         self.replayed = 0
         self.unknown = 0
+        self.not_reproduced = 0
         self.reason = ""
         self.way = ""
         self.left_out: set[str] = set()
@@ -47,9 +48,19 @@ class Report:
         entry.way = way
         self.calls += 1
 
-    def unknown(self, site: str, reason: str) -> None:
+    def unknown(self, site: str, reason: str, *, not_reproduced: bool = False) -> None:
+        """A call of which nothing can be said.
+
+        Args:
+            site: Of the captured run.
+            reason: In words.
+            not_reproduced: Whether it was tried and did not give its own output.
+        """
         entry = self._sites.setdefault(site, _Site())
         entry.unknown += 1
+        if not_reproduced and not entry.not_reproduced:
+            entry.reason = reason
+        entry.not_reproduced += not_reproduced
         entry.reason = entry.reason or reason
 
     def left_out(self, site: str, slot: str) -> None:
@@ -117,13 +128,13 @@ class Report:
                 sites[site] = {
                     "status": "skipped",
                     "reason": "the program did not call it, or it was not selected",
-                    "reproduced": False,
+                    "reproduced": None,
                 }
                 continue
             data: dict[str, Any] = {
                 "status": "replayed" if entry.replayed else "unknown",
                 "reason": entry.reason,
-                "reproduced": bool(entry.replayed) and not entry.unknown,
+                "reproduced": _reproduced(entry),
                 "applied": entry.way,
                 "calls": entry.replayed,
             }
@@ -140,3 +151,10 @@ class Report:
             "calls": self.calls,
             "sites": sites,
         }
+
+
+def _reproduced(entry: _Site) -> bool | None:
+    """Whether its calls gave their own output again; None where that could not be tried."""
+    if entry.not_reproduced:
+        return False
+    return None if entry.unknown else True

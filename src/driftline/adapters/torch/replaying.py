@@ -41,6 +41,7 @@ from driftline.adapters.torch.repeating import (
 )
 from driftline.adapters.torch.replay_calls import (
     NotReplayed,
+    NotReproduced,
     Open,
     Part,
     Slots,
@@ -221,7 +222,8 @@ class Replayer:
                 raise NotReplayed(opened.reason)
             self._replay(opened, flatten.outputs(result, part), part)
         except NotReplayed as reason:
-            self.report.unknown(opened.site, str(reason))
+            failed = isinstance(reason, NotReproduced)
+            self.report.unknown(opened.site, str(reason), not_reproduced=failed)
         except Exception as problem:
             self.report.unknown(opened.site, f"applying it again raised {in_short(problem)}")
         finally:
@@ -268,7 +270,7 @@ class Replayer:
             else:
                 exact = self._apply(opened, way, part, cast, exact=True)
             if before is not None and opened.proven and has_drawn(before):
-                raise NotReplayed("it draws random numbers")
+                raise NotReproduced("it draws random numbers")
             native = exact
             if not self._wide:
                 native = self._apply(opened, way, part, cast, exact=False)
@@ -332,7 +334,7 @@ class Replayer:
                     self._alike[likeness(opened)] = way
                 return way, good
             reasons.append("applied to its own inputs again it does not give its own output")
-        raise NotReplayed(reasons[-1])
+        raise NotReproduced(reasons[-1])
 
     def _apply(
         self,

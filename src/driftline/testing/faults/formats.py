@@ -18,12 +18,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from driftline.testing.faults.implementations import IMPLEMENTATIONS, compiled_blocks
+from driftline.testing.faults.implementations import (
+    IMPLEMENTATIONS,
+    compiled_blocks,
+    compiled_modules,
+)
 from driftline.testing.faults.planting import plant_again, rows_of
 
-FORMATS = ("fp32", "bf16", "fp16", "int8", "torch-int8", "compiled")
+FORMATS = ("fp32", "bf16", "fp16", "int8", "torch-int8", "compiled", "compiled-modules")
 """`int8` quantises weights by channel and activations by token, linear layers of all kinds;
-`torch-int8` is `torch.ao.quantization.quantize_dynamic`, which takes `nn.Linear` alone."""
+`torch-int8` is `torch.ao.quantization.quantize_dynamic`, which takes `nn.Linear` alone. `compiled`
+has each block compiled as a whole by inductor, `compiled-modules` each of its innermost modules."""
+COMPILED = ("compiled", "compiled-modules")
 INTEGERS = ("int8", "torch-int8")
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,6 +54,8 @@ def in_format(
             _quantised_by_torch(model)
         case "compiled":
             compiled_blocks(model)
+        case "compiled-modules":
+            compiled_modules(model)
         case "fp32":
             pass
         case _:

@@ -6,6 +6,7 @@ Whoever calls such a difference a fault raises a false alarm.
 # torch objects have no complete types
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -65,6 +66,15 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
     """Every block compiled by inductor: what is inside is fused, and not seen any more."""
     for block in sites_of(model, "block"):
         model.get_submodule(block).compile()
+    return model
+
+
+def compiled_modules(model: nn.Module) -> nn.Module:
+    """Every innermost module of a block compiled by inductor, the code around it left as it is."""
+    for block in sites_of(model, "block"):
+        for module in model.get_submodule(block).modules():
+            if not module._modules and not isinstance(module, nn.Dropout):
+                module.compile()
     return model
 
 

@@ -117,9 +117,18 @@ def sort_out(results: Sequence[Result]) -> Sorted:
     )
 
 
+def is_hidden(result: Result) -> bool:
+    """Whether the module at fault is inside a compiled one: no run has a tensor of it."""
+    return result.get("seen") is False
+
+
 def rate(results: Sequence[Result], method: str, what: str) -> float:
-    """Share of trials of which a method says this rightly; NaN where it judged none."""
-    judged = [r[method] for r in results if method in r]
+    """Share of trials of which a method says this rightly; NaN where it judged none.
+
+    The cause is asked only where the module at fault is seen at all.
+    """
+    asked = [r for r in results if what != "named" or not is_hidden(r)]
+    judged = [r[method] for r in asked if method in r]
     return sum(bool(said[what]) for said in judged) / len(judged) if judged else math.nan
 
 

@@ -23,7 +23,7 @@ from driftline.gating.door import compare
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 from driftline.testing.faults.architectures import Specimen
-from driftline.testing.faults.formats import INTEGERS, in_format, trusted
+from driftline.testing.faults.formats import COMPILED, INTEGERS, in_format, trusted
 from driftline.testing.faults.pairs import (
     Setting,
     apart,
@@ -57,6 +57,11 @@ class Planted(NamedTuple):
     noise: Sequence[Run]
     error: float
     clean_error: float
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the module at fault is a site of the candidate's run, not a part of one."""
+        return not self.site or _visible(self) == self.site
 
 
 class Outcome(NamedTuple):
@@ -220,7 +225,7 @@ def by_fixed_tolerance(setting: Setting, pair: Planted, allowed: float | None = 
     float32, 1e-2 otherwise.
     """
     if allowed is None:
-        allowed = 1e-5 if setting.format in ("fp32", "compiled") else 1e-2
+        allowed = 1e-5 if setting.format in ("fp32", *COMPILED) else 1e-2
     rows = _measured(pair.reference, pair.candidate)
     return _rows(pair, rows, [r for r in rows if not r.metrics["relative_l2"] <= allowed])
 
