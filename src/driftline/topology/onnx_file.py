@@ -1,7 +1,8 @@
 """A graph as an ONNX file, for viewers: nodes, edges, shapes, parameters; no weights.
 
 The few messages of the format are written field by field, so that no package is needed. Operators
-keep their own names, in a domain of their own: the file can be looked at, not executed.
+keep their own names, in a domain of their own: the file can be looked at, not executed. The name of
+a torch operator loses its dots in a node's type; the node's own name has them.
 """
 
 from __future__ import annotations
@@ -128,12 +129,26 @@ def _node(node: SeenNode, domain: str, found: Finding | None) -> bytes:
             *(_text(1, name) for name in node.inputs),
             *(_text(2, name) for name in node.outputs),
             _text(3, node.name),
-            _text(4, node.kind),
+            _text(4, short_kind(node.kind)),
             *(_bytes(5, attribute) for attribute in _attributes({**_said(found), **node.param})),
             _text(6, "; ".join(about)) if about else b"",
             _text(7, domain),
         )
     )
+
+
+def short_kind(kind: str) -> str:
+    """A node's type without dots: Netron writes on a node what stands behind the last one.
+
+    >>> [short_kind(kind) for kind in ("aten.mm.default", "aten.add.Tensor", "my.op.default")]
+    ['mm', 'add_Tensor', 'my_op']
+    """
+    parts = kind.split(".")
+    if len(parts) == 3 and parts[2] == "default":
+        del parts[2]
+    if len(parts) > 1 and parts[0] == "aten":
+        del parts[0]
+    return "_".join(part for part in parts if part) or kind
 
 
 def _said(found: Finding | None) -> dict[str, Any]:
