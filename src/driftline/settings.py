@@ -30,6 +30,8 @@ ASCEND_TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
 """Where the toolkit installs itself."""
 PROFILER_LOG_LEVEL = "KINETO_LOG_LEVEL"
 """How much the library behind torch's profiler says; set for programs that `dump` profiles."""
+STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
+"""Set by GitHub Actions: the file that the summary of a step is appended to."""
 NO_COLOR = "NO_COLOR"
 """Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
 
@@ -58,6 +60,10 @@ def debug() -> bool:
 def colours_refused() -> bool:
     """By the user, or by a terminal that calls itself dumb."""
     return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"
+
+
+def step_summary() -> str:
+    return environment().get(STEP_SUMMARY, "")
 
 
 def atb_home() -> str:

@@ -48,9 +48,9 @@ def test_the_first_sentence_names_where_the_drift_starts() -> None:
 
 def test_a_tree_shows_where_the_first_divergence_sits() -> None:
     text = painted(planted())
-    assert "└─ layers.2" in text
-    assert "act  SiLU fail  ◀ starts here" in text
-    assert "├─ up  Linear pass" in text
+    assert "└─ █ layers.2" in text
+    assert "└─ █ act  SiLU    fail  1  ◀ starts here" in text
+    assert "├─ ▁ up   Linear  pass" in text
 
 
 def test_the_worst_rows_come_first() -> None:

@@ -46,6 +46,10 @@ UPWARD_ON_USE = {
     ): "capture in a seed's layout is found by its address when it is asked for",
     ("launch", "dialects"): "`dump --layout ait` writes the seed's tree from the launched process",
     ("launch", "experiments"): "what is done to a launched program is found by its address",
+    ("runs", "reports"): "a notebook asks a run for its picture",
+    ("alignment", "reports"): "a notebook asks a plan for its picture",
+    ("comparison", "reports"): "a notebook asks a comparison for its picture",
+    ("diagnosis", "reports"): "a notebook asks a diagnosis for its picture",
 }
 """Inside a function only: the part is loaded when a user asks for it."""
 

@@ -116,6 +116,12 @@ class Plan(NamedTuple):
                 "candidate", record
             )
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from driftline.reports.notebook import plan_html
+
+        return plan_html(self)
+
     def _why(self, side: str, record: Record) -> str:
         reason = self.reasons.get((side, record.key))
         return f"  ({reason})" if reason else ""

@@ -22,7 +22,7 @@ def check(
     min_coverage: Annotated[float, Option(metavar="SHARE")] = 0.0,
     model: str | None = None,
     output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="DIR")] = None,
-    format: Literal["table", "json", "csv", "markdown"] = "table",
+    format: Literal["table", "json", "csv", "markdown", "github", "junit"] = "table",
     all: bool = False,
     quiet: Annotated[bool, Option(names=("--quiet", "-q"))] = False,
     force: bool = False,
@@ -46,7 +46,8 @@ def check(
         min_coverage: Fail when less than this share of all tensors was judged, such as 0.9.
         model: Refuse thresholds for another model than this.
         output: Also write the judged comparison there.
-        format: table for people; json, csv and markdown for programs and reviews.
+        format: table for people; json, csv and markdown for programs and reviews; github
+            (annotations and a step summary) and junit for CI.
         all: Show every row rather than the worst.
         quiet: Print nothing; the exit code says it.
         force: Replace output that is there already.
@@ -91,5 +92,5 @@ def check(
     if not quiet:
         from driftline.reports import emit
 
-        emit.table(judged, format, sys.stdout, everything=all)
+        emit.table(judged, format, sys.stdout, everything=all, command="check")
     return exit_code(judged)

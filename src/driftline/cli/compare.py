@@ -60,7 +60,9 @@ def compare(
         Path | None, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE)
     ] = None,
     csv: Annotated[Path | None, Option(metavar="FILE", group=_WHERE)] = None,
-    format: Annotated[Literal["table", "json", "csv", "markdown"], Option(group=_WHERE)] = "table",
+    format: Annotated[
+        Literal["table", "json", "csv", "markdown", "github", "junit"], Option(group=_WHERE)
+    ] = "table",
     all: Annotated[bool, Option(group=_WHERE)] = False,
     quiet: Annotated[bool, Option(names=("--quiet", "-q"), group=_WHERE)] = False,
     force: Annotated[bool, Option(group=_WHERE)] = False,
@@ -111,7 +113,8 @@ def compare(
         output: Also write the comparison there: table.json, rows.parquet and rows.csv. With -gp
             and -mp: folder of the ait_cmp_report.
         csv: Also write the rows to this file.
-        format: table for people; json, csv and markdown for programs and reviews.
+        format: table for people; json, csv and markdown for programs and reviews; github
+            (annotations and a step summary) and junit for CI.
         all: Show every row rather than the worst.
         quiet: Print nothing; the exit code says it.
         force: Replace output that is there already.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from driftline.operators.rows import Metric
     from driftline.reports.operators import Report
 
-Format = Literal["table", "json", "csv", "markdown"]
+Format = Literal["table", "json", "csv", "markdown", "github", "junit"]
 _IDS = re.compile(r"\d+(_\d+)*")
 _METRICS = ("abs", "cos_sim", "kl")
 
@@ -85,7 +85,8 @@ def opcheck(
         import_: Modules to import first, which define custom torch operators that the run calls.
         repro: Write a stand-alone script with its inputs for each operator that is not right, up to
             twenty.
-        format: table for people; json, csv and markdown print the whole result.
+        format: table for people; json, csv and markdown print the whole result; github (annotations
+            and a step summary) and junit are for CI.
         all: Show every output, not only those that are not right (with -metric, the first twenty).
     """
     if input is None:
@@ -140,7 +141,12 @@ def opcheck(
 def _print(report: Report, format: Format, everything: bool) -> None:
     from driftline.reports import json, markdown, operators, terminal
 
-    if format == "json":
+    if format in ("github", "junit"):
+        from driftline.reports.checks import of_operators
+        from driftline.reports.emit import checks
+
+        checks(of_operators(report), format, sys.stdout)
+    elif format == "json":
         json.write(operators.document(report), sys.stdout, indent=1)
     elif format == "csv":
         operators.print_csv(report, sys.stdout)

@@ -6,8 +6,7 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,9 +16,9 @@ from driftline.diagnosis.trend import Series, Trend
 from driftline.diagnosis.trend import trend as follow
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.formats.opening import open_run
+from driftline.reports.sparks import spark
+from driftline.reports.terminal import written_for
 
-_BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 40
 _SHOWN = 20
 
 
@@ -66,7 +65,7 @@ def trend(
         _write_csv(found)
     else:
         for line in lines(found, everything=all):
-            print(line)
+            print(written_for(sys.stdout, line))
     return EXIT_FINE
 
 
@@ -114,39 +113,6 @@ def _point(found: Trend, one: Series) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.3g} times" if math.isfinite(ratio) else "from nothing"
-
-
-def spark(values: Sequence[float | None], width: int = _WIDTH) -> str:
-    """A line of bars, logarithmic where sizes spread over more than a decade.
-
-    >>> spark([1.0, 2.0, None, 8.0]), spark([1.0, 1.001])
-    ('▁▂ █', '▁▁')
-    """
-    if len(values) > width:
-        edges = [round(i * len(values) / width) for i in range(width + 1)]
-        groups = [values[a:b] for a, b in pairwise(edges)]
-        values = [max((v for v in g if v is not None), key=abs, default=None) for g in groups]
-    known = [v for v in values if v is not None and math.isfinite(v)]
-    if not known:
-        return ""
-    wide = min(known) > 0 and max(known) / min(known) > 10
-
-    def scale(value: float) -> float:
-        return math.log(value) if wide else value
-
-    low = scale(min(known))
-    # Values that hardly move look so.
-    high = max(scale(max(known)), low if wide else low + 0.2 * abs(max(known, key=abs)))
-    bars: list[str] = []
-    for value in values:
-        if value is None:
-            bars.append(" ")
-        elif not math.isfinite(value):
-            bars.append("!")
-        else:
-            share = (scale(value) - low) / (high - low) if high > low else 0.0
-            bars.append(_BARS[min(len(_BARS) - 1, int(share * len(_BARS)))])
-    return "".join(bars)
 
 
 def _write_csv(found: Trend) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 from driftline.cli import script
 from driftline.cli.parsing import Option
@@ -19,6 +19,7 @@ _SHAPES = "Prompts and shapes"
 _TARGETS = "Targets"
 _LIMITS = "Limits"
 _OUTPUT = "Output"
+Format = Literal["table", "markdown", "github", "junit"]
 
 
 def _spelt(name: str) -> tuple[str, ...]:
@@ -71,8 +72,12 @@ def validate(
     save_validation_info_outputs: Annotated[
         bool, Option(_spelt("save_validation_info_outputs"), group=_OUTPUT)
     ] = False,
+    output: Annotated[
+        Path | None, Option(names=("--output", "-o"), metavar="DIR", group=_OUTPUT)
+    ] = None,
     explain: Annotated[bool, Option(group=_OUTPUT)] = False,
     timing: Annotated[Literal["e2e", "per-token"] | None, Option(group=_OUTPUT)] = None,
+    format: Annotated[Format, Option(group=_OUTPUT)] = "table",
 ) -> int:
     """Check that a decoder on a device says what it says on a trusted one, or nearly.
 
@@ -119,8 +124,12 @@ def validate(
         validation_info_dir: Folder with saved outputs, such as `driftline metrics` writes: those of
             the reference are used, not computed.
         save_validation_info_outputs: Save both sides' outputs there.
+        output: Also write what was found there: verdict, rates and scores of every token, and with
+            --explain the layers; for `driftline report DIR`.
         explain: On failure compare all layers on the text before the first failing token.
         timing: Tell how long generating takes.
+        format: table for people, line by line; markdown for reviews, github (annotations and a step
+            summary) and junit for CI print the result at the end, and the lines go to stderr.
     """
     from driftline import settings
     from driftline.decoding.validate_ask import asks_from
@@ -168,10 +177,10 @@ def validate(
             "no model is named",
             hint="give --model_paths, or set FMS_TEST_SHAPES_COMMON_MODEL_PATHS",
         )
-    return _run(asks, explain=explain or read("EXPLAIN") == "1")
+    return _run(asks, explain=explain or read("EXPLAIN") == "1", format=format, output=output)
 
 
-def _run(asks: list[ValidateAsk], *, explain: bool) -> int:
+def _run(asks: list[ValidateAsk], *, explain: bool, format: Format, output: Path | None) -> int:
     from driftline.decoding.job import join_job
     from driftline.decoding.telling import SPLIT_UP, lines_of
     from driftline.decoding.validation import Subjects
@@ -179,14 +188,21 @@ def _run(asks: list[ValidateAsk], *, explain: bool) -> int:
 
     subjects = script.step("subjects", Subjects)
     if script.asked():
-        script.end(*(script.step("verdict", check, ask, subjects=subjects) for ask in asks))
+        _write_down(asks, subjects, output)
     failed: list[str] = []
+    verdicts: list[Verdict] = []
     job = join_job(asks[0].distributed)
-    say = _say if job.writes else _nothing
+    speak = _say if format == "table" else _aside
+    say = speak if job.writes else _nothing
     for ask in asks:
-        verdict = check(ask, say=_say, subjects=subjects)
+        verdict = check(ask, say=speak, subjects=subjects)
+        verdicts.append(verdict)
         for line in lines_of(verdict, subjects.tokenizer(ask)):
             say(line)
+        if output is not None and job.writes:
+            from driftline.decoding.validation_files import write_validation
+
+            write_validation(verdict, output, subjects.tokenizer(ask))
         if verdict.passed:
             say(f"PASSED {ask.id} in {verdict.seconds:.1f} s")
             continue
@@ -195,26 +211,73 @@ def _run(asks: list[ValidateAsk], *, explain: bool) -> int:
         if explain and ask.split(job.size):
             say(SPLIT_UP)
         elif explain and job.writes:
-            _explain(ask, verdict, subjects)
+            stream = sys.stdout if format == "table" else sys.stderr
+            _explain(ask, verdict, subjects, stream, output)
+    if output is not None and job.writes:
+        say(f"written to {output}; driftline report {output} -o report.html shows it")
     if len(asks) > 1:
         say(f"{len(asks) - len(failed)} of {len(asks)} passed")
+    if job.writes and format != "table":
+        _print(verdicts, format)
     job.leave()
     # Rank 0 speaks for all: when another one fails first, torchrun stops it in mid-sentence.
     return EXIT_DIFFERENT if failed and job.writes else EXIT_FINE
 
 
-def _explain(ask: ValidateAsk, verdict: Verdict, subjects: Subjects) -> None:
+def _write_down(asks: list[ValidateAsk], subjects: Subjects, output: Path | None) -> None:
+    """The same calls, for `--python`."""
+    from driftline.decoding.validation import Subjects, validate
+
+    verdicts: list[Verdict] = []
+    for ask in asks:
+        verdicts.append(script.step("verdict", validate, ask, subjects=subjects))
+        if output is not None:
+            from driftline.decoding.validation_files import write_validation
+
+            tokenizer = script.part(Subjects.tokenizer, subjects, ask)
+            script.act(write_validation, verdicts[-1], output, tokenizer)
+    script.end(*verdicts)
+
+
+def _print(verdicts: list[Verdict], format: Literal["markdown", "github", "junit"]) -> None:
+    from driftline.decoding.telling import lines_of
+    from driftline.reports import emit, markdown
+    from driftline.reports.checks import of_verdicts
+
+    found = of_verdicts(verdicts, lines_of)
+    if format == "markdown":
+        sys.stdout.write(markdown.paint(found.summary))
+    else:
+        emit.checks(found, format, sys.stdout)
+
+
+def _explain(
+    ask: ValidateAsk,
+    verdict: Verdict,
+    subjects: Subjects,
+    stream: TextIO,
+    output: Path | None,
+) -> None:
     from driftline.decoding.explaining import explain
     from driftline.gating.judge import judge
     from driftline.reports import emit
 
     if verdict.first is not None:
-        _say("layers, on the text before the first failing token:")
-        emit.table(judge(explain(ask, verdict.first, subjects)), "table", sys.stdout)
+        print("layers, on the text before the first failing token:", file=stream, flush=True)
+        table = judge(explain(ask, verdict.first, subjects))
+        emit.table(table, "table", stream)
+        if output is not None:
+            from driftline.decoding.validation_files import LAYERS
+
+            table.write(output / f"{ask.prefix}{LAYERS}", force=True)
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _aside(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _nothing(line: str) -> None:

@@ -165,6 +165,12 @@ class Table:
     def __str__(self) -> str:
         return f"{self.verdict}: {self.finding} ({self.coverage})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from driftline.reports.notebook import table_html
+
+        return table_html(self)
+
     def with_rows(self, rows: Iterable[Row]) -> Table:
         return replace(self, rows=tuple(rows))
 

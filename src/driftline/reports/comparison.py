@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.row import Row, Status
 from driftline.comparison.table import Table
-from driftline.reports.view import Block, Branch, Grid, Heading, Line, Sentence, Tone, Tree, View
+from driftline.reports.depth import along_depth, classes, where
+from driftline.reports.view import Block, Grid, Heading, Line, Sentence, Tone, Tree, View
 from driftline.reports.wording import counted, dtypes, shape
 
 SHOWN_FAILING = 12
 SHOWN_ROWS = 5
 """At least so many rows, failing or not: how close the others came is worth a line."""
 SHOWN_OTHERS = 5
-_NEIGHBOURS = 3
 _TONES: dict[Status, Tone] = {
     "pass": "plain",
     "fail": "bad",
@@ -38,12 +38,14 @@ def view(table: Table, *, everything: bool = False) -> View:
         table: A judged table.
         everything: All rows rather than the worst, all missing ones rather than the first.
     """
-    blocks: list[Block] = [_headline(table)]
+    blocks: list[Block] = [headline(table)]
     if table.first is not None and table.reference.ordered:
-        blocks.append(Tree("", (_where(table),)))
+        blocks.append(Tree("", (where(table),)))
+    blocks += along_depth(table)
     compared = [row for row in table.rows if row.compared]
     if compared:
-        blocks.append(_rows(table, compared, everything))
+        most = len(table.rows) if everything else None
+        blocks.append(grid(table, compared, most=most))
     share = f"coverage: {table.coverage}"
     blocks.append(Sentence(share, "plain" if table.coverage.share == 1 else "doubtful"))
     if allowed := _allowed(table):
@@ -69,7 +71,8 @@ def view(table: Table, *, everything: bool = False) -> View:
     return View(tuple(blocks))
 
 
-def _headline(table: Table) -> Sentence:
+def headline(table: Table) -> Sentence:
+    """The verdict and the finding."""
     tones: dict[str, Tone] = {"pass": "good", "fail": "bad"}
     return Sentence(
         f"{table.verdict.upper()}: {table.finding or 'nothing was said about it'}",
@@ -86,26 +89,33 @@ def _allowed(table: Table) -> str:
     return "limits from: " + ", ".join(sources) if sources else ""
 
 
-def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
+def grid(table: Table, compared: Sequence[Row], *, most: int | None = None) -> Grid:
+    """The worst rows.
+
+    Args:
+        table: A judged table.
+        compared: Its rows that were compared.
+        most: How many; those that fail, a dozen at most and a few in any case, if not given.
+    """
     kept = {id(row) for row in compared}
     worst = [row for row in table.worst(len(table.rows)) if id(row) in kept]
     failing = sum(row.status == "fail" for row in compared)
-    shown = worst if everything else worst[: max(SHOWN_ROWS, min(failing, SHOWN_FAILING))]
+    shown = worst[: max(SHOWN_ROWS, min(failing, SHOWN_FAILING)) if most is None else most]
     asked, usual = _metric_columns(table, shown)
     metrics = [*asked, *usual]
     ranks = len({(row.rank, row.key.process) for row in table.rows}) > 1
     steps = len({row.step for row in table.rows}) > 1
     recipes = any(row.reference_recipe or row.candidate_recipe for row in shown)
     headings = [
-        Heading("status"),
-        Heading("site", stretch=True),
+        Heading("status", kept=True),
+        Heading("site", stretch=True, kept=True),
         Heading("port"),
         Heading("slot", stretch=True),
         *([Heading("step")] if steps else []),
         *([Heading("rank")] if ranks else []),
         Heading("decided by"),
-        Heading("value"),
-        Heading("limit"),
+        Heading("value", kept=True),
+        Heading("limit", kept=True),
         *(Heading(name) for name in asked),
         *(Heading(name, essential=False) for name in usual),
         Heading("dtype", essential=False),
@@ -128,7 +138,7 @@ def _rows(table: Table, compared: Sequence[Row], everything: bool) -> Grid:
                 *(row.metrics.get(name) for name in metrics),
                 dtypes(row.reference_dtype, row.candidate_dtype),
                 shape(row.reference_shape),
-                _classes(row),
+                classes(row),
                 *((_recipe(row),) if recipes else ()),
             ),
             _TONES[row.status],
@@ -175,11 +185,6 @@ def _recipe(row: Row) -> str:
     return "; ".join(f"{side}: {recipe}" for side, recipe in sides if recipe)
 
 
-def _classes(row: Row) -> str:
-    other = row.candidate_class
-    return f"{row.class_name} → {other}" if other else row.class_name
-
-
 def _rank(row: Row) -> str:
     return f"{row.rank}" + (f".p{row.key.process}" if row.key.process else "")
 
@@ -213,47 +218,3 @@ def _others(title: str, rows: Sequence[Row], everything: bool) -> Grid:
 
 def _tensor(row: Row) -> str:
     return f"{row.key} ~ {row.candidate_name}" if row.candidate_name else str(row.key)
-
-
-def _where(table: Table) -> Branch:
-    """The path to the first divergence, with the modules that ran around it on the last level."""
-    first = table.first
-    assert first is not None
-    home = table.first_site or first.site
-    rows = [
-        row
-        for row in table.rows
-        if (row.rank, row.key.process, row.step) == (first.rank, first.key.process, first.step)
-    ]
-    worst: dict[str, Row] = {}
-    for row in rows:
-        known = worst.get(row.site)
-        if known is None or (row.status == "fail" and known.status != "fail"):
-            worst[row.site] = row
-    parts = home.split(".") if home else [""]
-    parent = ".".join(parts[:-1])
-    siblings = [site for site in worst if site.rpartition(".")[0] == parent and site]
-    if home not in siblings:
-        siblings.append(home)
-    at = siblings.index(home)
-    near = siblings[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
-    branches = tuple(_leaf(site, worst.get(site), site == home, parent) for site in near)
-    for depth in range(len(parts) - 1, 0, -1):
-        # A container of numbered children (`layers`) is no place of its own: `layers.3` is.
-        if depth > 1 and not parts[depth - 1].isdigit() and parts[depth].isdigit():
-            continue
-        site = ".".join(parts[:depth])
-        label = parts[depth - 1]
-        if label.isdigit() and depth > 1:
-            label = f"{parts[depth - 2]}.{label}"
-        row = worst.get(site)
-        branches = (Branch(label, row.class_name if row else "", "quiet", branches),)
-    return branches[0] if len(branches) == 1 else Branch("(model)", "", "quiet", branches)
-
-
-def _leaf(site: str, row: Row | None, is_first: bool, parent: str) -> Branch:
-    label = site[len(parent) + 1 :] if parent else site or "(model)"
-    said = " ".join(part for part in (_classes(row), row.status) if part) if row else "not compared"
-    if is_first:
-        return Branch(label, f"{said}  ◀ starts here", "bad")
-    return Branch(label, said, "bad" if row and row.status == "fail" else "plain")

@@ -8,19 +8,47 @@ from driftline.comparison.table import Table
 
 if TYPE_CHECKING:
     from driftline.diagnosis.finding import Diagnosis
+    from driftline.reports.checks import Checks
 
-Format: TypeAlias = Literal["table", "json", "csv", "markdown"]
+Format: TypeAlias = Literal["table", "json", "csv", "markdown", "github", "junit"]
 
 
-def table(found: Table, format: Format, stream: TextIO, *, everything: bool = False) -> None:
+def checks(found: Checks, format: Literal["github", "junit"], stream: TextIO) -> None:
+    """Write checks for CI; with github also the summary of the step, where there is one."""
+    if format == "junit":
+        from driftline.reports import junit
+
+        junit.write(found, stream)
+    else:
+        from driftline import settings
+        from driftline.reports import github
+
+        github.write(found, stream, settings.step_summary())
+
+
+def table(
+    found: Table,
+    format: Format,
+    stream: TextIO,
+    *,
+    everything: bool = False,
+    command: str = "compare",
+) -> None:
     """Write a table to a stream.
 
     Args:
         found: The table.
-        format: table for people; json and csv for programs, always whole; markdown for a review.
+        format: table for people; json and csv for programs, always whole; markdown for a review;
+            github and junit for CI.
         stream: Where to.
         everything: For people too, every row.
+        command: Which command made it, as CI shall call it.
     """
+    if format in ("github", "junit"):
+        from driftline.reports.checks import of_table
+
+        checks(of_table(found, command), format, stream)
+        return
     if format == "json":
         import json
 
@@ -49,12 +77,17 @@ def table(found: Table, format: Format, stream: TextIO, *, everything: bool = Fa
 
 def diagnosis(
     found: Diagnosis,
-    format: Literal["table", "json", "markdown"],
+    format: Literal["table", "json", "markdown", "github", "junit"],
     stream: TextIO,
     *,
     everything: bool = False,
 ) -> None:
     """Write a diagnosis to a stream; see `table`."""
+    if format in ("github", "junit"):
+        from driftline.reports.checks import of_diagnosis
+
+        checks(of_diagnosis(found), format, stream)
+        return
     if format == "json":
         import json
 

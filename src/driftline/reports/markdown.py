@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from driftline.reports.terminal import printable
-from driftline.reports.view import Block, Branch, Facts, Grid, Sentence, Value, View
+from driftline.reports.terminal import curve, printable
+from driftline.reports.view import Block, Branch, Curve, Facts, Grid, Sentence, Value, View
 from driftline.reports.wording import number
+
+_CURVE = 80
 
 
 def paint(view: View) -> str:
@@ -28,6 +30,12 @@ def _block(block: Block) -> Iterator[str]:
             yield f"- {_escaped(name)}: {_escaped(value)}"
     elif isinstance(block, Grid):
         yield from _grid(block)
+    elif isinstance(block, Curve):
+        yield _escaped(block.title)
+        yield ""
+        yield "```text"
+        yield from curve(block, _CURVE)
+        yield "```"
     else:
         if block.title:
             yield f"### {_escaped(block.title)}"
@@ -40,7 +48,8 @@ def _branch(branch: Branch, depth: int) -> Iterator[str]:
     label = "`" + printable(branch.label).replace("`", "'") + "`"
     if branch.tone in ("bad", "strong"):
         label = f"**{label}**"
-    yield "  " * depth + f"- {label}" + (f" {_escaped(branch.remark)}" if branch.remark else "")
+    said = [*branch.cells, *([branch.remark] if branch.remark else [])]
+    yield "  " * depth + " ".join([f"- {label}", *(_escaped(each) for each in said if each)])
     for child in branch.below:
         yield from _branch(child, depth + 1)
 
@@ -69,6 +78,7 @@ def _escaped(text: str) -> str:
     'a\\\\|b\\\\_&lt;i&gt;'
     """
     text = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    for mark in "\\`*_[]|":
+    for mark in "\\`*_[]|~#":
         text = text.replace(mark, "\\" + mark)
-    return text
+    # No link, no mention, no formula.
+    return text.replace("://", "&#58;//").replace("@", "&#64;").replace("$", "&#36;")

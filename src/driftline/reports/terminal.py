@@ -9,11 +9,12 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from driftline import settings
-from driftline.reports.view import Block, Branch, Facts, Grid, Sentence, Tone, Value, View
+from driftline.reports.sparks import group_of, heat, spark
+from driftline.reports.view import Block, Branch, Curve, Facts, Grid, Sentence, Tone, Value, View
 from driftline.reports.wording import number, shorten
 
 _CODES: dict[Tone, str] = {
@@ -27,8 +28,14 @@ _CODES: dict[Tone, str] = {
 _RESET = "\x1b[0m"
 _GAP = 2
 _LEAST_STRETCH = 16
+_LEAST_LEGIBLE = 8
+_CURVE = 100
+_LABELS = 40
+"""Labels of a tree line up as long as none is longer."""
 NOT_A_TERMINAL = 160
 """Width for a pipe or a file, where nobody wraps."""
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█│└├─…→◀▲", ".:-=+*%#|`|-~><^")
+"""One for one, so that columns stay where they are."""
 
 
 def width_of(stream: TextIO) -> int:
@@ -44,7 +51,16 @@ def wants_colour(stream: TextIO) -> bool:
 def show(view: View, stream: TextIO | None = None) -> None:
     """Write a view to a stream (stdout), as that stream can take it."""
     out = stream or sys.stdout
-    out.write(paint(view, width=width_of(out), colour=wants_colour(out)))
+    out.write(written_for(out, paint(view, width=width_of(out), colour=wants_colour(out))))
+
+
+def written_for(stream: TextIO, text: str) -> str:
+    """The text with our own signs in ASCII where the stream cannot write them."""
+    try:
+        "▁└…".encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError, AttributeError):
+        return text.translate(_ASCII)
+    return text
 
 
 def paint(view: View, *, width: int = 100, colour: bool = False) -> str:
@@ -72,11 +88,16 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
             yield f"{label}  {shorten(printable(value), max(20, width - longest - 2))}"
     elif isinstance(block, Grid):
         yield from _grid(block, width, colour)
+    elif isinstance(block, Curve):
+        for line in textwrap.wrap(block.title, width):
+            yield _toned(line, "quiet", colour)
+        yield from curve(block, width)
     else:
         if block.title:
             yield _toned(block.title, "strong", colour)
+        sizes = _sizes(block.roots)
         for branch in block.roots:
-            yield from _branch(branch, "", "", width, colour)
+            yield from _branch(branch, "", "", width, colour, sizes)
 
 
 def _toned(text: str, tone: Tone, colour: bool) -> str:
@@ -84,9 +105,47 @@ def _toned(text: str, tone: Tone, colour: bool) -> str:
     return f"{code}{text}{_RESET}" if colour and code else text
 
 
-def _branch(branch: Branch, lead: str, below: str, width: int, colour: bool) -> Iterator[str]:
-    text = printable(branch.label) + (f"  {printable(branch.remark)}" if branch.remark else "")
-    yield lead + _toned(shorten(text, max(20, width - len(lead))), branch.tone, colour)
+def curve(block: Curve, width: int) -> Iterator[str]:
+    """The bars of a curve, and under them where it is pointed at."""
+    wide = max(10, min(width, _CURVE))
+    yield spark(block.values, wide, errors=True)
+    if block.at is not None:
+        at = group_of(block.at, len(block.values), wide)
+        label = printable(block.label)
+        if at + 2 + columns(label) <= width:
+            yield " " * at + f"▲ {label}"
+        elif at > columns(label):
+            yield " " * (at - columns(label) - 1) + f"{label} ▲"
+        else:
+            yield " " * at + "▲"
+
+
+def _sizes(branches: Sequence[Branch]) -> list[int]:
+    """How wide label and cells of neighbours are, so that they line up."""
+    sizes = [columns(printable(branch.label)) for branch in branches]
+    found = [max((size for size in sizes if size <= _LABELS), default=0)]
+    for at in range(max((len(branch.cells) for branch in branches), default=0)):
+        cells = [branch.cells[at] for branch in branches if at < len(branch.cells)]
+        found.append(max(columns(printable(cell)) for cell in cells))
+    return found
+
+
+def _branch(
+    branch: Branch, lead: str, below: str, width: int, colour: bool, sizes: Sequence[int]
+) -> Iterator[str]:
+    mark = ""
+    if branch.heat is not None:
+        mark = _toned(heat(branch.heat), _tone_of(branch.heat), colour) + " "
+    parts = [printable(part) for part in (branch.label, *branch.cells)]
+    remark = [printable(branch.remark)] if branch.remark else []
+    padded = [_left(part, size) for part, size in zip(parts, sizes, strict=False)]
+    text = "  ".join([*padded, *remark]).rstrip()
+    room = max(20, width - len(lead) - (2 if mark else 0))
+    while columns(text) > room and len(parts) > 1:  # not lined up, then without what is known
+        text = "  ".join(part for part in (*parts, *remark) if part)
+        del parts[1]
+    yield lead + mark + _toned(cut(text, room), branch.tone, colour)
+    inner = _sizes(branch.below)
     for at, child in enumerate(branch.below):
         last = at == len(branch.below) - 1
         yield from _branch(
@@ -95,16 +154,41 @@ def _branch(branch: Branch, lead: str, below: str, width: int, colour: bool) -> 
             below + ("   " if last else "│  "),
             width,
             colour,
+            inner,
         )
+
+
+def _tone_of(severity: float) -> Tone:
+    if not severity <= 1:  # NaN is no pass
+        return "bad"
+    return "doubtful" if severity > 0.5 else "good"
+
+
+def columns(text: str) -> int:
+    """How many columns a text takes; Chinese and Japanese signs take two."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _left(text: str, width: int) -> str:
+    return text + " " * (width - columns(text))
+
+
+def _right(text: str, width: int) -> str:
+    return " " * (width - columns(text)) + text
 
 
 def _grid(grid: Grid, width: int, colour: bool) -> Iterator[str]:
     if grid.title:
-        yield _toned(grid.title, "strong", colour)
+        for line in textwrap.wrap(printable(grid.title), width):
+            yield _toned(line, "strong", colour)
     texts = [[_text(value) for value in line.values] for line in grid.lines]
+    titles = [heading.title for heading in grid.headings]
     widths = [
-        max([len(heading.title), *(len(row[at]) for row in texts)])
-        for at, heading in enumerate(grid.headings)
+        max([len(title), *(columns(row[at]) for row in texts)]) for at, title in enumerate(titles)
     ]
     shown = _fitting(grid, widths, width)
     numeric = [_is_numeric(grid, at) for at in range(len(grid.headings))]
@@ -112,11 +196,11 @@ def _grid(grid: Grid, width: int, colour: bool) -> Iterator[str]:
     def joined(cells: list[str]) -> str:
         placed: list[str] = []
         for at in shown:
-            cell = shorten(cells[at], widths[at])
-            placed.append(cell.rjust(widths[at]) if numeric[at] else cell.ljust(widths[at]))
-        return (" " * _GAP).join(placed).rstrip()
+            cell = cut(cells[at], widths[at])
+            placed.append((_right if numeric[at] else _left)(cell, widths[at]))
+        return cut((" " * _GAP).join(placed).rstrip(), max(width, _LEAST_STRETCH))
 
-    yield _toned(joined([heading.title for heading in grid.headings]), "quiet", colour)
+    yield _toned(joined(titles), "quiet", colour)
     for line, row in zip(grid.lines, texts, strict=True):
         yield _toned(joined(row), line.tone, colour)
     if grid.left_out:
@@ -134,15 +218,35 @@ def _fitting(grid: Grid, widths: list[int], width: int) -> list[int]:
         return sum(widths[at] for at in shown) + _GAP * (len(shown) - 1)
 
     stretching = [at for at in shown if grid.headings[at].stretch]
-    spare = sum(max(0, widths[at] - 2 * _LEAST_STRETCH) for at in stretching)
+
+    def spare(least: int) -> int:
+        return sum(max(0, widths[at] - least) for at in stretching if at in shown)
+
     for at in reversed(range(len(grid.headings))):
         # Shortening long names a little is better than losing a column of numbers.
-        if total() - spare > width and not grid.headings[at].essential:
+        if total() - spare(2 * _LEAST_STRETCH) > width and not grid.headings[at].essential:
             shown.remove(at)
-    for at in sorted(stretching, key=lambda at: -widths[at]):
-        if at in shown and total() > width:
-            widths[at] = max(_LEAST_STRETCH, widths[at] - (total() - width))
+    for at in reversed(range(len(grid.headings))):
+        # Hardly any width: what is left must still say where, and how much.
+        few = at in shown and not grid.headings[at].kept and any(h.kept for h in grid.headings)
+        if few and total() - spare(_LEAST_STRETCH) > width:
+            shown.remove(at)
+    for least in (2 * _LEAST_STRETCH, _LEAST_STRETCH, _LEAST_LEGIBLE):
+        for at in sorted(stretching, key=lambda at: -widths[at]):
+            if at in shown and total() > width:
+                narrow = max(least, widths[at] - (total() - width), len(grid.headings[at].title))
+                widths[at] = min(widths[at], narrow)
     return shown
+
+
+def cut(text: str, width: int) -> str:
+    """`shorten`, by the columns that a text takes."""
+    if columns(text) <= width:
+        return text
+    short = shorten(text, width)
+    while columns(short) > width and len(short) > 1:
+        short = shorten(text, len(short) - 1)
+    return short
 
 
 def _is_numeric(grid: Grid, at: int) -> bool:

@@ -33,11 +33,13 @@ class Heading(NamedTuple):
         title: What it holds.
         essential: A painter that runs out of width drops the others, last one first.
         stretch: Text that may be shortened in its middle when there is no other way.
+        kept: Of the essential ones, those that are left when there is hardly any width.
     """
 
     title: str
     essential: bool = True
     stretch: bool = False
+    kept: bool = False
 
 
 class Line(NamedTuple):
@@ -66,12 +68,23 @@ class Grid(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A place in a tree with a remark, and what is below it."""
+    """A place in a tree, and what is below it.
+
+    Attributes:
+        label: Its name.
+        remark: What is said of it, last.
+        tone: How it should strike the eye.
+        below: What is below it.
+        cells: What is known of it; the same thing in the same place as for its neighbours.
+        heat: How bad it is there, as value over limit; None where that is not known.
+    """
 
     label: str
     remark: str = ""
     tone: Tone = "plain"
     below: tuple[Branch, ...] = ()
+    cells: tuple[str, ...] = ()
+    heat: float | None = None
 
 
 class Tree(NamedTuple):
@@ -81,7 +94,23 @@ class Tree(NamedTuple):
     roots: tuple[Branch, ...]
 
 
-Block: TypeAlias = Sentence | Facts | Grid | Tree
+class Curve(NamedTuple):
+    """Errors in their order.
+
+    Attributes:
+        title: What is shown.
+        values: One per place; None where there is none.
+        at: Which of them is pointed at; None for none.
+        label: What that one is.
+    """
+
+    title: str
+    values: tuple[float | None, ...]
+    at: int | None = None
+    label: str = ""
+
+
+Block: TypeAlias = Sentence | Facts | Grid | Tree | Curve
 
 
 class View(NamedTuple):

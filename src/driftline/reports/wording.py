@@ -52,13 +52,13 @@ def size(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{amount:.3g} {unit}"
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, many: str = "") -> str:
     """A number and its noun, in the right form.
 
-    >>> counted(1, "tensor"), counted(2, "tensor")
-    ('1 tensor', '2 tensors')
+    >>> counted(1, "tensor"), counted(2, "tensor"), counted(2, "process", "processes")
+    ('1 tensor', '2 tensors', '2 processes')
     """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {many or noun + 's'}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

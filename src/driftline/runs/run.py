@@ -289,6 +289,12 @@ class Run(ABC):
     def __len__(self) -> int:
         return len(self.records)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from driftline.reports.notebook import run_html
+
+        return run_html(self)
+
     def tensors(self) -> Iterator[TensorHandle]:
         """Every tensor, by rank and process, in execution order."""
         for record in self.records:

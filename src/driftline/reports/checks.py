@@ -1,0 +1,242 @@
+"""What was found, as a list of checks that passed or did not: what machines of CI understand.
+
+Between an artefact (a table, a diagnosis, checked operators, a validation) and the painters of
+`github.py` and `junit.py`, which know none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+from driftline.comparison.row import Row
+from driftline.comparison.table import Table
+from driftline.reports.view import Block, Facts, Grid, Heading, Line, Sentence, Tree, View
+from driftline.reports.wording import counted, number
+
+if TYPE_CHECKING:
+    from driftline.decoding.validation import Verdict
+    from driftline.diagnosis.finding import Diagnosis
+    from driftline.reports.operators import Report
+
+WORST = 20
+_DETAILS = 20
+Outcome: TypeAlias = Literal["pass", "fail", "skipped"]
+
+
+class Case(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        name: What it is called.
+        group: What it is part of.
+        outcome: pass, fail, or skipped for what could not be judged.
+        message: Why not, in a sentence.
+        details: More about that, a line each.
+    """
+
+    name: str
+    group: str
+    outcome: Outcome
+    message: str = ""
+    details: tuple[str, ...] = ()
+
+
+class Checks(NamedTuple):
+    """Everything that was looked at.
+
+    Attributes:
+        command: Which command did.
+        passed: Whether the command ends with exit code 0.
+        finding: The result as a sentence.
+        first: The first bad place; empty where there is none to name.
+        tally: How many were looked at and how many are bad, as a sentence.
+        cases: One by one.
+        summary: The same for people, with the worst of it.
+    """
+
+    command: str
+    passed: bool
+    finding: str
+    first: str
+    tally: str
+    cases: tuple[Case, ...]
+    summary: View
+
+
+def of_table(table: Table, command: str = "compare") -> Checks:
+    """A comparison: a case for each site, of each step and rank."""
+    places: dict[tuple[int, int, int, str], list[Row]] = {}
+    for row in table.rows:
+        key = row.key
+        places.setdefault((key.rank, key.process, key.step, key.site), []).append(row)
+    several = len({place[:3] for place in places}) > 1
+    cases: list[Case] = []
+    for (rank, process, step, site), rows in places.items():
+        name = site or "(model)"
+        if several:
+            name += f" [step {step}, rank {rank}" + (f".p{process}]" if process else "]")
+        cases.append(_site_case(name, site.rpartition(".")[0], rows))
+    failing = len(table.failing)
+    compared = sum(row.compared for row in table.rows)
+    count = f"{failing} of {counted(compared, 'compared tensor')} fail; coverage: {table.coverage}"
+    first = table.first_site or (table.first.site if table.first is not None else "")
+    return Checks(
+        command,
+        table.verdict == "pass",
+        table.finding or table.verdict,
+        first,
+        count,
+        tuple(cases),
+        _table_summary(table, command, count),
+    )
+
+
+def of_diagnosis(found: Diagnosis) -> Checks:
+    """A diagnosis: a case for each site, which fails where it introduces error."""
+    from driftline.reports import diagnosis
+
+    outcomes: dict[str, Outcome] = {"introduced": "fail", "unknown": "skipped"}
+    cases = [
+        Case(
+            (each.site or "(root)") + ("" if each.direction == "forward" else f" {each.direction}"),
+            each.site.rpartition(".")[0],
+            outcomes.get(each.status, "pass"),
+            (each.reason or each.cause or each.status) if each.status in outcomes else "",
+            (f"status {each.status}, error {number(each.error)}, cause {each.cause or 'unknown'}",)
+            if each.status == "introduced"
+            else (),
+        )
+        for each in found.sites
+    ]
+    guilty = sum(case.outcome == "fail" for case in cases)
+    count = f"{guilty} of {counted(len(cases), 'site')} introduce error; coverage: {found.coverage}"
+    finding = str(found) or found.verdict
+    view = diagnosis.view(found)
+    return Checks(
+        "diagnose",
+        found.exit_code == 0,
+        finding,
+        found.first_site,
+        count,
+        tuple(cases),
+        _headed("diagnose", View(tuple(_worst(block) for block in view.blocks))),
+    )
+
+
+def of_operators(report: Report) -> Checks:
+    """Checked operators: a case for each output."""
+    from driftline.reports import operators
+
+    outcomes: dict[str, Outcome] = {"pass": "pass", "fail": "fail"}
+    cases = [
+        Case(
+            f"{row.call.site} {row.slot}".strip()
+            + (f" [step {row.call.step}, rank {row.call.rank}]"),
+            row.call.op_type,
+            outcomes.get(row.status, "skipped"),
+            row.figures.reason or ("" if row.status == "pass" else row.status),
+        )
+        for row in report.rows
+    ]
+    cover = report.coverage
+    count = (
+        f"{cover.failed} of {counted(cover.passed + cover.failed, 'checked operator')} are not "
+        f"right; {cover.unchecked} could not be checked"
+    )
+    first = next((row.call.site for row in report.rows if row.status == "fail"), "")
+    passed = bool(cover.passed) and not cover.failed
+    return Checks(
+        "opcheck",
+        passed,
+        operators.verdict(report),
+        first,
+        count,
+        tuple(cases),
+        _headed("opcheck", operators.view(report)),
+    )
+
+
+def of_verdicts(verdicts: Sequence[Verdict], lines: Callable[[Verdict], Iterable[str]]) -> Checks:
+    """Validations of decoders: a case for each model and shape.
+
+    Args:
+        verdicts: What was found.
+        lines: What there is to say of one.
+    """
+    cases = [
+        Case(
+            each.ask.id,
+            each.ask.model,
+            "pass" if each.passed else "fail",
+            "" if each.passed else each.complaint or "tokens differ",
+            () if each.passed else tuple(lines(each)),
+        )
+        for each in verdicts
+    ]
+    bad = [case for case in cases if case.outcome == "fail"]
+    count = f"{len(bad)} of {counted(len(cases), 'model and shape', 'models and shapes')} fail"
+    finding = f"{bad[0].name}: {bad[0].message}" if bad else "every model and shape passes"
+    grid = Grid(
+        "",
+        (Heading("status"), Heading("model and shape"), Heading("finding")),
+        tuple(
+            Line((case.outcome, case.name, case.message), "bad" if case.message else "plain")
+            for case in sorted(cases, key=lambda case: case.outcome != "fail")[:WORST]
+        ),
+        max(0, len(cases) - WORST),
+    )
+    head = Sentence(f"{'FAIL' if bad else 'PASS'}: {finding}", "bad" if bad else "good")
+    view = _headed("validate", View((head, Sentence(count), grid)))
+    first = bad[0].name if bad else ""
+    return Checks("validate", not bad, finding, first, count, tuple(cases), view)
+
+
+def _site_case(name: str, group: str, rows: Sequence[Row]) -> Case:
+    failing = [row for row in rows if row.status == "fail"]
+    if failing:
+        failing.sort(key=lambda row: -math.inf if math.isnan(row.severity) else -row.severity)
+        said = tuple(_said(row) for row in failing[:_DETAILS])
+        return Case(name, group, "fail", said[0], said)
+    if any(row.status == "pass" for row in rows):
+        return Case(name, group, "pass")
+    reason = rows[0].reason or rows[0].status
+    return Case(name, group, "skipped", f"{rows[0].status}: {reason}")
+
+
+def _said(row: Row) -> str:
+    where = f"{row.port} {row.slot}"
+    value = row.metrics.get(row.decided_by)
+    if value is None:
+        return f"{where}: {row.reason or row.status}"
+    limit = "" if row.limit is None else f", allowed {number(row.limit)}"
+    whose = f" ({row.limit_from})" if row.limit_from else ""
+    return f"{where}: {row.decided_by} {number(value)}{limit}{whose}"
+
+
+def _table_summary(table: Table, command: str, count: str) -> View:
+    from driftline.reports import comparison
+    from driftline.reports.depth import along_depth, where
+
+    blocks: list[Block] = [comparison.headline(table), Sentence(count)]
+    if table.first is not None and table.reference.ordered:
+        blocks.append(Tree("", (where(table),)))
+    blocks += along_depth(table)
+    compared = [row for row in table.rows if row.compared]
+    if compared:
+        blocks.append(comparison.grid(table, compared, most=WORST))
+    about = [("reference", table.reference.path), ("candidate", table.candidate.path)]
+    blocks.append(Facts(tuple((name, path) for name, path in about if path)))
+    return _headed(command, View(tuple(blocks)))
+
+
+def _headed(command: str, view: View) -> View:
+    return View((Sentence(f"driftline {command}", "strong"), *view.blocks))
+
+
+def _worst(block: Block) -> Block:
+    if isinstance(block, Grid) and len(block.lines) > WORST:
+        left_out = block.left_out + len(block.lines) - WORST
+        return block._replace(lines=block.lines[:WORST], left_out=left_out)
+    return block

@@ -1,0 +1,146 @@
+"""Where in a model a comparison went wrong: the first divergence as a tree, error by depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from driftline.comparison.row import Row
+from driftline.comparison.table import Table
+from driftline.reports.view import Branch, Curve
+from driftline.reports.wording import number
+
+_NEIGHBOURS = 3
+_ERROR = "relative_l2"
+_FEWEST = 3
+"""Sites that make a line worth drawing."""
+_SIDES = (
+    ("", ("output",)),
+    (" backward", ("grad_input", "grad_output")),
+)
+"""Words for a direction, and the ports that tell of it; rows are in the order in which they ran."""
+
+
+def where(table: Table) -> Branch:
+    """The path to the first divergence, with the modules that ran around it on the last level."""
+    first = table.first
+    assert first is not None
+    home = table.first_site or first.site
+    rows = [row for row in table.rows if _belongs(row, first)]
+    worst: dict[str, Row] = {}
+    for row in rows:
+        known = worst.get(row.site)
+        if known is None or _badness(row) > _badness(known):
+            worst[row.site] = row
+    heats = _heats(rows)
+    parts = home.split(".") if home else [""]
+    parent = ".".join(parts[:-1])
+    siblings = [site for site in worst if site.rpartition(".")[0] == parent and site]
+    if home not in siblings:
+        siblings.append(home)
+    at = siblings.index(home)
+    near = siblings[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
+    branches = tuple(
+        _leaf(site, worst.get(site), heats.get(site), site == home, parent) for site in near
+    )
+    for depth in range(len(parts) - 1, 0, -1):
+        # A container of numbered children (`layers`) is no place of its own: `layers.3` is.
+        if depth > 1 and not parts[depth - 1].isdigit() and parts[depth].isdigit():
+            continue
+        site = ".".join(parts[:depth])
+        label = parts[depth - 1]
+        if label.isdigit() and depth > 1:
+            label = f"{parts[depth - 2]}.{label}"
+        row = worst.get(site)
+        cells = (row.class_name,) if row and row.class_name else ()
+        branches = (Branch(label, "", "quiet", branches, cells, heats.get(site)),)
+    return branches[0] if len(branches) == 1 else Branch("(model)", "", "quiet", branches)
+
+
+def along_depth(table: Table) -> list[Curve]:
+    """How the error runs from the first site to the last, forward and backward."""
+    if not table.reference.ordered:
+        return []
+    chosen = table.first or next((row for row in table.rows if row.compared), None)
+    if chosen is None:
+        return []
+    curves: list[Curve] = []
+    for direction, ports in _SIDES:
+        rows = [
+            row
+            for row in table.rows
+            if row.compared and row.port in ports and _belongs(row, chosen)
+        ]
+        named = any(_ERROR in row.metrics for row in rows)
+        found: dict[str, float] = {}
+        for row in rows:
+            value = float(row.metrics.get(_ERROR, math.nan)) if named else row.severity
+            if named and _ERROR not in row.metrics:
+                continue  # what is compared exactly has no such number
+            before = found.get(row.site)
+            found[row.site] = value if before is None else _larger(before, value)
+        if len(found) >= _FEWEST and any(found.values()):
+            curves.append(_curve(found, direction, table, _ERROR if named else "value over limit"))
+    return curves
+
+
+def classes(row: Row) -> str:
+    """The class at a site; both where the candidate's is another one."""
+    other = row.candidate_class
+    return f"{row.class_name} → {other}" if other else row.class_name
+
+
+def _curve(found: dict[str, float], direction: str, table: Table, metric: str) -> Curve:
+    finite = [value for value in found.values() if math.isfinite(value)]
+    span = f"{number(min(finite))} to {number(max(finite))}" if finite else "not finite"
+    sites = list(found)
+    home = table.first_site or (table.first.site if table.first else "")
+    # The site itself, or where what runs inside it begins.
+    at = next((n for n, site in enumerate(sites) if site == home), None)
+    if at is None and home:
+        at = next((n for n, site in enumerate(sites) if site.startswith(f"{home}.")), None)
+    title = f"{metric} along the depth{direction}: {len(sites)} sites, {span}"
+    return Curve(title, tuple(found.values()), at, home if at is not None else "")
+
+
+def _belongs(row: Row, first: Row) -> bool:
+    ours, theirs = row.key, first.key
+    return (ours.rank, ours.process, ours.step) == (theirs.rank, theirs.process, theirs.step)
+
+
+def _heats(rows: Sequence[Row]) -> dict[str, float]:
+    """The worst value over limit of every site and of everything that lies inside it."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if not row.compared:
+            continue
+        site = row.site
+        while site:
+            known = found.get(site)
+            found[site] = row.severity if known is None else _larger(known, row.severity)
+            site = site.rpartition(".")[0]
+    return found
+
+
+def _larger(one: float, other: float) -> float:
+    """NaN is beyond every number."""
+    if math.isnan(one) or math.isnan(other):
+        return math.nan
+    return max(one, other)
+
+
+def _badness(row: Row) -> tuple[bool, bool, float]:
+    severity = math.inf if math.isnan(row.severity) else row.severity
+    return row.status == "fail", row.compared, severity
+
+
+def _leaf(site: str, row: Row | None, heat: float | None, is_first: bool, parent: str) -> Branch:
+    label = site[len(parent) + 1 :] if parent else site or "(model)"
+    cells = ("", "not compared", "") if row is None else (classes(row), row.status, _figure(row))
+    tone = "bad" if is_first or (row is not None and row.status == "fail") else "plain"
+    return Branch(label, "◀ starts here" if is_first else "", tone, (), cells, heat)
+
+
+def _figure(row: Row) -> str:
+    value = row.metrics.get(row.decided_by)
+    return "" if value is None else number(value)
