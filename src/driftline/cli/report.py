@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
 from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
@@ -25,6 +26,7 @@ def report(
     ] = Path("report.html"),
     title: Annotated[str, Option(group=_WHERE)] = "",
     pictures: Annotated[int, Option(metavar="N", group=_WHERE)] = 32,
+    tokenizer: Annotated[str, Option(metavar="PATH", group=_WHERE)] = "",
     force: Annotated[bool, Option(group=_WHERE)] = False,
     quiet: Annotated[bool, Option(names=("--quiet", "-q"), group=_WHERE)] = False,
     thresholds: Annotated[Path | None, Option(metavar="FILE.json", group=_EVIDENCE)] = None,
@@ -52,6 +54,7 @@ def report(
         output: The file to write.
         title: Of the page; the names of the two runs if not given.
         pictures: How many tensors get histograms and heat maps; the worst ones.
+        tokenizer: Of a decoder: folder or id of its tokenizer, for the text of tokens.
         force: Replace a file that is there already.
         quiet: Print nothing.
         thresholds: Limits of each layer, or of the tokens of a decoder.
@@ -67,23 +70,29 @@ def report(
         raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
     if pictures < 0:
         raise BadInput(f"--pictures {pictures} is no number of pictures", hint="give 0 or more")
-    if output.exists() and not force:  # before the work is done
+    if output.exists() and not force and not script.asked():  # before the work is done
         raise AlreadyThere(f"{output} exists", hint="give another -o, or --force")
     from driftline.alignment.door import AlignOptions
     from driftline.pages.assemble import report as write_report
 
     progress = None if quiet else on_terminal("pairs")
     try:
-        written = write_report(
+        options = None
+        if site or map or plan is not None:
+            options = AlignOptions(sites=tuple(site or ()), maps=tuple(map or ()), plan_file=plan)
+        written = script.step(
+            "written",
+            write_report,
             subject,
             candidate,
             output,
             thresholds=thresholds,
             replay=replay,
             noise=noise or (),
-            options=AlignOptions(sites=tuple(site or ()), maps=tuple(map or ()), plan_file=plan),
+            options=options,
             diagnosis=not no_diagnosis,
             pictures=pictures,
+            tokenizer=tokenizer,
             title=title,
             force=force,
             threads=threads,
@@ -92,6 +101,7 @@ def report(
     finally:
         if progress is not None:
             progress.close()
+    script.end(written)
     if not quiet:
         size = Path(written).stat().st_size
         shown = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.0f} kB"

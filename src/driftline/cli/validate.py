@@ -264,12 +264,14 @@ def _explain(
 
     if verdict.first is not None:
         print("layers, on the text before the first failing token:", file=stream, flush=True)
-        table = judge(explain(ask, verdict.first, subjects))
-        emit.table(table, "table", stream)
-        if output is not None:
-            from driftline.decoding.validation_files import LAYERS
+        if output is None:
+            emit.table(judge(explain(ask, verdict.first, subjects)), "table", stream)
+            return
+        from driftline.decoding.validation_files import LAYERS, write_layers
 
-            table.write(output / f"{ask.prefix}{LAYERS}", force=True)
+        table = judge(write_layers(ask, verdict.first, subjects, output))
+        table.write(output / f"{ask.prefix}{LAYERS}", force=True)
+        emit.table(table, "table", stream)
 
 
 def _say(line: str) -> None:

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from driftline.comparison.table import Side, Table
 from driftline.decoding.decoder import DecoderModel
 from driftline.decoding.failing import FirstFailure
 from driftline.decoding.job import Job
+from driftline.decoding.layer_files import LayerFiles
 from driftline.decoding.layer_names import ROOT
 from driftline.decoding.layer_walk import METRICS, Walk, walk_layers
 from driftline.decoding.prompts import Padded
@@ -18,7 +20,13 @@ from driftline.decoding.validate_ask import ValidateAsk
 from driftline.decoding.validation import Subjects
 
 
-def explain(ask: ValidateAsk, first: FirstFailure, subjects: Subjects) -> Table:
+def explain(
+    ask: ValidateAsk,
+    first: FirstFailure,
+    subjects: Subjects,
+    *,
+    files: LayerFiles | None = None,
+) -> Table:
     """Compare every layer's outputs on the text before a failing token; rows are not judged yet.
 
     Args:
@@ -26,6 +34,7 @@ def explain(ask: ValidateAsk, first: FirstFailure, subjects: Subjects) -> Table:
         first: The token.
         subjects: The loaded models. Of a compiled candidate, which shows its own ends only, the
             layers are those of one that is not.
+        files: Where figures of every token go, if they are wanted.
 
     Raises:
         DriftlineError: No layer could be compared.
@@ -45,7 +54,8 @@ def explain(ask: ValidateAsk, first: FirstFailure, subjects: Subjects) -> Table:
     job = Job()
     candidate = subjects.candidate(ask, job)
     reference = subjects.reference(ask, job)
-    walk = _walked(reference, candidate, batch)
+    take = _nothing if files is None else files.take
+    walk = _walked(reference, candidate, batch, _nothing if ask.candidate.compile else take)
     notes: list[str] = []
     target = ask.candidate
     if target.compile and target.device == "aiu":
@@ -57,7 +67,7 @@ def explain(ask: ValidateAsk, first: FirstFailure, subjects: Subjects) -> Table:
         whole = _root(walk)
         target = target._replace(compile="")
         plain = subjects.uncompiled(ask)
-        walk = _walked(reference, plain, batch)
+        walk = _walked(reference, plain, batch, take)
         notes.append(
             f"the candidate is compiled as a whole ({ask.candidate.compile}) and shows nothing but "
             "its ends, so these layers are of the same candidate without the compiler; relative_l2 "
@@ -73,8 +83,13 @@ def explain(ask: ValidateAsk, first: FirstFailure, subjects: Subjects) -> Table:
     )
 
 
-def _walked(reference: DecoderModel, candidate: DecoderModel, batch: Padded) -> Walk:
-    return walk_layers(reference, candidate, batch, take=_nothing, mode="model-forward")
+def _walked(
+    reference: DecoderModel,
+    candidate: DecoderModel,
+    batch: Padded,
+    take: Callable[[Figures], None],
+) -> Walk:
+    return walk_layers(reference, candidate, batch, take=take, mode="model-forward")
 
 
 def _root(walk: Walk) -> float:

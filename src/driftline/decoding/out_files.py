@@ -247,6 +247,17 @@ def read_out(folder: Path) -> Saved:
     return saved
 
 
+def read_prompt(folder: Path, prompt: int) -> Saved:
+    """One prompt of a `.out` folder, for who needs no other: logits of all may not fit.
+
+    Raises:
+        BadFile: It is missing, damaged, or holds something else.
+    """
+    saved = Saved([], [], [], {})
+    _read_prompt(folder / f"{prompt}.pt", saved)
+    return saved
+
+
 def _read_prompt(path: Path, saved: Saved) -> None:
     loaded = _load(path)
     kept = cast("dict[str, torch.Tensor]", loaded if isinstance(loaded, dict) else {})

@@ -2,19 +2,25 @@
 
 `{prefix}.validation.json` has verdict, rates, prompts and the first failing token with both sides'
 likeliest; `{prefix}.tokens.parquet` the scores of every kept token, as `driftline metrics` has
-them. docs/decoders.md specifies both. How any of it was found is not known here.
+them; `{prefix}--{layer}.abs_diff.csv` a number per token of a layer. docs/decoders.md specifies
+them. How any of it was found is not known here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+from driftline.comparison.table import Table
+from driftline.decoding.explaining import explain
 from driftline.decoding.failing import Candidate, FirstFailure
+from driftline.decoding.layer_files import LayerFiles
 from driftline.decoding.out_files import write_json
 from driftline.decoding.score_table import write_part
-from driftline.decoding.validation import Verdict
+from driftline.decoding.validate_ask import ValidateAsk
+from driftline.decoding.validation import Subjects, Verdict
 from driftline.errors import DriftlineError
 
 SCHEMA = "driftline.validation/1"
@@ -53,6 +59,29 @@ def write_validation(verdict: Verdict, folder: Path, tokenizer: Any = None) -> P
             hint="give another folder with --output",
         ) from None
     return place
+
+
+def write_layers(ask: ValidateAsk, first: FirstFailure, subjects: Subjects, folder: Path) -> Table:
+    """Compare all layers on the text before a failing token, and keep a number per token of each.
+
+    Returns:
+        The comparison, which is not judged yet; whoever judges it writes it.
+
+    Raises:
+        DriftlineError: No layer could be compared, or nothing can be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".driftline-", dir=folder) as desk:
+            files = LayerFiles(Path(desk), ask.library)
+            table = explain(ask, first, subjects, files=files)
+            files.finish(folder, ask.prefix)
+    except OSError as trouble:
+        raise DriftlineError(
+            f"the layers cannot be written to {folder}: {trouble.strerror}",
+            hint="give another folder with --output",
+        ) from None
+    return table
 
 
 def _document(verdict: Verdict, text: Callable[[int], str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from driftline.errors import AlreadyThere, BadInput, DriftlineError
 from driftline.formats.opening import open_run
 from driftline.gating.door import compare
 from driftline.pages.data import page_data
+from driftline.pages.decoder import decoder_folder, layers_of
 from driftline.pages.flow import flow_of
 from driftline.pages.shell import embedded_page
 from driftline.runs.run import Run
@@ -74,6 +75,7 @@ def report(
     options: AlignOptions | None = None,
     diagnosis: bool = True,
     pictures: int = PICTURES,
+    tokenizer: str = "",
     title: str = "",
     force: bool = False,
     threads: int | None = None,
@@ -92,6 +94,7 @@ def report(
         options: How the runs belong together, where names do not say it.
         diagnosis: Whether to say where and why, as far as tensors are there.
         pictures: How many pairs get histograms and heat maps; 0 for none.
+        tokenizer: Of a decoder: folder or id of its tokenizer, for the text of tokens.
         title: Of the page.
         force: Replace a file that is there.
         threads: Worker threads; one per usable core when not given.
@@ -118,6 +121,7 @@ def report(
         options=options,
         diagnosis=diagnosis,
         pictures=pictures,
+        tokenizer=tokenizer,
         title=title,
         threads=threads,
         progress=progress,
@@ -139,6 +143,7 @@ def page_of(
     options: AlignOptions | None = None,
     diagnosis: bool = True,
     pictures: int = PICTURES,
+    tokenizer: str = "",
     title: str = "",
     threads: int | None = None,
     progress: Progress | None = None,
@@ -161,8 +166,9 @@ def page_of(
         table = compare(
             ours, theirs, plan=plan, thresholds=thresholds, threads=threads, progress=progress
         )
+        decoder = layers_of(table)
     else:
-        table, decoder = _made_before(subject, thresholds)
+        table, decoder = _made_before(subject, thresholds, tokenizer)
         ours, theirs = _behind(table)
         if ours is not None and theirs is not None:
             plan = align_runs(ours, theirs, options or AlignOptions())
@@ -211,11 +217,9 @@ def _opened(source: Source) -> Run:
 
 
 def _made_before(
-    subject: Source, thresholds: Thresholds | StrPath | None
+    subject: Source, thresholds: Thresholds | StrPath | None, tokenizer: str
 ) -> tuple[Table, list[dict[str, Any]]]:
     """A comparison that is there already, and what there is of a decoder."""
-    from driftline.pages.decoder import decoder_folder, layers_of
-
     if isinstance(subject, Run):
         raise BadInput("there is only one run", hint="give the candidate, too")
     if isinstance(subject, Table):
@@ -228,7 +232,7 @@ def _made_before(
 
             table = check(table, thresholds=thresholds)
         return table, layers_of(table)
-    return decoder_folder(path, thresholds)
+    return decoder_folder(path, thresholds, tokenizer=tokenizer)
 
 
 def _behind(table: Table) -> tuple[Run | None, Run | None]:

@@ -59,8 +59,9 @@ def page_data(
     """
     both = sides(table, reference, candidate)
     names = f"{both['reference']['name']} against {both['candidate']['name']}"
-    if not table.rows and decoder:
-        names = str(decoder[0].get("model", "decoder"))
+    if decoder and decoder[0]["model"]:
+        first = decoder[0]
+        names = f"{first['model']}, {first['reference']} against {first['candidate']}"
     return {
         "schema": SCHEMA,
         "made": {
@@ -87,7 +88,9 @@ def page_data(
         "depth": depth_lines(table, diagnosis=diagnosis, noise=noise),
         "flow": flow,
         "pictures": {str(at): {"row": at, **picture} for at, picture in sorted(pictures.items())},
-        "decoder": list(decoder),
+        "decoder": [
+            {name: value for name, value in part.items() if name != "about"} for part in decoder
+        ],
         "diagnosis": None if diagnosis is None else diagnosis.as_json(),
     }
 
@@ -104,8 +107,9 @@ def _verdict(
         if first is None:
             first = table.rows.index(table.first)
     status, sentence = table.verdict, table.finding
-    if not table.rows and decoder:
-        status, sentence = _of_decoder(decoder)
+    judged = [part for part in decoder if part["checks"] or part["verdict"] != "unjudged"]
+    if judged or (decoder and not table.rows):
+        status, sentence = _of_decoder(judged or decoder)
     site = table.first_site or None
     class_name = ""
     if site is not None:
@@ -132,7 +136,24 @@ def _verdict(
         "failing": len(table.failing),
         "limits": said if isinstance(said, str) else "",
         "notes": [*table.notes, *losses, *notes],
+        "tiles": _tiles(table),
     }
+
+
+def _tiles(table: Table) -> list[list[str]]:
+    """How far apart the models are in the end, where the comparison reaches that far."""
+    outputs = [row for row in table.rows if row.port == "output" and row.compared and row.metrics]
+    if not outputs or not table.reference.ordered:
+        return []
+    whole = [row for row in outputs if row.site in ("(root)", "")]
+    last = (whole or outputs)[-1]
+    metric = last.decided_by or "relative_l2"
+    value = last.metrics.get(metric)
+    if value is None:
+        return []
+    name = "Output of the model" if whole else f"Last output, {last.site}"
+    allowed = "" if last.limit is None else f"{last.limit:g} allowed"
+    return [[name, f"{metric} {float(value):.3g}", allowed]]
 
 
 def _cause(diagnosis: Diagnosis | None, site: str | None) -> dict[str, Any] | None:

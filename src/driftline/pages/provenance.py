@@ -13,6 +13,7 @@ from driftline.comparison.table import Side, Table
 from driftline.runs.run import Run
 
 _CALLED = {
+    "target": "target",
     "dtypes": "number formats",
     "default_dtype": "default number format",
     "devices": "devices",
@@ -35,7 +36,7 @@ _CALLED = {
 _NUMBERS = frozenset(
     {
         *("dtypes", "default_dtype", "devices", "framework", "seed", "deterministic", "threads"),
-        *("world_size", "machine", "git"),
+        *("world_size", "machine", "git", "target"),
     }
 )
 """Facts that can change numbers; so can versions of libraries and environment variables."""

@@ -16,6 +16,8 @@ from typing import Any, Literal
 from driftline.pages.packing import armoured, pack
 
 _BUNDLE = Path(__file__).parent / "bundle"
+_SHOWN = 6
+"""Differences in the headline."""
 _WORDS = {
     "pass": ("Pass", "✓"),
     "fail": ("Fail", "✕"),
@@ -103,11 +105,32 @@ def _headline(document: Mapping[str, Any]) -> str:
     return f"""<header class="headline" id="top">
 <p class="kicker"><span class="badge {escape(status)}"><b aria-hidden="true">{sign}</b>
 {escape(word)}</span> <span class="names">{escape(str(document["title"]))}</span></p>
+<div class="headline-columns"><div>
 <h1>{_sentence(verdict)}</h1>
 {_lede(verdict)}
 {_cause(verdict)}
 <dl class="tiles">{shown}</dl>
+</div>{_differences(document["sides"])}</div>
 </header>"""
+
+
+def _differences(sides: Mapping[str, Any]) -> str:
+    """The few differences between the runs that may matter; the page lists all of them."""
+    telling = [each for each in sides["differences"] if each["weight"] == "numbers"]
+    lines = "".join(
+        f'<tr><th scope="row">{_breakable(each["what"])}</th>'
+        f"<td>{escape(str(each['reference']))}</td><td>{escape(str(each['candidate']))}</td></tr>"
+        for each in telling[:_SHOWN]
+    )
+    more = len(telling) - _SHOWN
+    if not lines:
+        return ""
+    rest = f'<p class="remark"><a href="#runs">{more} more</a></p>' if more > 0 else ""
+    return (
+        "<aside><h2>What differs between the runs</h2>"
+        '<table class="plain differences"><thead><tr><th></th><th scope="col">reference</th>'
+        f'<th scope="col">candidate</th></tr></thead><tbody>{lines}</tbody></table>{rest}</aside>'
+    )
 
 
 def _sentence(verdict: Mapping[str, Any]) -> str:
@@ -131,7 +154,8 @@ def _lede(verdict: Mapping[str, Any]) -> str:
             lines.append(str(verdict["class"]))
         text = str(verdict["sentence"])
         _, comma, rest = text.partition(", in its ")
-        lines.append(f"in its {rest}" if comma else text)
+        said = f"in its {rest}" if comma else text
+        lines.append(said.replace("<=", "≤").replace(">=", "≥"))
         return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
     if verdict["status"] == "pass" and sum(verdict["coverage"].values()):
         text = str(verdict["sentence"])
