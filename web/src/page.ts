@@ -86,7 +86,7 @@ function build(app: HTMLElement, data: PageData, source: Source): void {
   );
   app.before(bar);
   for (const [, , block] of blocks) app.append(block);
-  app.append(h("footer", null, `${data.made.by}, ${data.made.at.replace("T", " ").replace("+00:00", " UTC")}. This file is complete: it loads nothing and sends nothing.`));
+  app.append(h("footer", null, `${data.made.by}, ${data.made.at.replace("T", " ").replace("+00:00", " UTC")}. ${source.kind === "embedded" ? "This file is complete: it loads nothing and sends nothing." : "Served to this machine only; reload the page when a run has grown."}`));
   if (!state.follow()) {
     const site = data.verdict.site ?? data.diagnosis?.first_site ?? null;
     const fallback = rows.count ? worstSite(state) : null;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from driftline.pages.figures import statistics
 from driftline.pages.histograms import Scale, error_histogram, histogram
 from driftline.pages.opened import OpenedPair, Region, open_pair
 from driftline.pages.packing import pack, singles
-from driftline.pages.pictures import error_map, pictures, values
-from driftline.pages.suspects import suspects
+from driftline.pages.pictures import Element, error_map, largest_errors, pictures, values
 from driftline.runs.layout import INDEX, MANIFEST, PROCESS
 
 BUDGET = 1 << 22
@@ -146,9 +145,12 @@ class Desk:
         rows = range(found["top"], found["top"] + found["height"])
         return {**found, "names": [pair.row_name(each) for each in rows]}
 
-    def suspects(self, row: int, generation: int) -> list[Mapping[str, Any]]:
-        """Which slices of which axis carry the error."""
-        return [each.as_json() for each in suspects(self._opened(row, generation), budget=BUDGET)]
+    def worst(self, row: int, generation: int) -> dict[str, Any]:
+        """Where the error is largest, as far as that was looked at; the first element if not."""
+        pair = self._opened(row, generation)
+        found = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
+        at = found[0] if found else Element(0, 0, 0.0, 0.0)
+        return {"row": at.row, "column": at.column}
 
     def _made(self) -> Page:
         seen = fingerprint(self._watched)  # before: what is written meanwhile is seen next time

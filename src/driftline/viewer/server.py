@@ -96,6 +96,7 @@ QUESTIONS: dict[str, Answer] = {
         *_row(asked), _region(asked), max(1, _number(asked, "bins", 64)), _scale(asked)
     ),
     "api/values": _values,
+    "api/worst": lambda desk, asked: desk.worst(*_row(asked)),
 }
 """Everything that can be asked, but the page itself and its data."""
 
