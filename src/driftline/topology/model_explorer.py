@@ -32,7 +32,7 @@ def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = No
     nodes = [
         {
             "id": name,
-            "label": "input",
+            "label": name,
             "namespace": _INPUTS,
             "attrs": [],
             "incomingEdges": [],
