@@ -191,3 +191,15 @@ def test_what_is_lost_is_not_counted_as_kept(driftline: Say, tmp_path: Path) -> 
     said = driftline("show", tmp_path)
     assert "1 lost, 1 full" in said.out
     assert "missing: broken.npy" in said.out
+
+
+def test_a_file_of_tensors_shows_what_each_is_and_how_many_bytes_they_are(
+    driftline: Say, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "a.npz", one=np.ones((3, 4), np.float32), two=np.ones(5, np.float16))
+    said = driftline("show", tmp_path / "a.npz")
+    assert said.code == 0
+    lines = [line.split() for line in said.out.splitlines()]
+    assert ["one", "float32", "3x4", "full"] in lines
+    assert ["two", "float16", "5", "full"] in lines
+    assert ["bytes", "58", "B"] in lines

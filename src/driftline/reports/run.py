@@ -17,6 +17,7 @@ from driftline.formats.run_tables import tables_of
 from driftline.formats.tree import DumpTable
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.summary import Summary
+from driftline.reports.tensor_file import file_grid, is_file
 from driftline.reports.view import (
     Block,
     Facts,
@@ -78,6 +79,8 @@ def view(
     ]
     if tensors or globs:
         blocks.append(_tensor_grid(run, records, everything))
+    elif is_file(records):
+        blocks.append(file_grid(records, everything))
     else:
         blocks.append(_module_grid(run, records, everything))
         blocks += [_table_grid(table, everything) for table in tables_of(run)]
@@ -183,14 +186,11 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     if isinstance(beside, Mapping) and beside:
         found = cast(Mapping[str, Any], beside).items()
         yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in found)
+    # Of a run's shards bytes that several tensors share lie there once; a file is what it is.
     blobs = {
-        (
-            record.key.rank,
-            record.key.process,
-            record.blob.shard,
-            record.blob.offset,
-            record.digest,
-        ): record.blob.length
+        (record.key.rank, record.key.process, record.blob.shard, record.blob.offset, record.digest)
+        if record.digest
+        else record.key: record.blob.length
         for record in records
         if record.blob is not None
     }
