@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -177,6 +178,17 @@ def listening(desk: Desk, port: int | None = None) -> Server:
     return Server(desk, 0)
 
 
+def _lone_sentence(sentence: str, hint: str) -> bytes:
+    """A page that says why there is none; the reader reloads it when that is mended."""
+    said = escape(sentence) + (f"<br><small>{escape(hint)}</small>" if hint else "")
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Driftline</title>'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<h1>There is no page to show</h1><p>{said}</p><p>Reload to try again.</p></html>"
+    )
+    return page.encode("utf-8", "replace")
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride] - only ours makes it
     protocol_version = "HTTP/1.1"
@@ -200,13 +212,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(place, query)
         except DriftlineError as trouble:
             status = HTTPStatus.CONFLICT if isinstance(trouble, Grown) else 422
-            self._say(status, str(trouble), trouble.hint)
+            if place:
+                self._say(status, str(trouble), trouble.hint)
+            else:
+                self._send(status, _HTML, _lone_sentence(str(trouble), trouble.hint))
         except (OSError, ValueError, MemoryError) as trouble:
             if isinstance(trouble, (BrokenPipeError, ConnectionError, TimeoutError)):
                 raise
             self._say(500, f"it could not be read: {trouble or type(trouble).__name__}")
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Nothing can be changed here; other pages that ask whether they may are told so, too."""
+        self.close_connection = True  # whatever follows is not read
+        self._say(HTTPStatus.METHOD_NOT_ALLOWED, "there are only questions here, with GET")
+
+    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_POST
 
     def _refusal(self, address: str) -> tuple[int, str] | None:
         """Why a question is not looked at; None if it is."""
@@ -245,7 +267,11 @@ class _Handler(BaseHTTPRequestHandler):
         if question is None:
             self._say(HTTPStatus.NOT_FOUND, "there is nothing of that name here")
             return
-        asked = {name: texts[-1] for name, texts in parse_qs(query, max_num_fields=16).items()}
+        try:
+            words = parse_qs(query, max_num_fields=16)
+        except ValueError:
+            raise BadInput("that is too much for one question") from None
+        asked = {name: texts[-1] for name, texts in words.items()}
         with self.server.at_work:
             content = pack(question(desk, asked))
         self._send(200, _BINARY, content)

@@ -1,0 +1,324 @@
+"""`driftline view` as a process on loopback: who is answered, who is refused, how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from driftline.errors import BadInput
+from driftline.pages.packing import unpack
+from driftline.runs.writer import RunWriter
+from driftline.testing.runs import record_into
+from driftline.viewer.door import serve
+
+RANDOM = np.random.default_rng(3)
+OURS = RANDOM.normal(size=(2, 16, 48)).astype(np.float32)
+THEIRS = OURS.copy()
+THEIRS[1, 5:7] += 0.5
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
+    writer = RunWriter(folder)
+    for name, values in tensors.items():
+        record_into(writer, name, values)
+    writer.close()
+    return folder
+
+
+class Told(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def sentence(self) -> str:
+        return json.loads(self.body)["error"]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return unpack(self.body)
+
+
+class Asking(NamedTuple):
+    """Questions to a server, with any headers one likes."""
+
+    url: str
+
+    def __call__(self, path: str, *, method: str = "GET", body: str = "", **headers: str) -> Told:
+        place = urlsplit(self.url)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=20)
+        try:
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            named = {"Host": place.netloc} | {
+                name.replace("_", "-"): value for name, value in headers.items()
+            }
+            for name, value in named.items():
+                if value:
+                    connection.putheader(name, value)
+            connection.endheaders(body.encode() or None)
+            answer = connection.getresponse()
+            return Told(answer.status, dict(answer.getheaders()), answer.read())
+        finally:
+            connection.close()
+
+    @property
+    def base(self) -> str:
+        return urlsplit(self.url).path
+
+
+@contextmanager
+def running(*words: str) -> Iterator[tuple[subprocess.Popen[str], Asking]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "driftline", "view", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that was started in the background ignores Ctrl-C, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert url, process.stderr.read() if process.stderr else ""
+            yield process, Asking(url)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    place = tmp_path_factory.mktemp("runs")
+    ours = write(place / "ref", {"embed": OURS, "layer": OURS})
+    return str(ours), str(write(place / "cand", {"embed": OURS, "layer": THEIRS}))
+
+
+@pytest.fixture(scope="module")
+def ask(runs: tuple[str, str]) -> Iterator[Asking]:
+    with running(*runs) as (_, asking):
+        yield asking
+
+
+def test_the_address_is_on_loopback_and_holds_a_token_nobody_guesses(ask: Asking) -> None:
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", ask.url)
+    page = ask(ask.base)
+    assert page.status == 200 and b"driftline-source" in page.body
+    assert page.headers["Cache-Control"] == "no-store"
+    assert page.headers["X-Content-Type-Options"] == "nosniff"
+    assert page.headers["Referrer-Policy"] == "no-referrer"
+    assert page.headers["X-Frame-Options"] == "DENY"
+    assert "frame-ancestors 'none'" in page.headers["Content-Security-Policy"]
+    assert ask(ask.base, method="HEAD").body == b""
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8412", "127.0.0.1", "", "[::1]:80"])
+def test_another_host_is_refused_whatever_it_asks_for(ask: Asking, host: str) -> None:
+    answer = ask(ask.base, Host=host)
+    assert answer.status == 403 and b"<html" not in answer.body
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Dest": "iframe"},
+    ],
+)
+def test_another_origin_is_refused(ask: Asking, headers: dict[str, str]) -> None:
+    assert ask(ask.base + "api/page", **headers).status == 403
+    own = {"Origin": ask.url[: ask.url.index("/", 8)], "Sec_Fetch_Site": "same-origin"}
+    assert ask(ask.base + "api/page", **own).status == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/wrong/", "/api/page", "/wrong/api/page", "", "*"])
+def test_a_wrong_token_is_refused(ask: Asking, path: str) -> None:
+    assert ask(path or ask.base[:-1]).status == 403
+    assert ask(ask.base[:-2] + "/").status == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../../etc/passwd",
+        "..%2f..%2fetc%2fpasswd",
+        "/etc/passwd",
+        "run.json",
+        "api/../../../etc/passwd",
+        "api/page/../../run.json",
+        "api",
+        "api/",
+        "API/page",
+        "api\\page",
+        "api/page%00",
+    ],
+)
+def test_a_path_never_becomes_a_file(ask: Asking, path: str) -> None:
+    answer = ask(ask.base + path)
+    assert answer.status == 404 and answer.sentence == "there is nothing of that name here"
+    assert b"root:" not in ask("/../../etc/passwd").body
+
+
+def test_only_questions_are_answered_and_only_small_ones(ask: Asking) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert ask(ask.base, method=method).status == 405
+    assert ask(ask.base, method="BREW").status == 501
+    assert ask(ask.base, body="x" * 10, Content_Length="10").status == 413
+    assert ask(ask.base + "api/sheet?row=" + "1" * 100_000).status == 414
+    many = "&".join(f"a{n}=1" for n in range(40))
+    assert ask(ask.base + "api/sheet?" + many).status == 422
+
+
+def test_the_page_and_its_tensors_are_answered(ask: Asking) -> None:
+    page = ask(ask.base + "api/page").document
+    assert page["verdict"]["site"] == "layer" and page["view"] == {"generation": 1, "tensors": True}
+    row = f"row={page['verdict']['row']}&page=1"
+    sheet = ask(ask.base + f"api/sheet?{row}").document
+    assert sheet["shape"] == [2, 16, 48] and sheet["axes"] == ["batch", "token", "channel"]
+    where = "top=20&bottom=24&left=0&right=8"
+    found = ask(ask.base + f"api/map?{row}&{where}&height=99&width=2").document
+    assert (found["height"], found["width"]) == (4, 2)
+    expected = np.abs(THEIRS - OURS).reshape(32, 48)[20:24, :8].reshape(4, 2, 4)
+    np.testing.assert_allclose(found["max"].reshape(4, 2), expected.max(axis=2), rtol=1e-6)
+    values = ask(ask.base + f"api/values?{row}&{where}").document
+    np.testing.assert_array_equal(
+        values["candidate"].reshape(4, 8), THEIRS.reshape(32, 48)[20:24, :8]
+    )
+    assert values["names"][1] == "batch 1, token 5"
+    part = ask(ask.base + f"api/region?{row}&{where}&bins=8").document
+    assert part["statistics"]["different"] == 16 and len(part["histogram"]["edges"]) <= 9
+    worst = ask(ask.base + f"api/worst?{row}").document
+    assert worst["row"] in (21, 22)
+    shown = ask(ask.base + f"api/pictures?{row}").document
+    assert shown["bad"][0]["sentence"].startswith(
+        "2 of 32 rows (batch 1, token 5; batch 1, token 6)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ("api/sheet?row=99&page=1", "the page has no row 99"),
+        ("api/sheet?row=-1&page=1", "'row' must be a whole number"),
+        ("api/sheet?page=1", "'row' must be a whole number"),
+        ("api/values?row=1&page=1", "'top', 'bottom', 'left' and 'right' say which values"),
+        ("api/map?row=1&page=1&top=90&bottom=99&left=0&right=1", "rows 90:99, columns 0:1 are"),
+        ("api/map?row=1&page=1&top=9&bottom=2&left=0&right=1", "rows 9:2, columns 0:1 are"),
+        ("api/region?row=1&page=1&scale=odd", "'scale' is auto, even or symlog"),
+    ],
+)
+def test_a_question_without_sense_gets_a_sentence(ask: Asking, asked: str, sentence: str) -> None:
+    answer = ask(ask.base + asked)
+    assert answer.status == 422 and answer.sentence.startswith(sentence)
+
+
+def test_what_is_no_http_at_all_breaks_nothing(ask: Asking) -> None:
+    place = urlsplit(ask.url)
+    for noise in (b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b""):
+        with socket.create_connection((place.hostname, place.port), timeout=10) as one:
+            one.sendall(noise)
+            one.shutdown(socket.SHUT_WR)
+            while one.recv(4096):
+                pass
+    assert ask(ask.base).status == 200
+
+
+def test_a_busy_port_is_passed_over_and_ctrl_c_ends_it_cleanly(
+    ask: Asking, runs: tuple[str, str]
+) -> None:
+    taken = urlsplit(ask.url).port
+    with running(*runs, "--port", str(taken)) as (process, another):
+        assert urlsplit(another.url).port != taken
+        assert another(another.base).status == 200
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "")
+    assert err.splitlines() == [
+        "driftline: the page is there until Ctrl-C stops it",
+        "driftline: stopped",
+    ]
+
+
+def test_a_run_that_is_still_written_shows_what_is_new_on_reload(tmp_path: Path) -> None:
+    ours = write(tmp_path / "ref", {"first": OURS, "second": OURS, "third": OURS})
+    writer = RunWriter(tmp_path / "cand")
+    record_into(writer, "first", OURS)
+    writer.flush()
+    with serve(ours, tmp_path / "cand") as viewer:
+        ask = Asking(viewer.url)
+        before = ask(ask.base + "api/page").document
+        assert before["verdict"]["coverage"]["compared"] == 1
+        assert any("still running" in note for note in before["verdict"]["notes"])
+        record_into(writer, "second", THEIRS)
+        writer.flush()
+        assert ask(ask.base).status == 200  # the reload
+        after = ask(ask.base + "api/page").document
+        assert after["verdict"]["coverage"]["compared"] == 2
+        assert after["verdict"]["site"] == "second"
+        old = ask(ask.base + "api/sheet?row=0&page=1")
+        assert (old.status, old.sentence) == (409, "the runs have changed since this page was made")
+        writer.close()
+
+
+def test_a_shard_that_is_cut_off_is_a_sentence(tmp_path: Path) -> None:
+    ours = write(tmp_path / "ref", {"first": OURS, "second": OURS})
+    theirs = write(tmp_path / "cand", {"first": OURS, "second": THEIRS})
+    shard = next(theirs.glob("rank0/*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 100)
+    with serve(ours, theirs) as viewer:
+        ask = Asking(viewer.url)
+        assert ask(ask.base).status == 200
+        page = ask(ask.base + "api/page").document
+        assert page["verdict"]["coverage"]["incomparable"] == 1
+        answer = ask(ask.base + "api/sheet?row=1&page=1")
+        assert answer.status == 422
+        assert "ends before its last byte" in answer.sentence
+        assert ask(ask.base + "api/sheet?row=0&page=1").status == 200
+
+
+def test_a_run_that_is_taken_away_leaves_the_server_standing(tmp_path: Path) -> None:
+    ours = write(tmp_path / "ref", {"first": OURS})
+    theirs = write(tmp_path / "cand", {"first": OURS})
+    with serve(ours, theirs) as viewer:
+        ask = Asking(viewer.url)
+        theirs.rename(tmp_path / "gone")
+        gone = ask(ask.base)
+        assert gone.status == 422 and b"there is no" in gone.body
+        (tmp_path / "gone").rename(theirs)
+        assert ask(ask.base).status == 200
+
+
+def test_a_comparison_is_looked_at_through_the_runs_behind_it(tmp_path: Path) -> None:
+    import driftline
+
+    ours, theirs = (write(tmp_path / n, {"a": v}) for n, v in (("r", OURS), ("c", THEIRS)))
+    table = driftline.compare(ours, theirs).write(tmp_path / "table")
+    with serve(table) as viewer:
+        ask = Asking(viewer.url)
+        assert ask(ask.base + "api/sheet?row=0&page=1").status == 200
+    theirs.rename(tmp_path / "elsewhere")
+    with serve(table) as viewer:
+        ask = Asking(viewer.url)
+        assert ask(ask.base + "api/page").document["view"]["tensors"] is False
+        lone = ask(ask.base + "api/sheet?row=0&page=1")
+        assert lone.status == 422 and "there are no two tensors to look at" in lone.sentence
+
+
+def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
+    ours = write(tmp_path / "r", {"a": OURS})
+    with pytest.raises(BadInput, match="70000 is no port"):
+        serve(ours, ours, port=70000)
