@@ -123,7 +123,7 @@ def opcheck(
     finally:
         if progress is not None:
             progress.close()
-    report = script.part(report_of, found)
+    report = script.step("report", report_of, found)
     written = _written(report, format, output)
     script.end(script.part(verdict, report))
     _print(report, format, all)
