@@ -420,7 +420,22 @@ def test_layers_of_a_compiled_candidate_are_shown_without_its_compiler():
     assert 0 < float(figures[2]) < 0.01
 
 
-def test_the_device_of_the_documents_goes_by_its_backend(stand_in):
-    verdict, _ = run(Subjects(), CANDIDATE="device=aiu,dtype=fp16", COMMON_MAX_NEW_TOKENS="2")
+def test_the_device_of_the_documents_goes_by_its_backend_and_shows_its_blocks(stand_in):
+    own = Subjects()
+    verdict, _ = run(
+        own,
+        CANDIDATE="device=aiu,dtype=fp16",
+        FORCE_VALIDATION_LEVEL_1="1",
+        COMMON_MAX_NEW_TOKENS="2",
+        CUMULATIVE_TEST_TOKENS_PER_SEQUENCE="2",
+        METRICS_THRESHOLD="4.0,1e-9",
+    )
     assert verdict.tokens_equal
     assert stand_in
+    assert verdict.first is not None
+    before = len(stand_in)
+    table = judge(explain(verdict.ask, verdict.first, own))
+    seen = {row.site for row in table.rows if row.status == "pass"}
+    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"} <= seen
+    assert "compiled block by block" in table.notes[0]
+    assert len(stand_in) > before + 2, "each block is a graph of its own"

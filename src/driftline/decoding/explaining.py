@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 
 from driftline.comparison.table import Side, Table
+from driftline.decoding.compiled_parts import compile_parts
 from driftline.decoding.decoder import DecoderModel
 from driftline.decoding.failing import FirstFailure
 from driftline.decoding.job import Job
@@ -16,8 +17,12 @@ from driftline.decoding.layer_names import ROOT
 from driftline.decoding.layer_walk import METRICS, Walk, walk_layers
 from driftline.decoding.prompts import Padded
 from driftline.decoding.row_figures import Figures
+from driftline.decoding.targets import Target
 from driftline.decoding.validate_ask import ValidateAsk
-from driftline.decoding.validation import Subjects
+from driftline.decoding.validation import Subjects, load_side
+
+_LOGITS = ("logits", "0")
+"""What transformers and ibm-fms call them among what a model gives."""
 
 
 def explain(
@@ -33,7 +38,7 @@ def explain(
         ask: What was validated.
         first: The token.
         subjects: The loaded models. Of a compiled candidate, which shows its own ends only, the
-            layers are those of one that is not.
+            layers are those of one that is not, or where nothing else runs compiled block by block.
         files: Where figures of every token go, if they are wanted.
 
     Raises:
@@ -58,21 +63,16 @@ def explain(
     walk = _walked(reference, candidate, batch, _nothing if ask.candidate.compile else take)
     notes: list[str] = []
     target = ask.candidate
-    if target.compile and target.device == "aiu":
-        notes.append(
-            "the candidate is compiled as a whole and shows nothing but its ends, and this device "
-            "runs nothing that is not compiled; driftline layer-metrics compiles block by block"
-        )
-    elif target.compile:
+    if target.compile:
         whole = _root(walk)
-        target = target._replace(compile="")
-        plain = subjects.uncompiled(ask)
-        walk = _walked(reference, plain, batch, take)
+        target, other, how = _seen_inside(ask)
+        walk = _walked(reference, other, batch, take)
         notes.append(
             f"the candidate is compiled as a whole ({ask.candidate.compile}) and shows nothing but "
-            "its ends, so these layers are of the same candidate without the compiler; relative_l2 "
+            f"its ends, so these layers are of the same candidate {how[0]}; relative_l2 "
             f"of its logits is {whole:.4g} compiled and {_root(walk):.4g} so: what differs between "
-            "the two is the compiler's (driftline layer-metrics --compile_unit block shows where)"
+            f"the two is the compiler's (driftline layer-metrics --compile_unit {how[1]} shows "
+            "where)"
         )
     return Table(
         rows=walk.rows,
@@ -81,6 +81,17 @@ def explain(
         candidate=Side(f"{ask.model} ({target})"),
         notes=tuple(notes),
     )
+
+
+def _seen_inside(ask: ValidateAsk) -> tuple[Target, DecoderModel, tuple[str, str]]:
+    """The candidate with its compiler out of the way, as far as the device allows; not kept."""
+    if ask.candidate.device == "aiu":  # it runs nothing that is not compiled
+        model = load_side(ask, candidate=True)
+        compile_parts(model, "block")
+        return ask.candidate, model, ("compiled block by block", "leaf")
+    target = ask.candidate._replace(compile="")
+    plain = load_side(ask._replace(candidate=target), candidate=True)
+    return target, plain, ("without the compiler", "block")
 
 
 def _walked(
@@ -97,7 +108,7 @@ def _root(walk: Walk) -> float:
     found = [
         row.metrics.get("relative_l2")
         for row in walk.rows
-        if row.site == ROOT and row.key.port == "output" and row.key.slot == "logits"
+        if row.site == ROOT and row.key.port == "output" and row.key.slot in _LOGITS
     ]
     return next((value for value in found if value is not None), math.nan)
 

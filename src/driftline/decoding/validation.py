@@ -102,7 +102,9 @@ class Subjects:
     def candidate(self, ask: ValidateAsk, job: Job) -> DecoderModel:
         how = (ask.source, ask.candidate, ask.micro_layers, ask.random_weights, ask.library)
         return self._once(
-            "candidate", how, lambda: _load(ask, candidate=True, distributed=ask.split(job.size))
+            "candidate",
+            how,
+            lambda: load_side(ask, candidate=True, distributed=ask.split(job.size)),
         )
 
     def reference(self, ask: ValidateAsk, job: Job) -> DecoderModel:
@@ -110,7 +112,7 @@ class Subjects:
         weights = (*how, ask.candidate) if ask.micro else how
 
         def load() -> DecoderModel:
-            model = _load(ask, candidate=False, distributed=False)
+            model = load_side(ask, candidate=False, distributed=False)
             if ask.micro and not ask.split(job.size):
                 # The same weights, as the candidate has rounded them: its arithmetic is in
                 # question, not what was lost when a random number was stored.
@@ -120,14 +122,6 @@ class Subjects:
 
         return self._once("reference", weights, load)
 
-    def uncompiled(self, ask: ValidateAsk) -> DecoderModel:
-        """The candidate as it is without its compiler; not kept, as it is wanted once."""
-        return _load(
-            ask._replace(candidate=ask.candidate._replace(compile="")),
-            candidate=True,
-            distributed=False,
-        )
-
     def _once(self, name: str, how: Any, make: Callable[[], Any]) -> Any:
         if name not in self._kept or self._kept[name][0] != how:
             self._kept.pop(name, None)  # before the next is loaded: both may not fit
@@ -135,7 +129,8 @@ class Subjects:
         return self._kept[name][1]
 
 
-def _load(ask: ValidateAsk, *, candidate: bool, distributed: bool) -> DecoderModel:
+def load_side(ask: ValidateAsk, *, candidate: bool, distributed: bool = False) -> DecoderModel:
+    """One of the two models, newly loaded."""
     layers = None
     if ask.micro and not ask.trained:
         layers = min(ask.micro_layers, model_layers(ask.source))
