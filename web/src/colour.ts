@@ -42,11 +42,11 @@ const DARK: [number, RGB][] = [
   [2, [255, 186, 120]],
 ];
 
-/** Background and text of a heat cell. */
+/** Background and text of a heat cell; black or white, whichever is clearer, is 4.58 or more. */
 export function heat(severity: number): { back: string; ink: string } {
   const at = severity <= 0 ? -3 : Number.isFinite(severity) ? Math.log10(severity) : 2;
   const back = mixed(dark() ? DARK : LIGHT, Math.max(-3, Math.min(2, at)));
-  return { back: `rgb(${back.join(" ")})`, ink: luminance(back) > 0.2 ? "#10141a" : "#ffffff" };
+  return { back: `rgb(${back.join(" ")})`, ink: luminance(back) > 0.179 ? "#000" : "#fff" };
 }
 
 function luminance([r, g, b]: RGB): number {

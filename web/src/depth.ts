@@ -27,7 +27,7 @@ const ALL: Drawn[] = [
   { name: "max_ulp", label: "max ulp", of: (v) => v },
   { name: "kl", label: "KL", of: (v) => v },
 ];
-const FIRST_SHOWN = 2;
+const FIRST_SHOWN = 3;
 
 export class Depth {
   readonly element = h("div", { class: "depth" });
@@ -61,7 +61,7 @@ export class Depth {
     const deciding = new Map<string, number>();
     for (let row = 0; row < rows.count; row++) deciding.set(rows.decidedBy(row), (deciding.get(rows.decidedBy(row)) ?? 0) + 1);
     const usual = [...this.metrics].sort((a, b) => (deciding.get(b.name) ?? 0) - (deciding.get(a.name) ?? 0));
-    for (const metric of [...usual.slice(0, 1), ...this.metrics].slice(0, FIRST_SHOWN + 1)) this.shown.add(metric.name);
+    for (const metric of new Set([...usual.slice(0, 1), ...this.metrics])) if (this.shown.size < FIRST_SHOWN) this.shown.add(metric.name);
     const first = data.verdict.row;
     this.direction = first !== null && data.depth.backward && !data.depth.forward ? "backward" : "forward";
     if (first !== null && data.depth.backward && rows.port(first).startsWith("grad")) this.direction = "backward";
@@ -170,6 +170,8 @@ export class Depth {
     const shown = this.metrics.filter((m) => this.shown.has(m.name));
     const series = shown.map((metric) => this.values(metric));
     const size = this.size();
+    const em = parseFloat(getComputedStyle(document.documentElement).fontSize);
+    const font = `${(0.78 * em).toFixed(1)}px system-ui, sans-serif`;
     this.chart = new uPlot(
       {
         ...size,
@@ -191,19 +193,20 @@ export class Depth {
         axes: [
           {
             stroke: style("--quiet"),
-            font: "11px system-ui, sans-serif",
+            font,
             grid: { stroke: style("--line"), width: 1 },
             ticks: { stroke: style("--line"), width: 1, size: 4 },
-            size: 34,
+            size: 2.3 * em,
             splits: (u) => this.groupStarts(u),
             values: (u, splits) => splits.map((at) => this.groupName(at, u)),
           },
           {
             stroke: style("--quiet"),
-            font: "11px system-ui, sans-serif",
+            font,
             grid: { stroke: style("--line"), width: 1 },
             ticks: { stroke: style("--line"), width: 1, size: 4 },
-            size: 52,
+            size: 3.6 * em,
+            splits: (_u, _axis, low, high) => decades(low, high),
             values: (_u, splits) => splits.map((v) => (v === null ? "" : power(v))),
           },
         ],
@@ -380,7 +383,7 @@ export class Depth {
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
       if (!text) return;
-      ctx.font = `600 ${12 * ratio}px system-ui, sans-serif`;
+      ctx.font = `600 ${0.84 * parseFloat(getComputedStyle(document.documentElement).fontSize) * ratio}px system-ui, sans-serif`;
       const wide = ctx.measureText(text).width;
       const right = x + wide + 8 * ratio > bbox.left + bbox.width;
       ctx.textAlign = right ? "right" : "left";
@@ -427,17 +430,29 @@ export class Depth {
       if (group !== last) starts.push(k);
       last = group;
     }
-    const room = Math.max(2, Math.floor(u.bbox.width / devicePixelRatio / 74));
-    if (starts.length <= room) return starts;
-    const every = Math.ceil(starts.length / room);
-    return starts.filter((_, i) => i % every === 0);
+    // Names need room: the longest groups get theirs first, a group that has no room goes without.
+    const pixels = (k: number) => u.valToPos(k, "x");
+    const room = Math.min(96, Math.max(...starts.map((k) => this.groupName(k, u).length)) * 6.4 + 14);
+    const lengths = starts.map((k, i) => (starts[i + 1] ?? to + 1) - k);
+    const ranked = starts.map((_, i) => i).sort((a, b) => lengths[b] - lengths[a] || a - b);
+    if (starts.length * room > 1.5 * u.bbox.width) {
+      const every = Math.ceil((starts.length * room) / (u.bbox.width / devicePixelRatio));
+      return starts.filter((_, i) => i % every === 0);
+    }
+    const taken: number[] = [];
+    for (const i of ranked) {
+      const x = pixels(starts[i]);
+      if (taken.every((other) => Math.abs(pixels(other) - x) >= room)) taken.push(starts[i]);
+    }
+    return taken.sort((a, b) => a - b);
   }
 
   private groupName(at: number, u: uPlot): string {
     const [from, to] = this.inView(u);
     const site = this.state.rows.site(this.places[at] ?? this.places[0]);
     const name = to - from < 14 ? site.split(/[./]/).slice(-2).join(".") : this.group(at);
-    return name.length > 13 ? `…${name.slice(-12)}` : name;
+    const short = name.length > 13 ? name.split(/[./]/).slice(-2).join(".") : name;
+    return short.length > 16 ? `…${short.slice(-15)}` : short;
   }
 
   // --- moving about
@@ -558,6 +573,12 @@ export class Depth {
       }),
     );
   }
+}
+
+function decades(low: number, high: number): number[] {
+  const [from, to] = [Math.round(Math.log10(low)), Math.round(Math.log10(high))];
+  const every = Math.max(1, Math.ceil((to - from) / 9));
+  return Array.from({ length: Math.floor((to - from) / every) + 1 }, (_, i) => 10 ** (from + i * every));
 }
 
 function power(value: number): string {

@@ -76,7 +76,7 @@ export function diagnosisView(state: State, data: DiagnosisData): HTMLElement {
     tabs,
     h(
       "div",
-      { class: "scroll-x" },
+      { class: "scroll-x site-list", tabindex: 0, role: "region", "aria-label": "Sites by status" },
       h(
         "table",
         { class: "plain" },

@@ -38,6 +38,8 @@ export function times(value: number | null | undefined): string {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : "∞×";
   if (value === 0) return "0×";
   if (value < 0.001) return "<0.001×";
+  if (value < 1 && value > 0.995) return "0.99×"; // what is inside must not read as the limit
+  if (value > 1 && value < 1.05) return `${Math.max(1.01, Number(value.toPrecision(3)))}×`;
   return `${Number(value.toPrecision(2)) >= 1000 ? value.toExponential(1).replace("e+", "e") : Number(value.toPrecision(2))}×`;
 }
 

@@ -79,8 +79,7 @@ export class SiteDetail {
         ),
         rows.reason(row) && h("p", { class: "reason" }, rows.reason(row)),
         this.facts(row),
-        this.metrics(row),
-        pictures,
+        h("div", { class: "tensor-body" }, this.metrics(row), pictures),
         tensors,
       ),
     );

@@ -63,6 +63,11 @@ export class RowTable {
     const { rows, data } = state;
     this.indexes = Int32Array.from({ length: rows.count }, (_, i) => i);
     this.columns = this.views();
+    if (innerWidth < 700) {
+      // A narrow screen shows two or three columns: how bad it is comes right after the status.
+      const at = this.columns.findIndex((c) => c.id === "severity");
+      this.columns.splice(1, 0, ...this.columns.splice(at, 1));
+    }
     this.shownColumns = this.columns.filter((c) => c.usual && (!c.needed || c.needed()));
     this.element.append(this.controls(), this.grid);
     this.grid.append(this.headRow);
@@ -83,7 +88,7 @@ export class RowTable {
     });
     this.grid.addEventListener("keydown", (event) => this.key(event));
     state.onChoice((choice, by) => {
-      if (choice && by !== "rows") {
+      if (choice && by !== "rows" && by !== "start") {
         const at = this.indexes.indexOf(choice.row);
         if (at >= 0) {
           this.active = at;
@@ -159,7 +164,7 @@ export class RowTable {
     return [
       { ...text("status", "status", "6.2rem", rows.status), key: (row) => rank[rows.status(row)] ?? 9 },
       {
-        ...text("site", "site", "minmax(13rem, 3fr)", (row) => {
+        ...text("site", "site", "minmax(17rem, 3fr)", (row) => {
           const visit = rows.visit(row);
           return rows.site(row) + (visit ? `#${visit}` : "") + (other(row) ? ` ~ ${other(row)}` : "");
         }),
@@ -182,10 +187,10 @@ export class RowTable {
         const known = usualMetrics.has(name) || standard.has(name) || /_(at|min|max|mean|std|l2|nan|inf)$/.test(name);
         return {
           ...figure(name, name, about?.meaning ?? name, read, (row) => metricFigure(name, read(row)), usualMetrics.has(name) || !known),
-          width: name.length > 14 ? "9.5rem" : "7.2rem",
+          width: name.length > 14 ? "9.5rem" : name.length > 11 ? "8.8rem" : "6.8rem",
         };
       }),
-      text("dtype", "dtype", "10.5rem", (row) => (here(row) === there(row) || !there(row) ? here(row) || there(row) : `${here(row)} → ${there(row)}`)),
+      text("dtype", "dtype", "9.8rem", (row) => (here(row) === there(row) || !there(row) ? here(row) || there(row) : `${here(row)} → ${there(row)}`)),
       text("shape", "shape", "7.5rem", (row) => (shape(row) === otherShape(row) || !otherShape(row) ? shape(row) || otherShape(row) : `${shape(row)} → ${otherShape(row)}`)),
       text("class", "class", "9rem", (row) => rows.className(row) + (rows.otherClass(row) ? ` → ${rows.otherClass(row)}` : "")),
       text("reason", "why", "minmax(14rem, 4fr)", rows.reason),
@@ -296,6 +301,8 @@ export class RowTable {
   private drawHead(): void {
     const gap = this.shownColumns.map((c) => c.width).join(" ");
     this.grid.style.setProperty("--columns", gap);
+    const least = this.shownColumns.reduce((sum, c) => sum + Number(/([\d.]+)rem/.exec(c.width)![1]), 0);
+    this.grid.style.setProperty("--least", `${least}rem`);
     clear(
       this.headRow,
       ...this.shownColumns.map((column) =>

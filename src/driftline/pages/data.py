@@ -61,7 +61,8 @@ def page_data(
     names = f"{both['reference']['name']} against {both['candidate']['name']}"
     if decoder and decoder[0]["model"]:
         first = decoder[0]
-        names = f"{first['model']}, {first['reference']} against {first['candidate']}"
+        model = str(first["model"]).rstrip("/").rpartition("/")[2]
+        names = f"{model}, {first['reference']} against {first['candidate']}"
     return {
         "schema": SCHEMA,
         "made": {
