@@ -132,6 +132,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Network", "Log"):
             tab.ask(f"{domain}.enable")
         tab.size(width, height)
+        tab.theme("light")
         return tab
 
     def close(self) -> None:
@@ -270,7 +271,7 @@ class Tab:
             f"""(() => {{
               const found = document.querySelector({json.dumps(selector)});
               if (!found) return null;
-              found.scrollIntoView({{block: "nearest", inline: "nearest"}});
+              found.scrollIntoView({{block: "nearest", inline: "nearest", behavior: "instant"}});
               const box = found.getBoundingClientRect();
               return [box.left, box.top, box.width, box.height];
             }})()"""
