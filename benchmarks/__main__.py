@@ -30,6 +30,7 @@ SUITES = (
     "decoding",
     "diagnosis",
     "replay",
+    "report_page",
 )
 
 

@@ -23,8 +23,10 @@ interface Themed {
 export async function start(open: () => Source | Promise<Source>): Promise<void> {
   const app = document.getElementById("app")!;
   try {
+    performance.mark("script");
     const source = await open();
     const data = await source.page();
+    performance.mark("data");
     const started = performance.now();
     build(app, data, source);
     document.documentElement.dataset["built"] = String(Math.round(performance.now() - started));
@@ -32,6 +34,7 @@ export async function start(open: () => Source | Promise<Source>): Promise<void>
     put(app, h("p", { class: "note bad-text", role: "alert" }, `This page cannot show its data: ${trouble instanceof Error ? trouble.message : String(trouble)}`));
   }
   app.removeAttribute("aria-busy");
+  performance.mark("ready");
   document.documentElement.dataset["ready"] = "yes";
 }
 

@@ -6,7 +6,7 @@ Knows the three forms of a column and which fields of a row a reader of a page n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -91,12 +91,11 @@ def numbers(values: Sequence[float | int | None]) -> Column:
     # `is`, because NaN is not equal to itself, and 1 is equal to True.
     if all(value is first or value == first for value in values):
         return {"same": first, "n": len(values)}
+    if None not in values:
+        return {"numbers": _narrow(cast("Sequence[float | int]", values)), "absent": None}
     absent = np.fromiter((value is None for value in values), np.bool_, len(values))
     filled = [0 if value is None else value for value in values]
-    return {
-        "numbers": _narrow(filled),
-        "absent": absent.astype(np.uint8) if absent.any() else None,
-    }
+    return {"numbers": _narrow(filled), "absent": absent.astype(np.uint8)}
 
 
 def figures(values: Mapping[str, Array]) -> dict[str, Column]:
@@ -118,7 +117,7 @@ def _narrow(values: Sequence[float | int]) -> Array:
         if low >= -(1 << 31) and high < 1 << 31:
             return np.asarray(values, np.int32)
         return np.asarray([float(value) for value in values], np.float64)
-    return singles(np.asarray([float(value) for value in values], np.float64))
+    return singles(np.asarray(values, np.float64))
 
 
 def _code(count: int) -> type[np.unsignedinteger[Any]]:
