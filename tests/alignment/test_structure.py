@@ -282,7 +282,9 @@ def test_a_torch_dump_aligns_with_an_atb_dump_and_the_error_is_named(
             for path in (tmp_path / "mini_atb").rglob(f"{n + 1}_Decoder_layer"):
                 shutil.rmtree(path)
     table = driftline.compare(tmp_path / "mini_torch", tmp_path / "mini_atb")
-    assert sum(row.compared for row in table.rows) == 3 * layers + 2
+    assert sum(row.compared for row in table.rows) == 3 * layers + 4  # the model and its inside
+    around = {row.key.site: row.candidate_site for row in table.rows if row.compared}
+    assert around["(root)"] == around["model"] == around["model.norm"]
     assert table.first is not None
     assert table.first.key.site == "model.layers.5.proj"
     assert table.first.candidate_site == "6_Decoder_layer.1_LinearOperation"

@@ -1,45 +1,45 @@
-"""Sites that only give on what they were given: a dropout in evaluation, an Identity.
+"""Sites that only give on what they were given: a dropout in evaluation, a container.
 
-The other side may do without them. What such a site took and gave is the very tensor that the leaf
-before it made, or that the leaf after it reads, so it is set against that one's partner. Asked of
-each run alone, by bytes; knows no numbers.
+The other side may do without them. What a dropout took and gave is the very tensor that the leaf
+before it made, or that the leaf after it reads; what a module gives is what a leaf inside gave, and
+operators of a library have no modules around them. So it is set against that one's partner. Asked
+of each run alone, by bytes; knows no numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from driftline.alignment.calls import Call, Frame, calls_of, frames_of, main_tensor
-from driftline.alignment.classes import kind_of
+from driftline.alignment.calls import ROOTS, Call, Frame, calls_of, frames_of, main_tensor
 from driftline.alignment.dataflow import bytes_of
 from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.settling import takes_weights
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
 PASSED = 0.8
 """Confidence, at most."""
+_ENDS = 4
+"""So many leaves at either end of a container are looked at."""
 _NEAR = 16
 """So many leaves before and after are looked at."""
 _KINDS = frozenset({"dropout", "identity"})
-
-
-def any_passing(records: Iterable[Record]) -> bool:
-    """Whether a site that may only give on is among these."""
-    return any(kind_of(name) in _KINDS for name in {record.class_name for record in records})
 
 
 def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
     """Pairs for the lone tensors of sites that only give on what they were given."""
     found: list[Pair] = []
     for run, alone, ours in ((reference, plan.missing, True), (candidate, plan.extra, False)):
-        if not any_passing(alone):
+        if not alone:
             continue
         partners: dict[int, Pair | None] = {}
         for pair in plan.pairs:
             own = id(pair.reference if ours else pair.candidate)
             whole = pair.reference_recipe is None and pair.candidate_recipe is None
             partners[own] = pair if whole and own not in partners else None
-        for record, pair in _passed(run, alone, partners):
+        other = candidate if ours else reference
+        modules = takes_weights(other) and not takes_weights(run)
+        for record, pair in _passed(run, alone, partners, modules):
             sure = min(pair.confidence, PASSED)
             both = (record, pair.candidate) if ours else (pair.reference, record)
             found.append(Pair(*both, "structure", sure))
@@ -47,15 +47,17 @@ def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
 
 
 def _passed(
-    run: Run, alone: Sequence[Record], partners: Mapping[int, Pair | None]
+    run: Run, alone: Sequence[Record], partners: Mapping[int, Pair | None], modules: bool
 ) -> Iterator[tuple[Record, Pair]]:
     lone = {id(record) for record in alone}
     wanted = {Frame(r.key.rank, r.key.process, r.key.step) for r in alone}
     for frame, records in frames_of(run.records).items():
         if frame not in wanted:
             continue
-        in_order = sorted(records, key=lambda record: record.order)
-        leaves = [call for call in calls_of(in_order) if call.leaf and call.called]
+        calls = [call for call in calls_of(_in_order(records)) if call.called]
+        if not any(id(record) in lone for call in calls for record in call.records):
+            continue
+        leaves = [call for call in calls if call.leaf]
         given: dict[str, Pair | None] = {}  # what sites that only give on gave
         for at, call in enumerate(leaves):
             own = [main_tensor(call.records, port) for port in ("input", "output")]
@@ -76,6 +78,39 @@ def _passed(
             if known is not None:
                 yield own[0], known
                 yield own[1], known
+        for call in calls if modules else ():
+            if not call.leaf and not call.inner:
+                yield from _handed(run, call, leaves, lone, partners)
+
+
+def _handed(
+    run: Run,
+    container: Call,
+    leaves: Sequence[Call],
+    lone: set[int],
+    partners: Mapping[int, Pair | None],
+) -> Iterator[tuple[Record, Pair]]:
+    """Tensors of a container that a leaf inside took first, or gave last."""
+    alone = [r for r in container.records if id(r) in lone and r.key.phase == "forward"]
+    if not alone:
+        return
+    prefix = "" if container.site in ROOTS else f"{container.site}."
+    inside = [leaf for leaf in leaves if leaf.site.startswith(prefix)]
+    for record in alone:
+        port = record.key.port
+        ends = inside[:_ENDS] if port == "input" else inside[: -_ENDS - 1 : -1]
+        same = bytes_of(run, record) if port in ("input", "output") else ""
+        for leaf in ends if same else ():
+            own = main_tensor(leaf.records, port)
+            if own is None or own.shape != record.shape or bytes_of(run, own) != same:
+                continue
+            if (pair := partners.get(id(own))) is not None:
+                yield record, pair
+                break
+
+
+def _in_order(records: Iterable[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: record.order)
 
 
 def _around(leaves: Sequence[Call], at: int) -> Iterator[tuple[Call, str]]:
