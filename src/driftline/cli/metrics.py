@@ -170,13 +170,15 @@ def _run(asks: list[MetricsAsk]) -> int:
 
     for ask in asks:
         check(ask)
-    if script.asked():
-        script.end(*(script.step("outcome", run_metrics, ask) for ask in asks))
-    models = Models(asks[0])
+    models = script.step("models", Models, asks[0])
+    outcomes: list[Outcome] = []
     for ask in asks:
-        outcome = run_metrics(ask, say=_say, models=models, watch=_watch(models.job.writes))
-        if models.job.writes and not outcome.skipped:
+        watch = None if script.asked() else _watch(models.job.writes)
+        outcome = script.step("outcome", run_metrics, ask, say=_say, models=models, watch=watch)
+        outcomes.append(outcome)
+        if not script.asked() and models.job.writes and not outcome.skipped:
             sys.stdout.write(_summary(outcome, ask))
+    script.end(*outcomes)
     models.job.leave()
     return 0
 

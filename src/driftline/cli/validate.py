@@ -220,6 +220,7 @@ def _run(asks: list[ValidateAsk], *, explain: bool, format: Format, output: Path
     if job.writes and format != "table":
         _print(verdicts, format)
     job.leave()
+    script.end(*verdicts)
     # Rank 0 speaks for all: when another one fails first, torchrun stops it in mid-sentence.
     return EXIT_DIFFERENT if failed and job.writes else EXIT_FINE
 
