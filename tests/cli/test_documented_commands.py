@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import torch
@@ -68,6 +70,22 @@ AXES = {"axes": [-1]}
 NO = {"hasBias": False}
 
 
+def look_and_stop(words: list[str], place: Path) -> None:
+    """A command that ends when its reader is done: the page is read, then Ctrl-C."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "driftline", *words],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stdout is not None
+        with urlopen(process.stdout.readline().strip(), timeout=60) as page:
+            assert b"</html>" in page.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+
+
 def test_every_shown_command_works(tmp_path: Path) -> None:
     (tmp_path / "infer.py").write_text(PROGRAM)
     (tmp_path / "label.py").write_text(LABELS)
@@ -90,6 +108,9 @@ def test_every_shown_command_works(tmp_path: Path) -> None:
     assert len(shown) >= 8
     for text in shown:
         words = shlex.split(re.sub(r"python (infer|label)\.py", rf"{sys.executable} \1.py", text))
+        if words[0] == "view":
+            look_and_stop(words, tmp_path)
+            continue
         done = subprocess.run(
             [sys.executable, "-m", "driftline", *words],
             cwd=tmp_path,
