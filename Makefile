@@ -55,6 +55,9 @@ chromium:
 	      apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=60 chromium; }; \
 	  } >/dev/null 2>&1 </dev/null || echo "no Chromium: tests that open a page will be skipped"; }
 
+# The workers fill the cores; threads that torch starts beside them would only wait for one, spinning.
+test test-all: export OMP_NUM_THREADS := 1
+
 test: lint chromium
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" -q
 

@@ -53,8 +53,8 @@ def test_the_three_commands_of_the_readme_work_on_a_script_that_knows_nothing(
     ("fault", "culprit"),
     [
         ("gelu", "layers.2.mlp.act_fn"),
-        ("channels", "layers.2.mlp.down_proj"),
-        ("scale", "layers.2.self_attn"),
+        pytest.param("channels", "layers.2.mlp.down_proj", marks=pytest.mark.slow),
+        pytest.param("scale", "layers.2.self_attn", marks=pytest.mark.slow),
     ],
 )
 def test_each_fault_the_demo_can_plant_is_named_at_its_module(

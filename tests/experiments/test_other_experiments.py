@@ -166,6 +166,7 @@ def test_bisect_refuses_what_cannot_be_searched(
         assert "Traceback" not in said.err
 
 
+@pytest.mark.slow
 def test_repeat_finds_a_deterministic_program_so(program: Path, driftline: Callable) -> None:
     said = driftline(
         "repeat", "-k", "2", "--vary", "order", "--format", "json", "--", sys.executable, program

@@ -81,7 +81,9 @@ def test_a_module_tree_alone_is_a_success(dump, workshop):
     assert len(dumped.run) == 0
 
 
-@pytest.mark.parametrize("steps", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    "steps", ["2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1", "3"))]
+)
 def test_a_module_tree_speaks_of_no_steps_however_many_ran(dump, steps):
     dumped = dump("--type", "model,layer", run=["infer.py", steps])
     assert dumped.code == 0, dumped.err
