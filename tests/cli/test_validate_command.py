@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -35,6 +36,21 @@ def test_too_many_failing_tokens_are_exit_code_1_and_explained(driftline):
     assert "2 of 2 prompts have failing tokens" in said.out
     assert "reference's likeliest" in said.out
     assert "37 tensors compared" in said.out
+
+
+def test_ci_gets_one_error_for_the_first_model_that_fails(driftline, tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    strict = ("--force-validation-level-1", "--metrics_threshold=9,0.0000001")
+    said = driftline("validate", MODEL, *SHAPE, *strict, "--format", "github")
+    assert said.code == 1, said.err
+    error, notice = said.out.splitlines()
+    assert error.startswith("::error title=driftline validate%3A ") and "too high" in error
+    assert notice == "::notice title=driftline validate::1 of 1 model and shape fail"
+    assert "FAILED" in said.err and "| fail |" in (tmp_path / "summary.md").read_text()
+    passed = driftline("validate", MODEL, *SHAPE, "--format", "junit")
+    assert passed.code == 0
+    (suite,) = ElementTree.fromstring(passed.out)
+    assert suite.get("tests") == "2" and suite.get("failures") == "0"
 
 
 def test_a_threshold_of_another_model_is_exit_code_2(driftline, tmp_path):

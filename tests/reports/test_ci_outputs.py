@@ -14,11 +14,15 @@ from driftline.comparison.table import Table
 from driftline.diagnosis.finding import Diagnosis, SiteFinding
 from driftline.gating.door import compare
 from driftline.gating.judge import exit_code
+from driftline.operators.checking import check
 from driftline.reports import checks, emit, github, junit, markdown
 from driftline.reports.checks import Checks
+from driftline.reports.operators import report_of
 from driftline.reports.view import Sentence, View
+from driftline.testing.atb import AtbDump, Operation, Value
 from driftline.testing.runs import run_of
 
+AXES = {"axes": [-1]}
 HOSTILE = (
     "a%0Ab",
     "x\n::error::owned",
@@ -177,3 +181,17 @@ def test_a_diagnosis_fails_where_error_is_introduced() -> None:
     assert [case.outcome for case in found.cases] == ["pass", "fail", "pass", "skipped"]
     (error, notice) = annotated(found)
     assert error[1]["title"] == "driftline diagnose: b" and "1 of 4 sites introduce" in notice[2]
+
+
+def test_checked_operators_are_cases_too(tmp_path: Path) -> None:
+    zeros = Value("x", np.zeros(4, np.float32))
+    operators = [
+        Operation("SoftmaxOperation", [zeros], [Value("p", np.full(4, share, np.float32))], AXES)
+        for share in (0.25, 0.3)
+    ]
+    AtbDump(tmp_path, "G2").execute([*operators, Operation("NobodyKnows", [zeros], [zeros], {})])
+    found = checks.of_operators(report_of(check(tmp_path / "ait_dump")))
+    assert [case.outcome for case in found.cases] == ["pass", "fail", "skipped"]
+    (error, notice) = annotated(found)
+    assert "1_SoftmaxOperation" in error[1]["title"] and "first" in error[2]
+    assert "1 of 2 checked operators are not right; 1 could not be checked" in notice[2]
