@@ -21,3 +21,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             "(Debian: apt-get install chromium), or name one with CHROMIUM=/path/to/it.",
             red=True,
         )
+    unbuilt = [
+        report
+        for report in terminalreporter.getreports("skipped")
+        if "NO NODE" in str(report.longrepr)
+    ]
+    if unbuilt:
+        said = str(unbuilt[0].longrepr).partition("NO NODE")[2].rstrip("')")
+        terminalreporter.write_sep("!", f"NO NODE{said}", red=True, bold=True)

@@ -174,6 +174,9 @@ def _cause(verdict: Mapping[str, Any]) -> str:
     else:
         said = cause["sentence"]
         name = "Cause"
+        if cause["kind"] == "unknown":
+            said = f"not known: {str(said).partition(': ')[2] or said}"
+            sure = ""
     return (
         f'<p class="cause"><b>{name}</b> {escape(str(said))}'
         + (f" <small>({escape(sure)})</small>" if sure else "")
