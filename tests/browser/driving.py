@@ -347,6 +347,8 @@ class Tab:
 
     def picture(self, path: Path, *, whole: bool = False) -> Path:
         """A screenshot; of the whole page, however long, if asked."""
+        if whole:
+            self.eval("scrollTo({top: 0, behavior: 'instant'})")
         answer = self.ask(
             "Page.captureScreenshot", format="png", captureBeyondViewport=whole, fromSurface=True
         )

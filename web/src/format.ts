@@ -47,6 +47,7 @@ export function percent(value: number): string {
   if (!Number.isFinite(value)) return "";
   if (value === 0) return "0 %";
   const shown = value * 100;
+  if (value < 1 && shown > 99) return shown > 99.99 ? "over 99.99 %" : `${Math.floor(shown * 100) / 100} %`;
   return `${shown >= 10 ? Math.round(shown) : Number(shown.toPrecision(2))} %`;
 }
 

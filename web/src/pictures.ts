@@ -136,7 +136,8 @@ export function paintMap(
       high = Math.max(high, value);
     }
   }
-  low = Math.max(low, high * 1e-4);
+  // Two to four decades: equal errors must not look like none.
+  low = Math.max(Math.min(low, high * 1e-2), high * 1e-4);
   canvas.width = width;
   canvas.height = height;
   const context = canvas.getContext("2d")!;

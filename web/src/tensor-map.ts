@@ -214,7 +214,8 @@ export class TensorMap {
           high = Math.max(high, size);
         }
       }
-    low = Math.max(low, high * 1e-4);
+    // Two to four decades: equal errors must not look like none.
+    low = Math.max(Math.min(low, high * 1e-2), high * 1e-4);
     const reach = Math.log(high / low) || 1;
     let odd = false;
     for (let i = 0; i < values.length; i++) {
