@@ -118,10 +118,12 @@ def job_place() -> JobPlace:
     return JobPlace(0, 1)
 
 
-def local_rank() -> int:
-    """Which device of its machine a process of a torchrun job takes; alone: the first."""
-    text = environment().get("LOCAL_RANK", "")
-    return int(text) if text.isdigit() else 0
+def place_on_machine() -> JobPlace:
+    """Which of the processes of a torchrun job on this machine this one is; alone: the only one."""
+    env = environment()
+    rank, size = env.get("LOCAL_RANK", ""), env.get("LOCAL_WORLD_SIZE", "")
+    here = int(rank) if rank.isdigit() else 0
+    return JobPlace(here, max(int(size) if size.isdigit() else 1, here + 1))
 
 
 METRICS_VARIABLES = {

@@ -9,6 +9,9 @@ import sys
 import pytest
 from tiny_decoders import LLAMA, PROMPTS
 
+from driftline.decoding.job import chosen_backend
+from driftline.settings import JobPlace
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 WORDS = (
     *("-m", "driftline", "validate", f"--model_paths={LLAMA}", f"--sharegpt_path={PROMPTS}"),
@@ -25,6 +28,23 @@ def job(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"OMP_NUM_THREADS": "1", **more},
         timeout=200,
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rank", "processes", "chosen"),
+    [
+        (0, 1, 2, ("gloo", None)),
+        (1, 1, 2, ("gloo", 0)),
+        (2, 1, 2, ("cpu:gloo,cuda:nccl", 1)),
+        (8, 5, 6, ("cpu:gloo,cuda:nccl", 5)),
+    ],
+)
+def test_more_processes_than_gpus_share_what_is_there(gpus, rank, processes, chosen):
+    class Cuda:
+        is_available = staticmethod(lambda: gpus > 0)
+        device_count = staticmethod(lambda: gpus)
+
+    assert chosen_backend(JobPlace(rank, processes), Cuda) == chosen
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,19 @@ class Job(NamedTuple):
                 dist.destroy_process_group()
 
 
+def chosen_backend(here: settings.JobPlace, cuda: Any) -> tuple[str, int | None]:
+    """How the processes of a job talk to each other, and which GPU this one takes.
+
+    NCCL refuses two processes on one GPU; gloo carries what they say through host memory, so more
+    processes than GPUs share what is there (all of them may be on the CPU anyway).
+    """
+    count = int(cuda.device_count()) if cuda.is_available() else 0
+    if not count:
+        return "gloo", None
+    backend = "cpu:gloo,cuda:nccl" if here.world_size <= count else "gloo"
+    return backend, here.rank % count
+
+
 def join_job(distributed: bool) -> Job:
     """Join the job this process was started in.
 
@@ -68,8 +81,8 @@ def join_job(distributed: bool) -> Job:
     torch_module = require("torch", install="driftline[torch]")
     dist = require("torch.distributed")
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch_module.cuda.is_available() else "gloo"
-        if torch_module.cuda.is_available():
-            torch_module.cuda.set_device(settings.local_rank())
+        backend, device = chosen_backend(settings.place_on_machine(), torch_module.cuda)
+        if device is not None:
+            torch_module.cuda.set_device(device)
         dist.init_process_group(backend, timeout=PATIENCE)
     return Job(place.rank, place.world_size)
