@@ -21,6 +21,7 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter
+from driftline.testing.runs import run_of
 
 DATA = Path(__file__).parents[1] / "data"
 TARGETS = ("run", "npy", "pt", "safetensors", "ait")
@@ -257,3 +258,11 @@ def test_converting_a_large_run_takes_little_memory(tmp_path: Path) -> None:
         check=True,
     )
     assert int(done.stdout) < 330, "MiB more than at the start, of a run of 384"
+
+
+def test_a_named_slot_with_a_place_inside_is_read_back_with_its_key(tmp_path: Path) -> None:
+    ones = np.ones(3, np.float32)
+    run = run_of({"layer/input/pair.0": ones, "layer/input/pair.1": ones, "layer": ones})
+    convert(run, tmp_path / "tree", to="ait")
+    again = open_run(tmp_path / "tree")
+    assert {str(record.key) for record in again.records} == {str(r.key) for r in run.records}

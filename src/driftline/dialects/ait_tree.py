@@ -64,9 +64,13 @@ def file_stem(key: TensorKey, alias: str = "", *, alone: bool = False) -> str:
     'input_0'
     >>> file_stem(TensorKey.of("a", "input", "mask", visit=2))
     'input_mask.visit2'
+    >>> file_stem(TensorKey.of("a", "input", "cache.1"))  # a name of ours: read back as it is
+    'input_cache.1'
     """
     slot = alias or key.slot
-    stem = key.port if alone and key.port == "output" else f"{key.port}_{slot.replace('.', '_')}"
+    if slot[:1].isdigit():
+        slot = slot.replace(".", "_")
+    stem = key.port if alone and key.port == "output" else f"{key.port}_{slot}"
     if key.visit:
         stem += f".visit{key.visit}"
     if key.phase != usual_phase(key.port):
