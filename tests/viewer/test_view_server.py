@@ -19,11 +19,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+import driftline
+from driftline import open_run
 from driftline.errors import BadInput
 from driftline.pages.packing import unpack
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 from driftline.viewer.door import serve
+from driftline.viewer.growing import Memory
 
 RANDOM = np.random.default_rng(3)
 OURS = RANDOM.normal(size=(2, 16, 48)).astype(np.float32)
@@ -274,6 +277,22 @@ def test_a_run_that_is_still_written_shows_what_is_new_on_reload(tmp_path: Path)
         writer.close()
 
 
+def test_what_was_measured_before_is_not_measured_again(tmp_path: Path) -> None:
+    ours = write(tmp_path / "ref", {"a": OURS, "b": OURS, "c": OURS, "lone": OURS})
+    writer = RunWriter(tmp_path / "cand")
+    memory = Memory()
+    for count, name in enumerate("abc", 1):
+        record_into(writer, name, THEIRS if name == "b" else OURS)
+        writer.flush()
+        reference, candidate = open_run(ours), open_run(tmp_path / "cand")
+        plan = driftline.align(reference, candidate)
+        table = memory(reference, candidate, plan)
+        assert memory.measured == count
+        assert table == driftline.compare(reference, candidate, plan=plan)
+    assert table.first_site == "b" and table.coverage.missing == 1
+    writer.close()
+
+
 def test_a_shard_that_is_cut_off_is_a_sentence(tmp_path: Path) -> None:
     ours = write(tmp_path / "ref", {"first": OURS, "second": OURS})
     theirs = write(tmp_path / "cand", {"first": OURS, "second": THEIRS})
@@ -303,8 +322,6 @@ def test_a_run_that_is_taken_away_leaves_the_server_standing(tmp_path: Path) -> 
 
 
 def test_a_comparison_is_looked_at_through_the_runs_behind_it(tmp_path: Path) -> None:
-    import driftline
-
     ours, theirs = (write(tmp_path / n, {"a": v}) for n, v in (("r", OURS), ("c", THEIRS)))
     table = driftline.compare(ours, theirs).write(tmp_path / "table")
     with serve(table) as viewer:
@@ -318,7 +335,9 @@ def test_a_comparison_is_looked_at_through_the_runs_behind_it(tmp_path: Path) ->
         assert lone.status == 422 and "there are no two tensors to look at" in lone.sentence
 
 
-def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_port_that_is_none_and_a_lone_run_are_refused(tmp_path: Path) -> None:
     ours = write(tmp_path / "r", {"a": OURS})
     with pytest.raises(BadInput, match="70000 is no port"):
         serve(ours, ours, port=70000)
+    with pytest.raises(BadInput, match="there is only one run"):
+        serve(ours)

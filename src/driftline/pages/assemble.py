@@ -6,7 +6,7 @@ drawn, is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -147,8 +147,12 @@ def page_of(
     title: str = "",
     threads: int | None = None,
     progress: Progress | None = None,
+    comparing: Callable[[Run, Run, Plan], Table] | None = None,
 ) -> Page:
     """The page of a comparison; arguments as `report` takes them.
+
+    Args:
+        comparing: Compares two runs by their plan, for whoever remembers what was measured before.
 
     Raises:
         DriftlineError: It could not be made.
@@ -163,9 +167,12 @@ def page_of(
             raise BadInput("a comparison has both sides already", hint="give it alone")
         ours, theirs = _opened(subject), _opened(candidate)
         plan = align_runs(ours, theirs, options or AlignOptions())
-        table = compare(
-            ours, theirs, plan=plan, thresholds=thresholds, threads=threads, progress=progress
-        )
+        if comparing is not None:
+            table = comparing(ours, theirs, plan)
+        else:
+            table = compare(
+                ours, theirs, plan=plan, thresholds=thresholds, threads=threads, progress=progress
+            )
         decoder = layers_of(table)
     else:
         table, decoder = _made_before(subject, thresholds, tokenizer)

@@ -15,10 +15,13 @@ from driftline.comparison.engine import Progress
 from driftline.comparison.storage import TABLE_FILE, is_table, open_table
 from driftline.comparison.table import Table
 from driftline.diagnosis.artefacts import Evidence, Replay
+from driftline.errors import BadInput
 from driftline.pages.assemble import Page, Source, page_of
+from driftline.runs.layout import MANIFEST
 from driftline.runs.run import Run
 from driftline.viewer.desk import Desk
-from driftline.viewer.server import Server, listening
+from driftline.viewer.growing import Memory
+from driftline.viewer.server import Server, check_port, listening
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
@@ -150,12 +153,18 @@ def _server(
     progress: Progress | None,
     about: dict[str, Any],
 ) -> Server:
-    first = [progress]
+    if candidate is None and _is_lone_run(subject):
+        raise BadInput(
+            f"there is only one run: {subject}",
+            hint="driftline view REF CAND; `driftline show` looks at one run",
+        )
+    check_port(port)  # before the work is done
+    memory = None
+    if candidate is not None:
+        memory = Memory(about.get("thresholds"), about.get("threads"), progress)
 
     def make() -> Page:
-        # Once: later pages are made while somebody waits in a browser.
-        told = first.pop() if first else None
-        return page_of(subject, candidate, pictures=0, progress=told, **about)
+        return page_of(subject, candidate, pictures=0, comparing=memory, **about)
 
     return listening(Desk(make, _watched(subject, candidate)), port)
 
@@ -171,6 +180,13 @@ def _watched(subject: Source, candidate: Run | StrPath | None) -> list[Path]:
             table = open_table(path)
             paths += [Path(side.path) for side in (table.reference, table.candidate) if side.path]
     return paths
+
+
+def _is_lone_run(subject: Source) -> bool:
+    """Whether it is a run of ours; of other folders the page itself says what is wrong."""
+    if isinstance(subject, Run):
+        return True
+    return not isinstance(subject, Table) and (Path(subject) / MANIFEST).is_file()
 
 
 def _stop_when_asked() -> Any:

@@ -155,6 +155,18 @@ class Server(ThreadingHTTPServer):
         """A reader that went away is nobody's trouble; what is ours was answered already."""
 
 
+def check_port(port: int | None) -> int:
+    """The port that is tried first.
+
+    Raises:
+        BadInput: It is none.
+    """
+    first = PORT if port is None else port
+    if not 0 <= first <= 65535:
+        raise BadInput(f"{first} is no port", hint="give a number from 1024 to 65535, or 0")
+    return first
+
+
 def listening(desk: Desk, port: int | None = None) -> Server:
     """A server at a port, or at the next one that is free; it answers once it is told to.
 
@@ -165,9 +177,7 @@ def listening(desk: Desk, port: int | None = None) -> Server:
     Raises:
         BadInput: The port is none.
     """
-    first = PORT if port is None else port
-    if not 0 <= first <= 65535:
-        raise BadInput(f"{first} is no port", hint="give a number from 1024 to 65535, or 0")
+    first = check_port(port)
     tried = range(first, min(first + _PORTS, 65536)) if first else range(0)
     for each in tried:
         try:
