@@ -233,7 +233,6 @@ def _what_both_captured(outcome: Outcome, atb: AtbHarvest) -> list[str]:
             f"device{'s' if len(atb.devices) > 1 else ''} {devices}, {say_steps(atb.steps)}"
         )
     parts += atb.beside
-    parts += [] if harvest.tensors else outcome.sheets.words
     where = ", ".join(_shown(str(root)) for root in atb.roots)
     lines = [torch, f"driftline: atb: {', '.join(parts) or 'no tensor'} in {where}"]
     if atb.tensors:

@@ -121,8 +121,9 @@ def run_command(
         outcome = beside_torch(outcome, gather_atb(plan, already))
         if "onnx" in plan.types and outcome.atb is not None:
             drawn = draw_atb(outcome.atb.roots)
-            both = (outcome.sheets.trouble + drawn.trouble, outcome.sheets.words + drawn.words)
-            outcome = replace(outcome, sheets=Sheets(both[1], both[0]))
+            said = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
+            beside = (*outcome.atb.beside, *drawn.words)
+            outcome = replace(outcome, sheets=said, atb=replace(outcome.atb, beside=beside))
     if not outcome.harvest.tensors and not outcome.harvest.topologies and not sheets.words:
         clear_empty_output(plan)
     return replace(outcome, without_probe=without_probe)

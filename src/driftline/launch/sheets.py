@@ -6,7 +6,7 @@ of a line is read up to there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,13 +53,15 @@ def finish_sheets(plan: CapturePlan) -> Sheets:
                     trouble += _finish_part(plan, output, folder)
     except OSError as problem:
         trouble.append(f"the sheets are incomplete: {reason_of(problem)}")
-    return Sheets(tuple(_words(output)), tuple(dict.fromkeys(trouble)))
+    # Not what a probe of another library left beside it.
+    own = [output / "ait_dump"] if plan.layout == "ait" else sorted(output.glob("rank*"))
+    return Sheets(tuple(_words(own)), tuple(dict.fromkeys(trouble)))
 
 
-def _words(output: Path) -> list[str]:
+def _words(folders: Sequence[Path]) -> list[str]:
     found: dict[str, set[str]] = {kind: set() for kind in _IN_WORDS}
     graphs = 0
-    for path in output.rglob("*"):
+    for path in (path for folder in folders for path in folder.rglob("*")):
         kind = kind_of_sheet(path.name)
         if kind is not None and path.suffix == (
             ".txt" if kind == "operation_statistic" else ".csv"
