@@ -85,14 +85,22 @@ def score_round(
     return Scored(rows, trouble)
 
 
+def no_numbers(count: Array, side: str) -> str:
+    """How many logits are none, and where the first is, given how many each token has.
+
+    >>> no_numbers(np.array([0, 1]), "reference")
+    '1 logit of the reference is NaN or infinite, at token 1'
+    """
+    total, first = int(count.sum()), int(np.flatnonzero(count)[0])
+    if total == 1:
+        return f"1 logit of the {side} is NaN or infinite, at token {first}"
+    return f"{total} logits of the {side} are NaN or infinite, first at token {first}"
+
+
 def _not_numbers(counts: Mapping[str, Array], where: str) -> str:
     for side, count in counts.items():
         if count.any():
-            first = int(np.flatnonzero(count)[0])
-            return (
-                f"{where}: {int(count.sum())} logits of the {side} are NaN or infinite, "
-                f"first at token {first}"
-            )
+            return f"{where}: {no_numbers(count, side)}"
     return ""
 
 

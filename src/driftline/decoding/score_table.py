@@ -10,6 +10,7 @@ how a score is computed.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -150,5 +151,9 @@ def _write(path: Path, tables: Iterator[Any], provenance: Mapping[str, Any]) -> 
             for table in tables:
                 writer.write_table(table.replace_schema_metadata(schema.metadata))
         draft.replace(path)
+    except OSError as trouble:  # pyarrow's does not say which file
+        if trouble.errno is None:
+            raise
+        raise OSError(trouble.errno, os.strerror(trouble.errno), str(path)) from None
     finally:
         draft.unlink(missing_ok=True)

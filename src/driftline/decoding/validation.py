@@ -24,7 +24,7 @@ from driftline.decoding.models import end_ids, find_model, load_model, load_toke
 from driftline.decoding.out_files import REFERENCE, Saved
 from driftline.decoding.paged import told_of
 from driftline.decoding.prompts import Padded, Prompt, PromptPool, pad_left
-from driftline.decoding.round_scores import score_round
+from driftline.decoding.round_scores import no_numbers, score_round
 from driftline.decoding.saved_reference import require_fitting
 from driftline.decoding.score_table import Rows
 from driftline.decoding.targets import ready
@@ -389,7 +389,6 @@ def _require_numbers(nonfinite: torch.Tensor, prompt: int, side: str) -> None:
     """
     if bool(nonfinite.any()):
         raise DriftlineError(
-            f"round 0, prompt {prompt}: {int(nonfinite.sum())} logits of the {side} are NaN or "
-            f"infinite, first at token {int(nonfinite.nonzero()[0])}; {_UNFIT}",
+            f"round 0, prompt {prompt}: {no_numbers(nonfinite.numpy(), side)}; {_UNFIT}",
             hint=_WHERE,
         )
