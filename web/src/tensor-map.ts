@@ -43,7 +43,8 @@ interface View {
   width: number;
 }
 
-const MARGIN = { left: 54, bottom: 34, top: 4, right: 4 };
+/** Room for the numbers along the sides, in letters of them. */
+const MARGIN = { left: 4.9, bottom: 3.1, top: 0.4, right: 0.4 };
 const CELL = 3;
 const ODD: [number, number, number] = [213, 94, 0];
 
@@ -235,12 +236,14 @@ export class TensorMap {
     this.oddKey.hidden = !odd;
   }
 
-  private inner(): { left: number; top: number; width: number; height: number } {
+  private inner(): { left: number; top: number; width: number; height: number; letter: number } {
+    const letter = parseFloat(getComputedStyle(this.canvas).fontSize) * 0.8;
     return {
-      left: MARGIN.left,
-      top: MARGIN.top,
-      width: this.canvas.clientWidth - MARGIN.left - MARGIN.right,
-      height: this.canvas.clientHeight - MARGIN.top - MARGIN.bottom,
+      letter,
+      left: MARGIN.left * letter,
+      top: MARGIN.top * letter,
+      width: this.canvas.clientWidth - (MARGIN.left + MARGIN.right) * letter,
+      height: this.canvas.clientHeight - (MARGIN.top + MARGIN.bottom) * letter,
     };
   }
 
@@ -281,22 +284,22 @@ export class TensorMap {
     context.strokeStyle = style.getPropertyValue("--line");
     context.strokeRect(box.left - 0.5, box.top - 0.5, box.width + 1, box.height + 1);
     context.fillStyle = style.getPropertyValue("--quiet");
-    context.font = `11px ${style.fontFamily}`;
+    context.font = `${box.letter}px ${style.fontFamily}`;
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (const tick of ticks(view.top, view.height, box.height / 26, this.sheet.rows))
-      context.fillText(count(tick), box.left - 6, Math.min(box.top + box.height - 5, Math.max(box.top + 6, (y(tick) + y(tick + 1)) / 2)));
+    for (const tick of ticks(view.top, view.height, box.height / (2.4 * box.letter), this.sheet.rows))
+      context.fillText(count(tick), box.left - box.letter / 2, Math.min(box.top + box.height - box.letter / 2, Math.max(box.top + box.letter / 2, (y(tick) + y(tick + 1)) / 2)));
     context.textAlign = "center";
     context.textBaseline = "alphabetic";
-    for (const tick of ticks(view.left, view.width, box.width / 64, this.sheet.columns)) {
+    for (const tick of ticks(view.left, view.width, box.width / (6 * box.letter), this.sheet.columns)) {
       const at = (x(tick) + x(tick + 1)) / 2;
-      context.fillText(count(tick), Math.min(box.left + box.width - 12, Math.max(box.left + 8, at)), box.top + box.height + 14);
+      context.fillText(count(tick), Math.min(box.left + box.width - box.letter, Math.max(box.left + box.letter, at)), box.top + box.height + 1.3 * box.letter);
     }
     const { axes, shape } = this.sheet;
     const across = axes[axes.length - 1];
     const down = axes.slice(0, -1).filter((_, at) => shape[at] > 1).join(" × ") || axes[axes.length - 2] || "";
-    context.fillText(across, box.left + box.width / 2, box.top + box.height + 29);
-    context.translate(11, box.top + box.height / 2);
+    context.fillText(across, box.left + box.width / 2, box.top + box.height + 2.7 * box.letter);
+    context.translate(box.letter, box.top + box.height / 2);
     context.rotate(-Math.PI / 2);
     context.fillText(down, 0, 0);
   }

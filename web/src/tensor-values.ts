@@ -20,7 +20,9 @@ interface ValuesAnswer {
 }
 
 const TALL = 10;
-const CELL = 92;
+/** Room for a cell and for the names of the rows, in letters of the page. */
+const CELL = 6.6;
+const NAMES = 10;
 
 export class ValueTable {
   readonly element = h("section", { class: "tensor-values", "aria-label": "Values of both sides" });
@@ -56,13 +58,17 @@ export class ValueTable {
       ),
       this.body,
     );
+    new ResizeObserver(() => {
+      const { part } = this;
+      if (part && Math.min(this.sheet.columns, this.fitting()) !== part.right - part.left) void this.around(part.top, part.left, true);
+    }).observe(this.body);
   }
 
   /** Show the window around an element, or with it in the top left corner. */
   async around(row: number, column: number, corner = false): Promise<void> {
     const { sheet } = this;
     this.asked = true;
-    const wide = Math.max(2, Math.floor((this.body.clientWidth - 130) / CELL));
+    const wide = this.fitting();
     const height = Math.min(TALL, sheet.rows);
     const width = Math.min(wide, sheet.columns);
     const top = Math.max(0, Math.min(sheet.rows - height, corner ? row : row - (height >> 1)));
@@ -78,6 +84,11 @@ export class ValueTable {
     } catch (trouble) {
       if (!isAbort(trouble)) clear(this.body, h("p", { class: "reason" }, said(trouble)));
     }
+  }
+
+  private fitting(): number {
+    const letter = parseFloat(getComputedStyle(this.body).fontSize);
+    return Math.max(2, Math.floor(this.body.clientWidth / letter / CELL - NAMES / CELL));
   }
 
   retheme(): void {
