@@ -97,7 +97,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "dialects": allow(top="numpy", inside="torch torchair"),
     "suites": allow(top="numpy pytest", inside="torch"),
     "reports": allow(),
-    "pages": allow(top="numpy"),
+    "pages": allow(top="numpy", inside="pyarrow"),
     "viewer": allow(top="numpy"),
     "cli": allow(inside="torch"),
     "testing": allow(top="numpy torch", inside="pytest transformers"),

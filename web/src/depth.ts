@@ -228,6 +228,7 @@ export class Depth {
       [xs, ...series] as uPlot.AlignedData,
       this.plot,
     );
+    this.chart.ctx.canvas.setAttribute("aria-hidden", "true"); // the box around it speaks
     this.chart.over.addEventListener("click", () => this.pick());
     this.chart.over.addEventListener("mouseleave", () => (this.tip.hidden = true));
   }
