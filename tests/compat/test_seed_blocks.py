@@ -434,6 +434,7 @@ print("went on")
 
 def test_a_command_that_is_not_built_is_said_in_a_sentence(desk: Path) -> None:
     assert "does not answer" in shell("ait profile x", code=2)
+    assert "does not answer" in shell("ait profile", code=2)
     assert "usage" in shell("ait")
 
 

@@ -16,7 +16,8 @@ Answered by driftline; each takes the options of the original. More: driftline -
 def ait() -> int:
     """`ait llm …` and `ait debug compare aclcmp …`."""
     words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help") or words[1:2] in ([], ["-h"], ["--help"]):
+    asked = not words or words[0] in ("-h", "--help")
+    if asked or (words[0] in ("llm", "debug") and words[1:2] in ([], ["-h"], ["--help"])):
         print(_USAGE)
         return 0
     if words[:3] == ["debug", "compare", "aclcmp"]:
