@@ -1,6 +1,6 @@
 """The tour behind `make demo`: a fault is planted in one layer, and Driftline must name it.
 
-Runs the three commands of the README as a user would, and fails loudly if the fault is not named.
+Runs the commands of the README as a user would, and fails loudly if the fault is not named.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ def main() -> None:
     if found["first_site"] != CULPRIT:
         sys.exit(f"demo: the fault was planted in {CULPRIT}, but {found['first_site']} was named")
     print(f"\nThe planted fault was named: {CULPRIT}.")
+    page = OUTPUT / "report.html"
+    driftline("report", table, "-o", str(page), expect=0)
     print(f"The two runs are in {ref} and {cand}, the comparison in {table}")
     print(f"  look inside:  driftline show {ref}")
     print(f"  all rows:     driftline show {table} --format csv")
+    print(f"  the report:   {page.resolve()}  (one file; open it in a browser)")
 
 
 if __name__ == "__main__":

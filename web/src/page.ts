@@ -108,9 +108,20 @@ function build(app: HTMLElement, data: PageData, source: Source): void {
       document.querySelector<HTMLInputElement>("#modules input[type=search]")?.focus();
     }
   });
+  // Paper is white: the page is drawn in light colours for it, and put back afterwards.
+  const root = document.documentElement.dataset;
+  let theme: string | undefined;
   addEventListener("beforeprint", () => {
+    theme = root["theme"];
+    root["theme"] = "light";
+    themed.forEach((view) => view.retheme());
     const place = document.querySelector(".print-rows");
     if (place && table) place.replaceChildren(table.printed(60));
+  });
+  addEventListener("afterprint", () => {
+    if (theme === undefined) delete root["theme"];
+    else root["theme"] = theme;
+    themed.forEach((view) => view.retheme());
   });
   // A link inside the page to a site shows the site, wherever the reader is.
   document.addEventListener("click", (event) => {

@@ -142,7 +142,7 @@ export function paintMap(
   canvas.height = height;
   const context = canvas.getContext("2d")!;
   const image = context.createImageData(width, height);
-  const span = Math.log(high / low) || 1;
+  const span = (high > low && Math.log(high / low)) || 1;
   for (let i = 0; i < values.length; i++) {
     const value = values[i];
     let colour: [number, number, number] | number[];
@@ -151,7 +151,7 @@ export function paintMap(
     image.data.set([colour[0], colour[1], colour[2], 255], i * 4);
   }
   context.putImageData(image, 0, 0);
-  return { low: Number.isFinite(low) ? low : 0, high };
+  return { low, high };
 }
 
 export function scaleBar(low: string, high: string, odd: boolean): HTMLElement {
@@ -197,7 +197,7 @@ function heatMap(data: NonNullable<Pictures["heat"]>): HTMLElement {
       h("span", { class: "map-x" }, `${data.columns.called} 0 … ${count(data.columns.extent - 1)}`),
     ),
     scaleBar(fig(low), fig(high), odd),
-    h("p", { class: "remark" }, data.value),
+    h("p", { class: "remark" }, `${data.value}, logarithmic`),
     told,
   );
   element.classList.add("wide");

@@ -111,15 +111,21 @@ export class RowTable {
     this.list.refresh();
   }
 
-  /** The first rows as they are sorted now, for paper. */
+  /** For paper: what fails, in the order of execution, then what is nearest to its limit. */
   printed(most: number): HTMLElement {
-    const kept = this.shownColumns;
-    const shown = [...this.indexes.subarray(0, most)];
-    const first = this.state.data.verdict.row;
-    if (first !== null && !shown.includes(first)) shown.unshift(first);
+    const { rows } = this.state;
+    const kept = ["status", "site", "port", "slot", "step", "severity", "relative_l2", "cosine", "max_abs_error", "class"]
+      .map((id) => this.columns.find((c) => c.id === id))
+      .filter((c): c is ColumnView => c !== undefined && (!c.needed || c.needed()));
+    const all = Array.from({ length: rows.count }, (_, row) => row);
+    const failing = all.filter((row) => rows.status(row) === "fail");
+    const others = all.filter((row) => rows.status(row) !== "fail");
+    others.sort((a, b) => (rows.severity(b) ?? 0) - (rows.severity(a) ?? 0));
+    const shown = [...failing, ...others].slice(0, most);
     return h(
       "table",
       { class: "printed" },
+      h("caption", null, `${count(shown.length)} of ${count(rows.count)} rows`),
       h("thead", null, h("tr", null, ...kept.map((c) => h("th", null, c.label)))),
       h("tbody", null, ...shown.map((row) => h("tr", null, ...kept.map((c) => h("td", null, c.text(row)))))),
     );

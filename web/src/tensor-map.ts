@@ -89,10 +89,15 @@ export class TensorMap {
       h("p", { class: "key" }, h("span", null, this.lowText, this.bar, this.highText), this.oddKey),
     );
     this.listen();
-    new ResizeObserver(() => {
+    const sized = new ResizeObserver(() => {
+      if (!this.canvas.isConnected) {
+        sized.disconnect(); // another tensor lies open
+        return;
+      }
       this.ask();
       this.paint();
-    }).observe(this.canvas);
+    });
+    sized.observe(this.canvas);
   }
 
   /** The whole rows and columns that are visible. */
@@ -178,7 +183,7 @@ export class TensorMap {
 
   private async fetch(): Promise<void> {
     const box = this.inner();
-    if (box.width < 8 || box.height < 8) return;
+    if (!this.canvas.isConnected || box.width < 8 || box.height < 8) return;
     this.waiting?.abort();
     const waiting = (this.waiting = new AbortController());
     const size = { height: Math.max(1, Math.round(box.height / CELL)), width: Math.max(1, Math.round(box.width / CELL)) };
@@ -249,6 +254,7 @@ export class TensorMap {
 
   private draw(): void {
     const { canvas, view, answer, image } = this;
+    if (!canvas.isConnected) return;
     const ratio = devicePixelRatio || 1;
     const [wide, tall] = [Math.round(canvas.clientWidth * ratio), Math.round(canvas.clientHeight * ratio)];
     if (canvas.width !== wide || canvas.height !== tall) [canvas.width, canvas.height] = [wide, tall];

@@ -58,10 +58,12 @@ export class ValueTable {
       ),
       this.body,
     );
-    new ResizeObserver(() => {
+    const sized = new ResizeObserver(() => {
       const { part } = this;
-      if (part && Math.min(this.sheet.columns, this.fitting()) !== part.right - part.left) void this.around(part.top, part.left, true);
-    }).observe(this.body);
+      if (!this.body.isConnected) sized.disconnect(); // another tensor lies open
+      else if (part && Math.min(this.sheet.columns, this.fitting()) !== part.right - part.left) void this.around(part.top, part.left, true);
+    });
+    sized.observe(this.body);
   }
 
   /** Show the window around an element, or with it in the top left corner. */
