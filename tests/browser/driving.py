@@ -212,7 +212,7 @@ class Tab:
             found.append(details.get("exception", {}).get("description", details["text"]))
         for event in self.of("Log.entryAdded"):
             if event["entry"]["level"] in ("error", "warning"):
-                found.append(event["entry"]["text"])
+                found.append(f"{event['entry']['text']} {event['entry'].get('url', '')}")
         return found
 
     def go(self, where: str | Path) -> None:
