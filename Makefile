@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEV_PACKAGES := pytest hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash transformers accelerate onnx ibm-fms
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
-SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]') compat/pyproject.toml
+SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
 .PHONY: help install demo test test-all lint chromium bench bench-faults clean
 help:
