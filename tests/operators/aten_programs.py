@@ -9,6 +9,28 @@ from torch import nn
 from torch.nn import functional
 
 KINDS = ("llama", "gpt2", "bert", "t5", "mixtral", "cnn")
+MORE_KINDS = ("deberta", "mamba", "vit", "whisper")
+"""Programs on which no bound was chosen."""
+
+
+_SEEN = {"hidden_size": 48, "intermediate_size": 96, "image_size": 32, "patch_size": 8}
+_HEARD = {
+    "vocab_size": 128,
+    "num_mel_bins": 20,
+    "d_model": 48,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "max_source_positions": 32,
+    "max_target_positions": 32,
+    "decoder_start_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 class Pictures(nn.Module):
@@ -66,9 +88,27 @@ def program(
             )
         ),
         "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**rope, num_local_experts=4)),
+        "deberta": lambda: tf.DebertaV2ForMaskedLM(
+            tf.DebertaV2Config(
+                **wide, relative_attention=True, pos_att_type=["p2c", "c2p"], pad_token_id=0
+            )
+        ),
+        "mamba": lambda: tf.MambaForCausalLM(
+            tf.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=8)
+        ),
+        "vit": lambda: tf.ViTForImageClassification(
+            tf.ViTConfig(**_SEEN, num_hidden_layers=2, num_attention_heads=4)
+        ),
+        "whisper": lambda: tf.WhisperForConditionalGeneration(tf.WhisperConfig(**_HEARD)),
     }
     model = made[kind]().to(device, dtype)
     ids = torch.randint(0, 128, (2, 16)).to(device)
+    if kind == "vit":
+        pictures = torch.randn(2, 3, 32, 32).to(device, dtype)
+        return model, lambda: model(pictures, labels=ids[:, 0] % 2).loss
+    if kind == "whisper":
+        sounds = torch.randn(2, 20, 64).to(device, dtype)
+        return model, lambda: model(input_features=sounds, labels=ids).loss
     return model, lambda: model(input_ids=ids, labels=ids).loss
 
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from aten_programs import KINDS, program, train
+from aten_programs import KINDS, MORE_KINDS, program, train
 from torch import nn
 from torch.nn import functional
 
@@ -64,7 +64,7 @@ def test_every_operator_of_a_forward_pass_is_right(tmp_path, kind, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + MORE_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_operator_of_training_is_right(tmp_path, kind, dtype):
     model, loss = program(kind, dtype)
@@ -317,6 +317,28 @@ def test_a_long_sum_in_half_precision_is_no_failure_and_says_its_bound(tmp_path)
     assert not found.failing
     found = checked(tmp_path / "mm", lambda a, b: a @ b, a, b)
     assert [r.status for r in found.rows] == ["pass"]
+
+
+def test_terms_that_cancel_only_in_the_end_leave_the_errors_of_what_stood_between(tmp_path):
+    torch.manual_seed(4)
+    ahead = torch.linspace(1.0, 2.0, 256)
+    row = torch.cat([ahead, -ahead]) * (1 + 1e-6 * torch.randn(512))
+    found = checked(tmp_path, lambda x: x @ torch.ones(512, 4), row[None])
+    assert not found.failing, found.failing[0].figures
+    spoil(tmp_path / "run", "(root)/aten.mm", index=1, value=np.float32(0.5))
+    assert check(tmp_path / "run").failing
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_a_norm_that_a_cpu_adds_up_in_16_bits_are_no_failure(tmp_path, dtype):
+    torch.manual_seed(5)
+    model = nn.LayerNorm(48).to(dtype)
+    x = torch.randn(64, 48).to(dtype)
+    given = (3e-5 + 1e-6 * torch.randn(64, 48)).to(dtype)  # of one sign, as real ones often are
+    captured(tmp_path / "run", model, lambda: model(x).backward(given))
+    found = check(tmp_path / "run")
+    assert not found.failing, [(r.slot, r.figures) for r in found.failing]
+    assert any(r.call.op_type == "aten.native_layer_norm_backward.default" for r in found.rows)
 
 
 def test_formulas_in_which_digits_cancel_are_right_in_every_format(tmp_path):

@@ -82,7 +82,8 @@ def _decided(
     share = _percent(inside)
     growth = bound.growth(terms)
     if growth and (share < bound.share or (share < 100.0 and g.size * terms <= _CHEAP)):
-        width = _width(scale, size, finite)
+        # Terms below the normal numbers are rounded as roughly as the smallest normal one.
+        width = np.maximum(_width(scale, size, finite), bound.floor)
         inside = error <= plain + growth * width
         if share < bound.share:
             name, share = bound.grown(terms), _percent(inside)

@@ -76,7 +76,8 @@ def load(run: Run, listed: ListedCall) -> Loaded:
     actual = {slot: _tensor(run, record, None) for slot, record in listed.made.items()}
     outputs = {slot: (tuple(made.shape), made.dtype) for slot, made in actual.items()}
     tensors |= placeholders(func, operator, list(tensors), outputs)
-    return Loaded(Prepared(func, operator, listed.call.param, tensors), actual)
+    elsewhere = any(record.device not in ("", "cpu") for record in listed.made.values())
+    return Loaded(Prepared(func, operator, listed.call.param, tensors, elsewhere), actual)
 
 
 def _refuse_scratch(func: Any, operator: Operator, listed: ListedCall) -> None:

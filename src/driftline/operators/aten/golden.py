@@ -40,12 +40,14 @@ class Prepared(NamedTuple):
         operator: What has to be known of it.
         param: Arguments that are no tensors.
         tensors: The others, as they were, by slot.
+        elsewhere: The program executed it on a device, not on a CPU.
     """
 
     func: Any
     operator: Operator
     param: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
+    elsewhere: bool = False
 
     def again(self, precision: str, device: str = "cpu") -> dict[str, torch.Tensor]:
         """Execute it; raises whatever torch raises, and Unfit."""

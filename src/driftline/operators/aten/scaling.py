@@ -1,8 +1,10 @@
 """The size of the terms behind an element of a result: what its rounding errors are measured in.
 
-For products and sums it is the root of the sum of the squared terms. For sums that are added up one
-after the other in their own type it is the sum of their sizes. For everything else the inputs are
-moved by a rounding error each, at random and several times: three times what the result moves by.
+For products and sums it is the root of the sum of the squared terms, or what the sum comes through
+on its way, where that is larger: terms that cancel only in the end leave the errors of what stood
+between. For sums that are added up one after the other in their own type it is the sum of their
+sizes. For everything else the inputs are moved by a rounding error each, at random and several
+times: three times what the result moves by.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -40,7 +42,9 @@ def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype
     name = kinds.plain_name(call.func)
     if not kinds.is_foreach(call.func):
         if name in kinds.LINEAR:
-            return _squared(call, slot)
+            return np.maximum(_squared(call, slot), _on_the_way(call, name, golden))
+        if name == "native_layer_norm_backward" and slot in ("1", "2") and not call.elsewhere:
+            return _of_norm(call, slot, dtype)
         if name in _ONE_BY_ONE:
             sizes = {s: _wide(t).abs() for s, t in call.tensors.items()}
             return call._replace(tensors=sizes).again("float64")[slot].abs().numpy()
@@ -59,6 +63,51 @@ def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype
     if "attention" in name:
         found = _of_attention(call, slot, found, roundoff, backward="backward" in name)
     return found
+
+
+_FACTORS = {
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+}
+_PARTS = 16
+_SPREAD = 2.0
+"""Errors of a sum are so many times the usual one in one element of ten thousand."""
+
+
+def _on_the_way(call: Prepared, name: str, golden: torch.Tensor) -> AnyArray:
+    """The size of the sums that a product of matrices comes through, from the first term on."""
+    left, right = (call.tensors.get(slot) for slot in _FACTORS.get(name, ("", "")))
+    if left is None or right is None or left.is_complex() or not left.shape[-1]:
+        return np.zeros(())
+    step = -(-left.shape[-1] // _PARTS)
+    total = torch.zeros(golden.shape, dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    parts = range(0, left.shape[-1], step)
+    for start in parts:
+        some = slice(start, start + step)
+        total += left[..., some].double() @ right[..., some, :].double()
+        squares += total.square()
+    found = _SPREAD * (squares / len(parts)).sqrt()
+    alpha = call.param.get("alpha", 1)
+    return (found * abs(alpha if isinstance(alpha, (int, float)) else 1)).numpy()
+
+
+def _of_norm(call: Prepared, slot: str, dtype: torch.dtype) -> AnyArray:
+    """Gradients of a layer norm's weight and bias, which a CPU adds up row by row in their type.
+
+    Terms of one sign lose their last digits all in the same direction: every sum on the way counts.
+    """
+    terms = call.tensors["grad_out"].double()
+    if slot == "1":
+        given, mean, rstd = (call.tensors[n].double() for n in ("input", "mean", "rstd"))
+        terms = terms * (given - mean) * rstd
+    shape = [int(size) for size in call.param["normalized_shape"]]
+    rows = terms.reshape(-1, *shape)
+    smallest = len(rows) * torch.finfo(dtype).tiny  # whatever is less than that is rounded alike
+    found = rows.cumsum(0).abs().sum(0) + rows.abs().sum(0) + smallest
+    return (found / max(1, len(rows)) ** 0.5).numpy()
 
 
 def _of_attention(
