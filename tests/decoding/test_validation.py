@@ -387,6 +387,14 @@ def test_the_rate_must_stay_below_what_is_allowed_and_has_an_interval():
     assert rate._replace(failing=100).interval[1] == 1.0
 
 
+def test_a_rate_near_the_edge_says_that_a_percentile_does_that_to_its_own_baseline():
+    rate = Rate("ce", 11, 1024, 3.0, 0.01)
+    for failing, told in ((11, 1), (30, 1), (500, 0), (10, 0)):
+        rates = (rate._replace(failing=failing), rate._replace(failing=0))
+        lines = list(lines_of(Verdict(ask(), tokens_equal=True, rates=rates)))
+        assert sum("near the edge" in line for line in lines) == told, failing
+
+
 def test_a_compiled_candidate_is_validated_like_any_other():
     verdict, lines = run(
         Subjects(),

@@ -15,6 +15,8 @@ SPLIT_UP = (
     "layers of a candidate that is split over ranks are not compared: run it in one process, or "
     "driftline layer-metrics"
 )
+NEAR = 3
+"""Times the share that is allowed, up to which a rate may come from how the limit was made."""
 _LONGEST = 24
 
 
@@ -34,6 +36,12 @@ def lines_of(verdict: Verdict, tokenizer: Any = None) -> Iterator[str]:
     yield f"limits: {verdict.ask.limits}"
     for rate in verdict.rates:
         yield _rate(rate)
+    if any(not rate.passed and rate.rate < NEAR * rate.allowed for rate in verdict.rates):
+        yield (
+            "  near the edge: where a limit is the 99th percentile of a baseline, about 1 % of the "
+            "tokens of an equally good run lie at or above it; --failure_threshold 0.02, or limits "
+            "of `thresholds --statistic p99.5`, leave room"
+        )
     yield (
         f"over the whole vocabulary: the likeliest token agrees at {verdict.agreed} of "
         f"{verdict.rates[0].kept} tokens, total variation is at most {verdict.variation:.4g}"
