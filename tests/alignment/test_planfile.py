@@ -49,6 +49,10 @@ def test_an_edited_plan_wins(two: tuple[Run, Run], tmp_path: Path) -> None:
     table = driftline.compare(*two, plan=file)
     assert table.verdict == "fail"
     assert table.first is not None and table.first.key.site == "b"
+    left = {
+        row.candidate_site or row.key.site: row.reason for row in table.rows if not row.compared
+    }
+    assert left["b"] == "the plan has no pair for it"
 
 
 def _key(site: str) -> str:

@@ -160,6 +160,9 @@ class _Reader:
             tuple(record for record in side.values() if id(record) not in used)
             for side in self.sides.values()
         ]
+        for side, records in zip(self.sides, alone, strict=True):
+            for record in records:
+                reasons.setdefault((side, record.key), "the plan has no pair for it")
         notes = tuple(map(str, cast("Sequence[Any]", shown.get("notes", ()))))
         pairs.sort(key=lambda p: (p.reference.key.rank, p.reference.key.process, p.reference.order))
         return Plan(tuple(pairs), alone[0], alone[1], notes, reasons)

@@ -356,7 +356,9 @@ def _change_text(
     lengths = {execution.tokens for execution in goal}
     before = [e for at, e in enumerate(line) if at + shift < 0]
     if before:
-        told = ", ".join(f"{e.step} ({e.tokens} tokens)" for e in before[:4])
+        told = ", ".join(
+            f"{e.step} ({e.tokens} token{'s' if e.tokens != 1 else ''})" for e in before[:4]
+        )
         known = all(e.tokens not in lengths for e in before)
         why = "of another length, a warm-up" if known else "before the first common one"
         text += f"; not compared: {told}, {why}"
