@@ -119,6 +119,8 @@ def test_what_is_new_in_a_run_appears_on_reload(tab: Tab, tmp_path: Path) -> Non
     with serve(tmp_path / "ref", tmp_path / "cand") as running:
         opened(tab, running)
         assert "1 of 2 tensors" in tab.text(".headline")
+        tab.go(running.url + "#site=second")
+        tab.wait("document.querySelector('#tensor')?.innerText.includes('only in the reference')")
         record_into(writer, "second", THEIRS)
         writer.flush()
         tab.reload()

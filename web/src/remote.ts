@@ -1,6 +1,7 @@
 // The page's data from the server it came from; addresses are relative, so the token stays in them.
 
 import { unpack } from "./packing";
+import { Rows } from "./rows";
 import type { PageData, Pictures, Source, TensorPanel } from "./source";
 
 export interface ViewData {
@@ -25,17 +26,27 @@ export class Remote implements Source {
   readonly kind = "remote";
   tensors: TensorPanel | null = null;
   private generation = 0;
+  private rows: Rows | null = null;
 
-  constructor(private readonly panel: (remote: Remote, data: PageData) => TensorPanel) {}
+  constructor(private readonly panel: (remote: Remote, rows: Rows) => TensorPanel) {}
 
   async page(): Promise<PageData> {
     const data = await fetched<PageData & { view: ViewData }>("api/page");
     this.generation = data.view.generation;
-    if (data.view.tensors) this.tensors = this.panel(this, data);
+    if (data.view.tensors) {
+      this.rows = new Rows(data);
+      this.tensors = this.panel(this, this.rows);
+    }
     return data;
   }
 
+  /** Whether a row was measured from values; of other rows there is nothing to ask. */
+  hasValues(row: number): boolean {
+    return this.rows !== null && this.rows.compared(row) && ["values", "sample"].includes(this.rows.text("basis")(row));
+  }
+
   async pictures(row: number): Promise<Pictures | null> {
+    if (!this.hasValues(row)) return null;
     try {
       return await this.ask<Pictures>("pictures", { row });
     } catch (trouble) {

@@ -2,8 +2,8 @@
 // visible or selected, and both sides' values.
 
 import "./tensor.css";
-import type { PageData, Pictures, TensorPanel } from "./source";
-import { Rows } from "./rows";
+import type { Pictures, TensorPanel } from "./source";
+import type { Rows } from "./rows";
 import { clear, dotted, h } from "./dom";
 import { cosine, count, fig, percent } from "./format";
 import { figure } from "./packing";
@@ -55,7 +55,6 @@ const SCALES: [string, string][] = [
 ];
 
 export class Tensors implements TensorPanel {
-  private readonly rows: Rows;
   private readonly block = h("section", { id: "tensor", class: "block tensor-block", "aria-labelledby": "tensor-title" });
   private row = -1;
   private sheet: Sheet | null = null;
@@ -69,10 +68,8 @@ export class Tensors implements TensorPanel {
 
   constructor(
     private readonly remote: Remote,
-    data: PageData,
-  ) {
-    this.rows = new Rows(data);
-  }
+    private readonly rows: Rows,
+  ) {}
 
   show(row: number, into: HTMLElement): void {
     if (!this.block.isConnected) {
@@ -80,7 +77,7 @@ export class Tensors implements TensorPanel {
       const next = document.querySelector('.bar a[href="#runs"]');
       next?.before(h("a", { href: "#tensor", on: { click: (event: Event) => this.jump(event) } }, "Tensor"));
     }
-    clear(into, h("p", { class: "remark" }, h("a", { href: "#tensor", on: { click: (event: Event) => this.jump(event) } }, "Look into this tensor"), ": map at any zoom, figures and values."));
+    if (this.remote.hasValues(row)) clear(into, h("p", { class: "remark" }, h("a", { href: "#tensor", on: { click: (event: Event) => this.jump(event) } }, "Look into this tensor"), ": map at any zoom, figures and values."));
     if (row === this.row) {
       this.map?.retheme();
       this.values?.retheme();
@@ -100,6 +97,12 @@ export class Tensors implements TensorPanel {
     this.sheet = this.map = this.values = this.selection = null;
     this.waiting?.abort();
     const title = this.title(row);
+    if (!this.remote.hasValues(row)) {
+      const basis = this.rows.text("basis")(row);
+      const why = this.rows.compared(row) ? `the values were not kept; it was measured from its ${basis}` : this.rows.reason(row) || this.rows.status(row);
+      clear(this.block, title, h("p", { class: "remark", role: "status" }, `There are no values of both sides to look at: ${why}.`));
+      return;
+    }
     try {
       const sheet = await this.remote.ask<Sheet>("sheet", { row });
       if (row !== this.row) return;

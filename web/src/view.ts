@@ -4,4 +4,4 @@ import { Remote } from "./remote";
 import { start } from "./page";
 import { Tensors } from "./tensor";
 
-void start(() => new Remote((remote, data) => new Tensors(remote, data)));
+void start(() => new Remote((remote, rows) => new Tensors(remote, rows)));
