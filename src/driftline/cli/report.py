@@ -32,6 +32,8 @@ def report(
     thresholds: Annotated[Path | None, Option(metavar="FILE.json", group=_EVIDENCE)] = None,
     replay: Annotated[Path | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
     noise: Annotated[list[Path] | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
+    repeat: Annotated[list[Path] | None, Option(metavar="RUN", group=_EVIDENCE)] = None,
+    bisect: Annotated[Path | None, Option(metavar="FILE.json", group=_EVIDENCE)] = None,
     no_diagnosis: Annotated[bool, Option(group=_EVIDENCE)] = False,
     map: Annotated[list[str] | None, Option(metavar="REF=CAND", group=_HOW)] = None,
     site: Annotated[list[str] | None, Option(metavar="GLOB", group=_HOW)] = None,
@@ -60,6 +62,8 @@ def report(
         thresholds: Limits of each layer, or of the tokens of a decoder.
         replay: What `driftline replay` wrote.
         noise: What `driftline noise` wrote, or another trusted run; may be repeated.
+        repeat: Another execution of the candidate's own program; may be repeated.
+        bisect: What `driftline bisect --format json` printed.
         no_diagnosis: Do not look for the cause.
         map: Sites that are called differently, such as 'model.*=*'; may be repeated.
         site: Only sites that match; may be repeated.
@@ -89,6 +93,8 @@ def report(
             thresholds=thresholds,
             replay=replay,
             noise=noise or (),
+            repeats=repeat or (),
+            bisect=bisect,
             options=options,
             diagnosis=not no_diagnosis,
             pictures=pictures,

@@ -22,6 +22,7 @@ from driftline.diagnosis.assembly import Assembly
 from driftline.diagnosis.finding import Diagnosis
 from driftline.diagnosis.floor import Variant
 from driftline.diagnosis.naming import Runs
+from driftline.diagnosis.substituted import Substitution, open_bisection
 from driftline.errors import AlreadyThere, BadInput, DriftlineError
 from driftline.formats.opening import open_run
 from driftline.gating.door import compare
@@ -72,6 +73,8 @@ def report(
     thresholds: Thresholds | StrPath | None = None,
     replay: Replay | StrPath | None = None,
     noise: Sequence[Evidence] = (),
+    repeats: Sequence[Evidence] = (),
+    bisect: Mapping[str, Any] | StrPath | None = None,
     options: AlignOptions | None = None,
     diagnosis: bool = True,
     pictures: int = PICTURES,
@@ -91,6 +94,8 @@ def report(
         thresholds: Limits of each layer, where runs are compared; limits of tokens, for a decoder.
         replay: What `driftline replay` wrote, for the diagnosis.
         noise: What `driftline noise` wrote, or trusted runs: the band in which errors are normal.
+        repeats: Other executions of the candidate's own program, for the diagnosis.
+        bisect: What `driftline bisect --format json` printed, for the diagnosis.
         options: How the runs belong together, where names do not say it.
         diagnosis: Whether to say where and why, as far as tensors are there.
         pictures: How many pairs get histograms and heat maps; 0 for none.
@@ -118,6 +123,8 @@ def report(
         thresholds=thresholds,
         replay=replay,
         noise=noise,
+        repeats=repeats,
+        bisect=bisect,
         options=options,
         diagnosis=diagnosis,
         pictures=pictures,
@@ -140,6 +147,8 @@ def page_of(
     thresholds: Thresholds | StrPath | None = None,
     replay: Replay | StrPath | None = None,
     noise: Sequence[Evidence] = (),
+    repeats: Sequence[Evidence] = (),
+    bisect: Mapping[str, Any] | StrPath | None = None,
     options: AlignOptions | None = None,
     diagnosis: bool = True,
     pictures: int = PICTURES,
@@ -190,8 +199,15 @@ def page_of(
     runs = None
     if plan is not None and ours is not None and theirs is not None:
         played = None if replay is None else open_replay(replay)
-        runs = Runs(ours, theirs, played, [], plan)
-    found = _diagnosed(table, trusted, runs, notes) if diagnosis and table.rows else None
+        runs = Runs(ours, theirs, played, [_opened(each) for each in repeats], plan)
+    elif replay is not None or repeats or bisect is not None:
+        raise BadInput(
+            "evidence belongs to two runs, which are not there", hint="give the two runs: REF CAND"
+        )
+    proof = None if bisect is None else open_bisection(bisect)
+    found = None
+    if diagnosis and table.rows:
+        found = _diagnosed(table, trusted, runs, proof, notes)
     pairs = _pairs(table, plan) if plan is not None else {}
     drawn: dict[int, Mapping[str, Any]] = {}
     if pictures and ours is not None and theirs is not None:
@@ -267,17 +283,22 @@ def _trusted(
         name = trusted.name
         while any(name == variant.name for variant in variants):
             name += "'"
-        variants.append(Variant(name, measure(plan, reference, trusted.run, threads=threads)))
+        measured = measure(plan, reference, trusted.run, threads=threads)
+        variants.append(Variant(name, measured, trusted.run, plan))
     return variants
 
 
 def _diagnosed(
-    table: Table, trusted: Sequence[Variant], runs: Runs | None, notes: list[str]
+    table: Table,
+    trusted: Sequence[Variant],
+    runs: Runs | None,
+    proof: Substitution | None,
+    notes: list[str],
 ) -> Diagnosis | None:
     try:
-        found = Assembly(table, trusted, runs).diagnosis()
+        found = Assembly(table, trusted, runs, proof).diagnosis()
     except DriftlineError as trouble:
-        if runs is not None and runs.replay is not None:
+        if proof is not None or (runs is not None and runs.replay is not None):
             raise  # evidence that the user gave must not be dropped in silence
         notes.append(f"no diagnosis: {trouble}")
         return None
