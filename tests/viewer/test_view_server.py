@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -27,6 +28,7 @@ from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 from driftline.viewer.door import serve
 from driftline.viewer.growing import Memory
+from driftline.viewer.server import QUESTIONS
 
 RANDOM = np.random.default_rng(3)
 OURS = RANDOM.normal(size=(2, 16, 48)).astype(np.float32)
@@ -307,6 +309,37 @@ def test_a_shard_that_is_cut_off_is_a_sentence(tmp_path: Path) -> None:
         assert answer.status == 422
         assert "ends before its last byte" in answer.sentence
         assert ask(ask.base + "api/sheet?row=0&page=1").status == 200
+
+
+def test_whatever_is_asked_gets_an_answer_or_a_sentence(tmp_path: Path) -> None:
+    odd = {
+        "plain": OURS,
+        "half": OURS.astype(np.float16),
+        "ids": np.arange(7),
+        "empty": np.zeros((0, 3), np.float32),
+        "scalar": np.float32(3).reshape(()),
+        "nan": np.full((3, 4), np.nan, np.float32),
+        "complex": (OURS[0] + 1j * OURS[1]).astype(np.complex64),
+        "flags": OURS > 0,
+    }
+    other = {**odd, "plain": THEIRS, "half": THEIRS, "ids": np.arange(7) + 2**60}
+    other["nan"] = np.full((3, 4), np.inf, np.float32)
+    dice = random.Random(1)
+    with serve(write(tmp_path / "r", odd), write(tmp_path / "c", other)) as viewer:
+        ask = Asking(viewer.url)
+        for _ in range(200):
+            top, left = dice.randint(0, 40), dice.randint(0, 60)
+            asked: dict[str, object] = {"row": dice.randint(0, 8), "page": 1}
+            if dice.random() < 0.6:
+                bottom, right = (dice.choice([0, 1, 9, 10**12]) for _ in range(2))
+                asked |= {"top": top, "bottom": top + bottom, "left": left, "right": left + right}
+            if dice.random() < 0.5:
+                size = dice.choice([0, 1, 7, 10**10])
+                asked |= {"height": size, "width": size, "bins": size}
+            question = dice.choice([name for name in QUESTIONS])
+            words = "&".join(f"{name}={value}" for name, value in asked.items())
+            answer = ask(f"{ask.base}{question}?{words}")
+            assert answer.status in (200, 422), (question, words, answer.body)
 
 
 def test_a_run_that_is_taken_away_leaves_the_server_standing(tmp_path: Path) -> None:

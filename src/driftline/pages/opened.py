@@ -139,11 +139,11 @@ class OpenedPair(NamedTuple):
         Raises:
             BadInput: Nothing is left of it.
         """
-        if region is None:
-            region = self.whole
+        if region is None or not self.elements:
+            return self.whole
         top, left = max(0, region.top), max(0, region.left)
         inside = Region(top, min(self.rows, region.bottom), left, min(self.columns, region.right))
-        if self.elements and (inside.height <= 0 or inside.width <= 0):
+        if inside.height <= 0 or inside.width <= 0:
             raise BadInput(
                 f"rows {region.top}:{region.bottom}, columns {region.left}:{region.right} are "
                 f"outside of {self.rows} rows and {self.columns} columns"

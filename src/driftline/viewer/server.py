@@ -13,6 +13,7 @@ import json
 import secrets
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from html import escape
 from http import HTTPStatus
@@ -20,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
 
+from driftline import settings
 from driftline.errors import BadInput, DriftlineError
 from driftline.pages.histograms import Scale
 from driftline.pages.opened import Region
@@ -91,7 +93,10 @@ QUESTIONS: dict[str, Answer] = {
     "api/sheet": lambda desk, asked: desk.sheet(*_row(asked)),
     "api/pictures": lambda desk, asked: desk.pictures(*_row(asked)),
     "api/map": lambda desk, asked: desk.map(
-        *_row(asked), _region(asked), _number(asked, "height", 64), _number(asked, "width", 64)
+        *_row(asked),
+        _region(asked),
+        max(1, _number(asked, "height", 64)),
+        max(1, _number(asked, "width", 64)),
     ),
     "api/region": lambda desk, asked: desk.region(
         *_row(asked), _region(asked), max(1, _number(asked, "bins", 64)), _scale(asked)
@@ -226,10 +231,16 @@ class _Handler(BaseHTTPRequestHandler):
                 self._say(status, str(trouble), trouble.hint)
             else:
                 self._send(status, _HTML, _lone_sentence(str(trouble), trouble.hint))
-        except (OSError, ValueError, MemoryError) as trouble:
-            if isinstance(trouble, (BrokenPipeError, ConnectionError, TimeoutError)):
-                raise
+        except (ConnectionError, TimeoutError):
+            raise  # the reader went away
+        except (OSError, MemoryError) as trouble:
             self._say(500, f"it could not be read: {trouble or type(trouble).__name__}")
+        except Exception as bug:
+            # One question that we cannot answer must not be a silent one, nor end the others.
+            if settings.debug():
+                traceback.print_exception(bug)
+            what = f"{type(bug).__name__}: {bug}".splitlines()[0][:200]
+            self._say(500, f"this is a bug in driftline, not in your data: {what}")
 
     do_HEAD = do_GET
 
