@@ -153,3 +153,18 @@ def test_a_mapped_class_pairs_inside_its_layers_where_the_numbers_of_them_differ
     assert found["l.0.z"] == "1_L.1_Other"
     assert found["l.0.a"] == "1_L.0_LinearOperation"
     assert "l.0.z" not in partners(driftline.align(ours, theirs))
+
+
+def test_a_map_of_classes_takes_nothing_away_from_what_structure_finds(tmp_path: Path) -> None:
+    from driftline.testing.atb_twins import atb_twin, torch_twin, toy_decoder
+
+    model, prompt = toy_decoder(layers=2), np.array([[3, 1, 4]])
+    torch_twin(tmp_path / "torch", model, prompt)
+    atb_twin(tmp_path / "atb", model, prompt)
+    said = {"LinearOperation_outtensor0": ["Linear_output"], "RmsNormOperation": ["RMSNorm"]}
+    (tmp_path / "op_mapping_file.json").write_text(json.dumps(said))
+    plain = driftline.align(tmp_path / "torch", tmp_path / "atb")
+    plan = driftline.align(tmp_path / "torch", tmp_path / "atb", mapping=tmp_path)
+    found = [{str(pair.reference.key) for pair in each.pairs} for each in (plain, plan)]
+    assert found[0] == found[1]
+    assert sum(pair.by == "map" for pair in plan.pairs) == 20

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from driftline.alignment.calls import Call
 from driftline.runs.record import Record
 
 Pairs = list[tuple[Record, Record]]
+_Name = tuple[str, int]
 
 
 def pair_tensors(ours: Sequence[Record], theirs: Sequence[Record]) -> Pairs:
@@ -22,6 +24,28 @@ def pair_tensors(ours: Sequence[Record], theirs: Sequence[Record]) -> Pairs:
     for port, here in _by_port(ours).items():
         if (others := there.get(port)) is not None:
             found += _pair_slots(here, others)
+    return found
+
+
+def pair_rest(
+    mapped: Mapping[_Name, _Name], ours: Iterable[Call], theirs: Iterable[Call], free: set[int]
+) -> Pairs:
+    """What a map of single tensors leaves of calls that it has said belong together.
+
+    Args:
+        mapped: Site and visit of one side → those of the other.
+        ours: Calls of the reference.
+        theirs: Those of the candidate.
+        free: ids of the records that have no partner.
+    """
+    found: Pairs = []
+    there = {(call.site, call.visit): call for call in theirs} if mapped else {}
+    for call in ours if mapped else ():
+        partner = mapped.get((call.site, call.visit))
+        if partner in there:
+            mine = [record for record in call.records if id(record) in free]
+            others = [record for record in there[partner].records if id(record) in free]
+            found += pair_tensors(mine, others)
     return found
 
 

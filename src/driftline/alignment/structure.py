@@ -37,7 +37,7 @@ from driftline.alignment.interleaving import Interleaving
 from driftline.alignment.leaves import Link, link_leaves
 from driftline.alignment.parting import pair_parts, pair_relaid
 from driftline.alignment.plan import Pair
-from driftline.alignment.ports import pair_tensors
+from driftline.alignment.ports import pair_rest, pair_tensors
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
@@ -97,7 +97,8 @@ def align_by_structure(
     for frame, other in _frames(here, there):
         ours, theirs = _in_order(here[frame]), _in_order(there[other])
         anchors = _anchors(links.get(frame, ()))
-        if not _could_gain(ours, theirs, free, anchors):
+        mapped = _anchors(pair for pair in links.get(frame, ()) if pair.by == "map")
+        if not mapped and not _could_gain(ours, theirs, free, anchors):
             continue
         a, b = calls_of(ours), calls_of(theirs)
         _as_said(same_class, a, b)
@@ -112,6 +113,9 @@ def align_by_structure(
         if outline not in solved:
             solved[outline] = _solve(a, b, anchors, looks)
             found.notes.extend(solved[outline].notes)
+        for both in pair_rest(mapped, a, b, free):
+            found.pairs.append(Pair(*both, "structure", WEIGHTS))
+            free.difference_update(map(id, both))
         _pair_up(solved[outline], a, b, anchors, free, found, flows, interleaving)
     found.pairs.sort(key=lambda pair: pair.reference.order)
     return found
