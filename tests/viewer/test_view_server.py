@@ -309,6 +309,13 @@ def test_a_shard_that_is_cut_off_is_a_sentence(tmp_path: Path) -> None:
         assert answer.status == 422
         assert "ends before its last byte" in answer.sentence
         assert ask(ask.base + "api/sheet?row=0&page=1").status == 200
+        os.truncate(shard, 200)  # under our eyes: to read what is mapped there would be the end
+        cut = ask(ask.base + "api/values?row=0&page=1&top=0&bottom=9&left=0&right=9")
+        assert cut.status == 409 and "has become shorter" in cut.sentence
+        assert ask(ask.base).status == 200
+        assert ask(ask.base + "api/page").document["view"]["generation"] == 2
+        lost = ask(ask.base + "api/sheet?row=0&page=2")
+        assert lost.status == 422 and "ends before its last byte" in lost.sentence
 
 
 def test_whatever_is_asked_gets_an_answer_or_a_sentence(tmp_path: Path) -> None:

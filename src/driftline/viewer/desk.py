@@ -32,6 +32,8 @@ _OPEN = 4
 _LISTED = 20_000
 """Files of a dump that are looked at to see whether it has changed."""
 
+SHARDS = "*.safetensors"
+
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
@@ -53,6 +55,7 @@ class Desk:
         self._lock = threading.RLock()
         self._pairs: OrderedDict[int, OpenedPair] = OrderedDict()
         self._seen: Fingerprint = ()
+        self._sizes: dict[Path, int] = {}
         self._content = b""
         self.generation = 0
         self.page = self._made()
@@ -64,7 +67,7 @@ class Desk:
             DriftlineError: They cannot be compared as they are now; the page before stays.
         """
         with self._lock:
-            if fingerprint(self._watched) != self._seen:
+            if fingerprint(self._watched) != self._seen or self._cut_off():
                 self.page = self._made()
             return self.page
 
@@ -154,12 +157,23 @@ class Desk:
 
     def _made(self) -> Page:
         seen = fingerprint(self._watched)  # before: what is written meanwhile is seen next time
+        sizes = sizes_of(self._watched)
         page = self._make()
-        self._seen = seen
+        self._seen, self._sizes = seen, sizes
         self._pairs.clear()
         self._content = b""
         self.generation += 1
         return page
+
+    def _cut_off(self) -> Path | None:
+        """A mapped file that has lost bytes: to read them would end the process."""
+        for path, size in self._sizes.items():
+            try:
+                if path.stat().st_size < size:
+                    return path
+            except OSError:
+                continue  # gone altogether: what is mapped of it stays
+        return None
 
     def _opened(self, row: int, generation: int) -> OpenedPair:
         with self._lock:
@@ -167,6 +181,8 @@ class Desk:
                 raise Grown(
                     "the runs have changed since this page was made", hint="reload the page"
                 )
+            if (short := self._cut_off()) is not None:
+                raise Grown(f"{short.name} has become shorter than it was", hint="reload the page")
             found = self._pairs.get(row)
             if found is not None:
                 self._pairs.move_to_end(row)
@@ -200,6 +216,20 @@ def fingerprint(paths: Sequence[Path]) -> Fingerprint:
                 continue
             found.append((str(file), about.st_size, about.st_mtime_ns))
     return tuple(sorted(found))
+
+
+def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
+    """Files of tensors that are mapped while somebody looks, and how long they are."""
+    found = [path for path in paths if path.is_file()]
+    for path in paths:
+        found += path.glob(f"rank*/{SHARDS}")
+    sizes: dict[Path, int] = {}
+    for path in found:
+        try:
+            sizes[path] = path.stat().st_size
+        except OSError:
+            continue
+    return sizes
 
 
 def _everything(path: Path) -> list[Path]:
