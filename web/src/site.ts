@@ -92,7 +92,9 @@ export class SiteDetail {
       this.state.source.kind === "remote"
         ? "There are no values to draw."
         : this.state.rows.compared(row)
-          ? "Pictures are kept for the worst tensors only; `driftline view` draws any of them."
+          ? Object.keys(this.state.data.pictures).length
+            ? "Pictures are kept for the worst tensors only; `driftline view` draws any of them."
+            : "No pictures: the tensors were not at hand when this page was made."
           : "There is nothing to draw: this tensor was not compared.";
     void this.state.source.pictures(row).then((found) => {
       if (this.state.choice?.row === row) replacePictures(into, found, why);

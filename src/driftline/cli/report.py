@@ -51,7 +51,8 @@ def report(
 
     Args:
         subject: A comparison (`driftline compare -o`), a folder of `driftline metrics`,
-            `layer-metrics` or `validate`; or the reference, if a candidate follows.
+            `layer-metrics` or `validate`, a file of `opcheck --format json`; or the reference, if a
+            candidate follows.
         candidate: What is in question; it is compared with the reference first.
         output: The file to write.
         title: Of the page; the names of the two runs if not given.

@@ -6,6 +6,7 @@ drawn, is not known here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from driftline.gating.door import compare
 from driftline.pages.data import page_data
 from driftline.pages.decoder import decoder_folder, layers_of
 from driftline.pages.flow import flow_of
+from driftline.pages.operators import is_operators, operator_table
 from driftline.pages.shell import embedded_page
 from driftline.runs.run import Run
 from driftline.topology.door import write_whole
@@ -206,7 +208,7 @@ def page_of(
         )
     proof = None if bisect is None else open_bisection(bisect)
     found = None
-    if diagnosis and table.rows:
+    if diagnosis and table.rows and table.column("relative_l2") is not None:
         found = _diagnosed(table, trusted, runs, proof, notes)
     pairs = _pairs(table, plan) if plan is not None else {}
     drawn: dict[int, Mapping[str, Any]] = {}
@@ -248,6 +250,8 @@ def _made_before(
     if isinstance(subject, Table):
         return subject, layers_of(subject)
     path = Path(subject)
+    if path.is_file() and is_operators(told := _json(path)):
+        return operator_table(told, str(path)), []
     if path.is_file() or is_table(path):
         table = open_table(path)
         if thresholds is not None:
@@ -256,6 +260,14 @@ def _made_before(
             table = check(table, thresholds=thresholds)
         return table, layers_of(table)
     return decoder_folder(path, thresholds, tokenizer=tokenizer)
+
+
+def _json(path: Path) -> Any:
+    """A JSON file; None where it is none, which whoever opens it next will say."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _behind(table: Table) -> tuple[Run | None, Run | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from driftline import __version__
 from driftline.comparison.table import Table
 from driftline.pages.columns import row_columns
-from driftline.pages.depth import depth_lines
+from driftline.pages.depth import DRAWN, depth_lines
 from driftline.pages.outline import outline
 from driftline.pages.provenance import sides
 from driftline.runs.run import Run
@@ -132,6 +132,7 @@ def _verdict(
         "row": first,
         "class": class_name,
         "ordered": table.reference.ordered,
+        "kind": str(table.limits.get("kind", "runs")),
         "cause": _cause(diagnosis, site),
         "coverage": table.coverage.as_json(),
         "failing": len(table.failing),
@@ -150,7 +151,7 @@ def _tiles(table: Table) -> list[list[str]]:
     last = (whole or outputs)[-1]
     metric = last.decided_by or "relative_l2"
     value = last.metrics.get(metric)
-    if value is None:
+    if value is None or metric not in DRAWN:
         return []
     name = "Output of the model" if whole else f"Last output, {last.site}"
     allowed = "" if last.limit is None else f"{last.limit:g} allowed"

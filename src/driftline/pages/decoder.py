@@ -59,6 +59,11 @@ def decoder_folder(
         BadInput: The folder holds nothing of that kind.
     """
     groups = _groups(folder)
+    if not groups and (folder / "run.json").is_file():
+        raise BadInput(
+            f"{folder} is one run, and a report needs two",
+            hint=f"driftline report {folder} CAND, or REF {folder}",
+        )
     if not groups:
         raise BadInput(
             f"{folder} is no comparison, and holds no scores of a decoder",

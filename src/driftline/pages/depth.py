@@ -33,6 +33,9 @@ def depth_lines(
     table: Table, *, diagnosis: Diagnosis | None = None, noise: Sequence[Table] = ()
 ) -> dict[str, Any]:
     """The lines of both directions; None for one that the table has nothing of."""
+    known = {name for row in table.rows for name in row.metrics}
+    if not known & {_EXPECTED, "abs_diff"}:  # single operators: no error that could be handed on
+        return {"forward": None, "backward": None}
     measured = [at for at, row in enumerate(table.rows) if row.compared and row.metrics]
     forward = [at for at in measured if _gives(table.rows[at])]
     backward = [at for at in measured if table.rows[at].port in _BACKWARD]

@@ -138,9 +138,13 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
     site, status = verdict["site"], verdict["status"]
     if site is not None and status == "fail":
         link = f'<a href="#site={escape(_quoted(str(site)))}" class="site">{_breakable(site)}</a>'
+        if verdict.get("kind") == "operators":
+            return f"{link} is not what it should compute"
         if verdict.get("ordered", True):
             return f"The drift starts at {link}"
         return f"{link} is outside its limit"
+    if status == "pass" and verdict.get("kind") == "operators":
+        return "Every checked operator computes what it should"
     if status == "pass" and sum(verdict["coverage"].values()):
         return "The two runs agree"
     text = str(verdict["sentence"])
