@@ -26,6 +26,8 @@ ATB_HOME = "ATB_HOME_PATH"
 """Folder of the Ascend Transformer Boost library; set, it means that programs may use it."""
 ASCEND_TOOLKIT = "ASCEND_TOOLKIT_HOME"
 """Folder of the Ascend toolkit, which holds the library's probes."""
+OPCHECK_LIBRARY = "AIT_OPCHECK_LIB_PATH"
+"""The ATB library's own checker of operators, `libopchecker.so`, or the folder that holds it."""
 ASCEND_TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
 """Where the toolkit installs itself."""
 PROFILER_LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -68,6 +70,10 @@ def step_summary() -> str:
 
 def atb_home() -> str:
     return environment().get(ATB_HOME, "")
+
+
+def opcheck_library() -> str:
+    return environment().get(OPCHECK_LIBRARY, "")
 
 
 def label_store() -> str:

@@ -41,19 +41,21 @@ class AtbSource:
     kind = "ATB dump"
 
     def __init__(self, path: Path, ask: Ask) -> None:
+        self._again = None
         if ask.rerun:
-            raise BadInput(
-                "-rerun takes an Ascend NPU with the ATB library, which driftline does not drive",
-                hint="leave -rerun out: what the dump holds is checked",
-            )
+            from driftline.operators.atb_rerun import AtbRerun
+
+            self._again = AtbRerun(ask.device)
         self.path = path
         self.ask = ask
         self.run = atb_tree.open(path)
         self.filtered = 0
         self.remarks: Sequence[str] = ()
         remarks: list[str] = []
-        if ask.device:
-            remarks.append("-device has no effect: nothing is executed on a device")
+        if self._again is not None:
+            remarks.append(f"executed again by the ATB library on {self._again.device}")
+        elif ask.device:
+            remarks.append("-device has no effect without -rerun: nothing is executed on it")
         self._tensors = Tensors(self.run)
         self._inner: Counter[str] = Counter()
         self._graphs: Counter[str] = Counter()
@@ -188,7 +190,10 @@ class AtbSource:
             return [unchecked(call, str(why))]
         except DriftlineError as trouble:
             return [unchecked(call, f"a tensor cannot be read: {trouble}")]
-        return rows_of(call, inputs, outputs, self.ask.metrics)
+        rows = rows_of(call, inputs, outputs, self.ask.metrics)
+        if self._again is not None:
+            rows = self._again.rows(call, inputs, outputs, rows, self.ask.metrics)
+        return rows
 
     def _inputs(self, each: _Found) -> Any:
         call, folder = each.call, each.folder
