@@ -32,10 +32,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 RANDOM = np.random.default_rng(8)
 
 
-def run_of(array: Array, *, dtype: str = "", port: str = "output", shape: Any = None) -> Run:
+def run_of(array: Array, *, dtype: str = "", site: str = "layer", shape: Any = None) -> Run:
     sink = MemorySink()
     name = dtype or str(array.dtype)
-    key = TensorKey.of("layer", port)  # type: ignore[arg-type]
+    key = TensorKey.of(site, "output")
     bytes_ = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
     sink.put(Record(key, 0, name, tuple(shape or array.shape)), bytes_)
     return sink.run()
@@ -251,7 +251,8 @@ def test_a_bad_head_is_found_among_the_channels_and_on_its_own_axis() -> None:
     ours = RANDOM.normal(size=(2, 16, 256)).astype(np.float32)
     theirs = ours + 1e-6 * RANDOM.normal(size=ours.shape).astype(np.float32)
     theirs[..., 64:96] *= 1.1
-    found = suspects(opened(ours, theirs))
+    assert all(one.axis != "head" for one in suspects(opened(ours, theirs, site="layers.0.mlp")))
+    found = suspects(opened(ours, theirs, site="layers.0.self_attn.q_proj"))
     head = next(one for one in found if one.axis == "head")
     assert head.places == (2,) and head.extent == 8
     assert head.sentence == (

@@ -22,6 +22,7 @@ from driftline.comparison.values import open_arrays
 from driftline.errors import BadInput
 from driftline.numerics.definition import masked_as_infinite
 from driftline.numerics.dtypes import DTYPES, DType, to_float64, value_table
+from driftline.pages.meaning import attends, axes_of
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -34,12 +35,6 @@ CHUNK = 1 << 19
 BUDGET = 1 << 24
 """Elements that are looked at for one picture; of a larger region an even sample is."""
 _EXACT = 2.0**53
-_AXES = {
-    1: ("channel",),
-    2: ("token", "channel"),
-    3: ("batch", "token", "channel"),
-    4: ("batch", "head", "token", "channel"),
-}
 
 
 class Region(NamedTuple):
@@ -115,6 +110,7 @@ class OpenedPair(NamedTuple):
         rows: How many rows the sheet has.
         columns: How many columns; a complex number takes two.
         stride: Every nth element was kept, for a sample; else 1.
+        attends: Whether its channels may be those of attention heads, by the names of its site.
     """
 
     reference: _Side
@@ -124,6 +120,7 @@ class OpenedPair(NamedTuple):
     rows: int
     columns: int
     stride: int
+    attends: bool
 
     @property
     def whole(self) -> Region:
@@ -302,22 +299,11 @@ def open_pair(reference: Run, candidate: Run, pair: Pair) -> OpenedPair:
         shape, stride = (values.count,), math.lcm(*strides)
         here = _Side(values.reference, values.reference_dtype, values.reference_dtype.bits == 4)
         there = _Side(values.candidate, values.candidate_dtype, values.candidate_dtype.bits == 4)
-        return _laid_out(here, there, shape, ("kept value",), stride)
+        return _laid_out(here, there, shape, ("kept value",), stride, False)
     here = _side(reference, pair.reference_recipe, ours)
     there = _side(candidate, pair.candidate_recipe, theirs)
     shape = ours.shape if pair.reference_recipe is None else pair.reference_recipe.shape
-    return _laid_out(here, there, shape, axes_of(shape, ours), 1)
-
-
-def axes_of(shape: tuple[int, ...], record: Record) -> tuple[str, ...]:
-    """What each axis of a tensor is likely to be, in a word; a guess from its rank and port."""
-    if record.key.port.startswith(("param", "optimizer")):
-        usual = {1: ("channel",), 2: ("out", "in")}.get(len(shape))
-    elif DTYPES[record.dtype].kind in ("int", "uint") and len(shape) == 2:
-        usual = ("batch", "token")  # ids and positions have no channels
-    else:
-        usual = _AXES.get(len(shape))
-    return usual or tuple(f"axis {at}" for at in range(len(shape))) or ("value",)
+    return _laid_out(here, there, shape, axes_of(shape, ours), 1, attends(ours))
 
 
 def spread(start: int, stop: int, parts: int, each: int, *, evenly: bool = False) -> Places:
@@ -359,7 +345,12 @@ def _side(run: Run, recipe: Any, record: Record) -> _Side:
 
 
 def _laid_out(
-    here: _Side, there: _Side, shape: tuple[int, ...], axes: tuple[str, ...], stride: int
+    here: _Side,
+    there: _Side,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    stride: int,
+    attends: bool,
 ) -> OpenedPair:
     shape = shape or (1,)
     rows, columns = math.prod(shape[:-1]), shape[-1]
@@ -368,7 +359,7 @@ def _laid_out(
         for side in (here, there)
     ]
     wide = 2 * columns if here.dtype.kind == "complex" else columns
-    return OpenedPair(sides[0], sides[1], shape, axes, rows, wide, stride)
+    return OpenedPair(sides[0], sides[1], shape, axes, rows, wide, stride, attends)
 
 
 def _as_sheet(

@@ -85,8 +85,8 @@ class _Axis:
 def suspects(pair: OpenedPair, *, budget: int = BUDGET) -> list[Suspect]:
     """What stands out on each axis of a pair, the most telling axis first.
 
-    Rows that are made of several axes (batch x token) are an axis of their own. Blocks of channels
-    that are as wide as a head may be are called heads.
+    Rows that are made of several axes (batch x token) are an axis of their own. In an attention
+    blocks of channels that are as wide as a head may be are called heads.
     """
     if not pair.elements:
         return []
@@ -147,7 +147,7 @@ def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[Suspect]:
         many if tells else 0,
         _sentence(axis, pair, out, share, broken) if tells else _spread(axis, share, worst),
     )
-    if not tells or axis.name != "channel" or axis.bin > 1:
+    if not tells or axis.name != "channel" or axis.bin > 1 or not pair.attends:
         return [one]
     return [*_heads(axis, out, share, broken), one]
 
