@@ -1,4 +1,4 @@
-"""What a tensor's axes are likely to mean, in words a reader knows; guesses from shape and names."""
+"""What a tensor's axes are likely to mean, in words a reader knows: guesses from shape and name."""
 
 from __future__ import annotations
 
