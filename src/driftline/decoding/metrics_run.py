@@ -184,7 +184,7 @@ class _Work:
         if not all(out.is_dir() for out in outs):
             for target in (ask.reference, ask.candidate):
                 ready(target)
-            find_library(ask.architecture, ask.library)
+            find_library(ask.architecture, ask.library, ask.reference, ask.candidate)
 
     def round(self, seed: int) -> None:
         """One round: its part is there afterwards."""

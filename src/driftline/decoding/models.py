@@ -109,17 +109,7 @@ def load_model(
     kind = library_for(architecture, library)
     place = ready(target)
     find_model(source, architecture)
-    find_library(architecture, library)
-    if target.attention in OF_FMS and kind != "fms":
-        raise BadInput(
-            f"{target.attention} is an attention of ibm-fms",
-            hint="give --library fms (extra driftline[fms])",
-        )
-    if kind == "fms" and target.attention not in _FMS_ATTENTION:
-        raise BadInput(
-            f"ibm-fms has no attention '{target.attention}' here",
-            hint=did_you_mean(target.attention, _FMS_ATTENTION[1:]),
-        )
+    find_library(architecture, library, target)
     ask = _Ask(
         source,
         target,
@@ -185,13 +175,26 @@ def find_folder(source: str) -> None:
         )
 
 
-def find_library(architecture: str = "", library: str = "") -> None:
-    """Import who loads the model.
+def find_library(architecture: str = "", library: str = "", *targets: Target) -> None:
+    """Import who loads the model, and refuse an attention that it does not have.
 
     Raises:
         NotInstalled: It is not there.
+        BadInput: There is no such attention.
     """
-    if library_for(architecture, library) == "fms":
+    kind = library_for(architecture, library)
+    for attention in (target.attention for target in targets):
+        if attention in OF_FMS and kind != "fms":
+            raise BadInput(
+                f"{attention} is an attention of ibm-fms",
+                hint="give --library fms (extra driftline[fms])",
+            )
+        if kind == "fms" and attention not in _FMS_ATTENTION:
+            raise BadInput(
+                f"ibm-fms has no attention '{attention}' here",
+                hint=did_you_mean(attention, _FMS_ATTENTION[1:]),
+            )
+    if kind == "fms":
         require("fms.models", install=FMS)
     else:
         require("transformers", install=TRANSFORMERS)
