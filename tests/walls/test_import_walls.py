@@ -86,7 +86,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "gating": allow(top="numpy", inside="torch"),
     "gating/plugin.py": allow(top="pytest"),
     "gating/expecting.py": allow(top="pytest", inside="torch"),
-    "operators": allow(top="numpy", inside="ml_dtypes torch"),
+    "operators": allow(top="numpy", inside="ml_dtypes torch torch_npu"),
     "operators/aten": allow(top="numpy torch"),
     "diagnosis": allow(top="numpy"),
     "decoding": allow(
