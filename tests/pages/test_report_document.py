@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 import driftline
 from driftline.comparison.table import Table
-from driftline.errors import AlreadyThere, BadInput, DriftlineError
+from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
 from driftline.pages.assemble import page_of, report
 from driftline.pages.data import page_data
 from driftline.pages.flow import flow_of
@@ -259,3 +260,24 @@ def test_what_cannot_be_shown_is_refused_in_a_sentence(
         report(tmp_path / "nothing")
     with pytest.raises(BadInput, match="not there"):
         report(driftline.compare(*runs[:2]), noise=[runs[2]])
+
+
+def test_a_check_of_operators_becomes_a_page(tmp_path: Path) -> None:
+    good = {"site": "a/aten.mm", "op_type": "aten.mm.default", "status": "pass", "output": "0"}
+    good |= {"share": 100.0, "required": 99.6, "max_rel_error": 1e-3, "max_abs_error": 1e-3}
+    bad = good | {"site": "b/aten.add", "status": "fail", "share": 12.0, "reason": "12 % are near"}
+    odd = {"site": "c/aten.rand", "op_type": "aten.rand", "status": "not checked", "reason": "luck"}
+    place = tmp_path / "checked.json"
+    told = {"format": "driftline-operators/1", "source": "run", "rows": [good, bad, odd]}
+    place.write_text(json.dumps(told), encoding="utf-8")
+    text = text_of(place)
+    assert "is not what it should compute" in text.partition("<main")[0]
+    shown = data_in(text)
+    assert shown["verdict"]["site"] == "b/aten.add" and shown["diagnosis"] is None
+    assert shown["verdict"]["coverage"] == {
+        **{"compared": 2, "incomparable": 1},
+        **{"missing": 0, "extra": 0},
+    }
+    place.write_text(json.dumps(told | {"rows": [{}]}), encoding="utf-8")
+    with pytest.raises(BadFile, match="damaged operator check"):
+        report(place)

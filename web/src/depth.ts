@@ -165,7 +165,7 @@ export class Depth {
       return;
     }
     const noise = line!.noise_from ? `Shaded: normal error, from ${line!.noise_from}. ` : "";
-    this.remark.textContent = `${noise}Dashed: limits. Drag to zoom, click to choose a site.`;
+    this.remark.textContent = `${noise}Dashed: limits. On the floor: no error at all. Drag to zoom, click to choose a site.`;
     const xs = this.places.map((_, at) => at);
     const shown = this.metrics.filter((m) => this.shown.has(m.name));
     const series = shown.map((metric) => this.values(metric));
@@ -354,6 +354,22 @@ export class Depth {
       ctx.stroke();
     }
     ctx.setLineDash([]);
+    // No error at all has no place on a log scale: it is a line on the floor.
+    if (shown[0]) {
+      const read = rows.metric(shown[0].name);
+      ctx.strokeStyle = lineColour(this.metrics.indexOf(shown[0]));
+      ctx.lineWidth = 3 * ratio;
+      ctx.beginPath();
+      for (let k = from; k <= to; k++) {
+        const value = read(this.places[k]);
+        if (value === null || shown[0].of(value) !== 0) continue;
+        const y = bbox.top + bbox.height - 1.5 * ratio;
+        ctx.moveTo(u.valToPos(Math.max(k - 0.5, u.scales.x.min!), "x", true), y);
+        ctx.lineTo(u.valToPos(Math.min(k + 0.5, u.scales.x.max!), "x", true), y);
+      }
+      ctx.stroke();
+      ctx.lineWidth = 1.25 * ratio;
+    }
     ctx.fillStyle = bad;
     const dot = (to - from > 2000 ? 1.6 : 3) * ratio;
     const lead = shown[0];

@@ -42,6 +42,8 @@ _NUMBERS = frozenset(
 """Facts that can change numbers; so can versions of libraries and environment variables."""
 _ALWAYS_OTHER = frozenset({"created"})
 _MOST_CLASSES = 12
+_A_HABIT = 3
+"""From so many sites on another name of a class is a way of naming."""
 
 
 def sides(table: Table, reference: Run | None = None, candidate: Run | None = None) -> Any:
@@ -106,21 +108,25 @@ def _tensors(table: Table) -> list[dict[str, str]]:
         }
         for (here, there), count in formats.most_common(4)
     ]
-    classes: dict[str, tuple[str, str]] = {}
+    kinds: dict[tuple[str, str], dict[str, None]] = {}
     for row in table.rows:
         if row.candidate_class and row.candidate_class != row.class_name:
-            classes.setdefault(row.site, (row.class_name, row.candidate_class))
-    for site, (here, there) in list(classes.items())[:_MOST_CLASSES]:
-        found.append(
-            {"what": f"class of {site}", "reference": here, "candidate": there, "weight": "numbers"}
-        )
-    if len(classes) > _MOST_CLASSES:
+            kinds.setdefault((row.class_name, row.candidate_class), {})[row.site] = None
+    for (here, there), sites in sorted(kinds.items(), key=lambda each: len(each[1]))[
+        :_MOST_CLASSES
+    ]:
+        first = next(iter(sites))
+        few = len(sites) < _A_HABIT
+        what = f"class of {first}"
+        if len(sites) > 1:
+            what += f" and {len(sites) - 1} more"
+        # What holds for many sites is how another framework calls them; a single one is a clue.
         found.append(
             {
-                "what": "classes of other sites",
-                "reference": f"{len(classes) - _MOST_CLASSES} more",
-                "candidate": "",
-                "weight": "numbers",
+                "what": what,
+                "reference": here,
+                "candidate": there,
+                "weight": "numbers" if few else "other",
             }
         )
     return found
