@@ -275,8 +275,10 @@ def test_a_check_of_operators_becomes_a_page(tmp_path: Path) -> None:
     shown = data_in(text)
     assert shown["verdict"]["site"] == "b/aten.add" and shown["diagnosis"] is None
     assert shown["verdict"]["coverage"] == {
-        **{"compared": 2, "incomparable": 1},
-        **{"missing": 0, "extra": 0},
+        "compared": 2,
+        "incomparable": 1,
+        "missing": 0,
+        "extra": 0,
     }
     place.write_text(json.dumps(told | {"rows": [{}]}), encoding="utf-8")
     with pytest.raises(BadFile, match="damaged operator check"):
