@@ -19,6 +19,10 @@ RANDOM = np.random.default_rng(5)
 OURS = RANDOM.normal(size=(2, 24, 96)).astype(np.float32)
 THEIRS = OURS.copy()
 THEIRS[1, 7, 32:48] += 0.75
+CONTRAST, NAMELESS = (
+    (Path(__file__).parent / f"{name}.js").read_text(encoding="utf-8")
+    for name in ("contrast", "nameless")
+)
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
@@ -107,9 +111,14 @@ def test_names_of_strangers_stay_text_and_themes_hold(
     tab.wait("document.querySelector('#tensor-title').innerText.includes('onerror')")
     assert tab.eval("document.querySelectorAll('img').length") == 0
     tab.click("#tensor button[data-name=reference]")
+    tab.there("#tensor .tensor-figures h3")
+    assert tab.eval(CONTRAST) == [] and tab.eval(NAMELESS) == []
     tab.picture(screenshots / "view-dark.png", whole=True)
     tab.size(375, 720)
-    assert tab.eval("document.documentElement.scrollWidth <= innerWidth")
+    tab.theme("light")
+    tab.wait("document.documentElement.scrollWidth <= innerWidth")
+    tab.wait("document.querySelector('.values')?.rows[0].cells.length < 6")
+    assert tab.eval(CONTRAST) == [] and tab.eval(NAMELESS) == []
     tab.picture(screenshots / "view-375.png")
 
 
