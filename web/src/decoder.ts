@@ -60,7 +60,7 @@ function partView(state: State, part: DecoderPart): HTMLElement {
   return h(
     "div",
     { class: "decoder-part" },
-    part.sentence && h("p", { class: "lede" }, part.verdict !== "unjudged" && h("span", { class: `badge small ${part.verdict}` }, part.verdict), " ", part.sentence),
+    part.sentence && part.sentence !== state.data.verdict.sentence && h("p", { class: "lede" }, part.verdict !== "unjudged" && h("span", { class: `badge small ${part.verdict}` }, part.verdict), " ", part.sentence),
     part.checks.length > 0 && checks(part),
     h(
       "div",

@@ -128,16 +128,13 @@ export function paintMap(
   width: number,
   values: Numbers,
 ): { low: number; high: number } {
-  let [low, high] = [Infinity, 0];
-  for (let i = 0; i < values.length; i++) {
-    const value = values[i];
-    if (value > 0 && Number.isFinite(value)) {
-      low = Math.min(low, value);
-      high = Math.max(high, value);
-    }
-  }
-  // Two to four decades: equal errors must not look like none.
-  low = Math.max(Math.min(low, high * 1e-2), high * 1e-4);
+  const known: number[] = [];
+  for (let i = 0; i < values.length; i++) if (values[i] > 0 && Number.isFinite(values[i])) known.push(values[i]);
+  known.sort((a, b) => a - b);
+  const high = known[known.length - 1] ?? 0;
+  // One to four decades: equal errors must not look like none, and one cell that is nearly right
+  // must not take the colours from all others.
+  const low = Math.max(Math.min(known[Math.floor(known.length * 0.02)] ?? 0, high * 0.1), high * 1e-4);
   canvas.width = width;
   canvas.height = height;
   const context = canvas.getContext("2d")!;

@@ -128,6 +128,7 @@ def _verdict(
     return {
         "status": status,
         "sentence": sentence,
+        "headline": _headline(judged),
         "site": site,
         "row": first,
         "class": class_name,
@@ -155,7 +156,22 @@ def _tiles(table: Table) -> list[list[str]]:
         return []
     name = "Output of the model" if whole else f"Last output, {last.site}"
     allowed = "" if last.limit is None else f"{last.limit:g} allowed"
-    return [[name, f"{metric} {float(value):.3g}", allowed]]
+    shown = f"{float(value):.3g}"
+    if last.limit is not None and shown == f"{last.limit:.3g}":  # 0.04998 keeps 0.05
+        shown = f"{float(value):.5g}"
+    return [[name, f"{metric} {shown}", allowed]]
+
+
+def _headline(judged: Sequence[Mapping[str, Any]]) -> str:
+    """What a decoder's validation says in a few words; empty for another page."""
+    if not judged:
+        return ""
+    worst = min(judged, key=lambda part: ("fail", "unjudged", "pass").index(str(part["verdict"])))
+    checks = cast("list[dict[str, Any]]", worst["checks"])
+    failing = max((int(check["failing"]) for check in checks), default=0)
+    if worst["verdict"] == "fail":
+        return f"{failing:,} of {int(checks[0]['kept']):,} generated tokens differ too much"
+    return "The two say the same" if not checks else "The two say the same, or nearly"
 
 
 def _cause(diagnosis: Diagnosis | None, site: str | None) -> dict[str, Any] | None:

@@ -136,6 +136,8 @@ def _differences(sides: Mapping[str, Any]) -> str:
 def _sentence(verdict: Mapping[str, Any]) -> str:
     """The verdict as a sentence, the site as the one thing to see."""
     site, status = verdict["site"], verdict["status"]
+    if verdict.get("headline"):
+        return escape(str(verdict["headline"]))
     if site is not None and status == "fail":
         link = f'<a href="#site={escape(_quoted(str(site)))}" class="site">{_breakable(site)}</a>'
         if verdict.get("kind") == "operators":
@@ -153,6 +155,12 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
 
 def _lede(verdict: Mapping[str, Any]) -> str:
     lines: list[str] = []
+    if verdict.get("headline"):
+        text = str(verdict["sentence"])
+        said = escape(text[:1].upper() + text[1:])
+        if verdict["site"] is not None:
+            said += f"; layers begin to differ at {_breakable(verdict['site'])}"
+        return f'<p class="lede">{said}</p>'
     if verdict["status"] == "fail" and verdict["site"] is not None:
         if verdict["class"]:
             lines.append(str(verdict["class"]))
