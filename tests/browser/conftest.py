@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driving import Browser, Tab, chromium
+from driving import Browser, PageTrouble, Tab, chromium
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,10 @@ def browser() -> Iterator[Browser]:
     program = chromium()
     if program is None:
         pytest.skip("no Chromium here: the page was not opened")
-    running = Browser(program)
+    try:
+        running = Browser(program)
+    except (PageTrouble, OSError) as trouble:
+        pytest.skip(f"no Chromium here: {program} does not start ({trouble})")
     yield running
     running.close()
 

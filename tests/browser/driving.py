@@ -97,7 +97,11 @@ class Browser:
         self._number = 0
         self._ended = False
         threading.Thread(target=self._listen, daemon=True).start()
-        self.version = self.ask("Browser.getVersion")["product"]
+        try:
+            self.version = self.ask("Browser.getVersion")["product"]
+        except PageTrouble:
+            self.close()
+            raise
 
     def ask(
         self, method: str, *, session: str = "", timeout: float = _SLOW, **params: Any
@@ -245,7 +249,7 @@ class Tab:
             raise PageTrouble(f"{script[:200]}: {said}")
         return answer["result"].get("value")
 
-    def wait(self, script: str, timeout: float = 15.0) -> Any:
+    def wait(self, script: str, timeout: float = _SLOW) -> Any:
         """Until an expression is true; its value."""
         end = time.monotonic() + timeout
         while True:
@@ -257,7 +261,7 @@ class Tab:
                 raise PageTrouble(f"waited for {script[:300]}" + (f" ({said})" if said else ""))
             time.sleep(0.02)
 
-    def there(self, selector: str, timeout: float = 15.0) -> None:
+    def there(self, selector: str, timeout: float = _SLOW) -> None:
         """Until an element is there."""
         self.wait(f"!!document.querySelector({json.dumps(selector)})", timeout)
 

@@ -62,6 +62,9 @@ class Viewer:
     def __repr__(self) -> str:
         return f"<viewer at {self.url}>"
 
+    def _repr_html_(self) -> str:
+        return f'<a href="{self.url}" target="_blank" rel="noopener">{self.url}</a>'
+
 
 def view(
     subject: Source,
