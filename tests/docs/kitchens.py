@@ -1,0 +1,177 @@
+"""Folders with what the documents' commands take: programs, runs, dumps of other tools, a model."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from driftline.formats.ge_graph import GraphNode
+from driftline.runs.key import TensorKey
+from driftline.runs.writer import RunWriter
+from driftline.testing.atb import AtbDump, Operation, Value
+from driftline.testing.ge import GeDump
+from driftline.testing.runs import record_into
+
+DATA = Path(__file__).parents[1] / "data"
+DEMO = Path(__file__).parents[2] / "examples" / "demo" / "infer.py"
+PROGRAM = """
+import argparse, torch
+options = argparse.ArgumentParser()
+options.add_argument("--dtype", default="float32")
+dtype = getattr(torch, options.parse_args().dtype)
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, x):
+        return self.model(x)
+
+
+net = Wrapped().to(dtype).eval()
+with torch.no_grad():
+    for _ in range(2):
+        net(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(dtype))
+"""
+LABELS = """
+import numpy
+from driftline import gen_id, set_label, set_task_id
+
+set_task_id()
+data_id = gen_id()
+set_label("pta", data_id, data_val=numpy.ones(4))
+set_label("acl", data_id, data_val=numpy.ones(4))
+"""
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+NODES = [
+    GraphNode("x", "Data"),
+    GraphNode("Add_2", "Add", (("x", 0), ("x", 0)), ("add_2-aten.add.Tensor.OUTPUT.0",)),
+    GraphNode("Relu_1", "Relu", (("Add_2", 0),), ("relu_1-aten.relu.default.OUTPUT.0",)),
+]
+
+
+def tools(place: Path) -> Path:
+    """`python`, `bash` scripts and `driftline` as in an environment that is activated."""
+    place.mkdir(parents=True)
+    for name, words in (("driftline", "-m driftline"), ("python", "")):
+        (place / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (place / name).chmod(0o755)
+    return place
+
+
+def programs(place: Path, *, demo: bool = False) -> None:
+    if demo:
+        shutil.copy(DEMO, place / "infer.py")
+    else:
+        (place / "infer.py").write_text(PROGRAM)
+    (place / "label.py").write_text(LABELS)
+    (place / "run.sh").write_text("python infer.py\n")
+    (place / "label.sh").write_text("python label.py\n")
+
+
+def ascend(place: Path) -> None:
+    zeros = Value("x", np.zeros(4, np.float32))
+    ones = Value("w", np.ones((4, 4), np.float32))
+    share = Value("p", np.full(4, 0.25, np.float32))
+    operators = [
+        Operation("SoftmaxOperation", [zeros], [share], {"axes": [-1]}),
+        Operation("LinearOperation", [zeros, ones], [zeros], {"hasBias": False}),
+    ]
+    dump = AtbDump(place, "G2")
+    dump.execute(operators)
+    shutil.copy(dump.operation_csv(operators), place)
+    some = next(path for path in sorted(place.rglob("*.bin")) if "outtensor" in path.name)
+    shutil.copy(some, place / "x.bin")
+    torch.save(torch.full((4,), 0.25), place / "x.pth")
+    for name in ("ge_dump", "fx_dump"):
+        shutil.copytree(DATA / "ascend" / name, place / name)
+    unfused, fused = GeDump(place / "unfused_ge"), GeDump(place / "fused_ge")
+    unfused.operator("Add", "Add_2", [X, X], [X + X])
+    unfused.operator("Relu", "Relu_1", [X + X], [np.maximum(X + X, 0)])
+    fused.operator("AutomaticBufferFusionOp", "Add_2Relu_1", [X], [np.maximum(X + X, 0)])
+    for graph in (unfused, fused):
+        graph.graph_text(NODES)
+
+
+def hooks(place: Path) -> None:
+    for tree in ("tmp_tensors", "tmp_tensors_0"):
+        folder = place / tree / "tensors" / "rank_0"
+        folder.mkdir(parents=True)
+        for step in range(2):
+            name = f"tensor_idx_{step}_layer_class_Linear_layer_name_linear_0_micro_step_{step}"
+            np.save(folder / f"{name}.npy", np.arange(4, dtype=np.float32) + step)
+
+
+def files(place: Path) -> None:
+    np.save(place / "a.npy", np.ones(4, np.float32))
+    torch.save(torch.ones(4), place / "b.pt")
+
+
+def decoder(place: Path) -> None:
+    fixtures = DATA / "aiu" / "fixtures"
+    for name in ("tiny-llama", "M"):
+        shutil.copytree(fixtures / "tiny-llama", place / name)
+    shutil.copy(fixtures / "share_gpt_tiny.json", place / "share_gpt.json")
+
+
+def msprobe(place: Path) -> None:
+    for name in ("bench", "npu"):
+        shutil.copytree(DATA / "msprobe" / "L0_tensor", place / name)
+
+
+def named_otherwise(place: Path) -> None:
+    """Runs whose sites have other names, and one that is sharded over two ranks."""
+    dice = np.random.default_rng(0)
+    weights = {"mlp.up": (8, 4), "mlp.down": (4, 8)}
+    hidden = dice.standard_normal((3, 4)).astype(np.float32)
+    up = dice.standard_normal(weights["mlp.up"]).astype(np.float32)
+    down = dice.standard_normal(weights["mlp.down"]).astype(np.float32)
+    inner = hidden @ up.T
+    for name, site in (("ref", "model.layers.{}.mlp"), ("cand", "blocks.{}.ffn")):
+        writer = RunWriter(place / name)
+        for layer in range(2):
+            key = TensorKey.of(site.format(layer), "output")
+            record_into(writer, key, hidden * (layer + 1), class_name="Mlp")
+        writer.close()
+    writer = RunWriter(place / "whole")
+    for site, port, slot, values in (
+        ("mlp.up", "param", "weight", up),
+        ("mlp.up", "output", "0", inner),
+        ("mlp.down", "param", "weight", down),
+        ("mlp.down", "output", "0", inner @ down.T),
+    ):
+        record_into(writer, TensorKey.of(site, port, slot), values, class_name="Linear")  # type: ignore[arg-type]
+    writer.close()
+    for rank in range(2):
+        half = slice(4 * rank, 4 * rank + 4)
+        writer = RunWriter(place / "sharded", rank=rank, world_size=2)
+        for site, port, slot, values in (
+            ("mlp.up", "param", "weight", up[half]),
+            ("mlp.up", "output", "0", inner[:, half]),
+            ("mlp.down", "param", "weight", down[:, half]),
+            ("mlp.down", "output", "0", inner[:, half] @ down[:, half].T),
+        ):
+            key = TensorKey.of(site, port, slot, rank=rank)  # type: ignore[arg-type]
+            record_into(writer, key, np.ascontiguousarray(values), class_name="Linear")
+        writer.close()
