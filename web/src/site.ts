@@ -10,7 +10,7 @@ import { replacePictures } from "./pictures";
 const SIGNS: Record<string, string> = { lower: "≤", higher: "≥", zero: "within ±" };
 
 export class SiteDetail {
-  readonly element = h("div", { class: "site-detail", "aria-live": "polite" });
+  readonly element = h("div", { class: "site-detail", tabindex: 0, role: "region", "aria-label": "Detail of the chosen site" });
   private readonly producers = new Map<string, string[]>();
   private readonly consumers = new Map<string, string[]>();
   private order: string[] | null = null;
@@ -55,7 +55,7 @@ export class SiteDetail {
       h(
         "header",
         null,
-        h("h3", null, dotted(site), " ", link),
+        h("h3", { "aria-live": "polite" }, dotted(site), " ", link),
         h(
           "p",
           null,

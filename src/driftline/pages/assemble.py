@@ -16,8 +16,8 @@ from driftline.alignment.door import AlignOptions, align_runs
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.engine import Progress, measure
 from driftline.comparison.row import Row
-from driftline.comparison.storage import is_table, open_table
-from driftline.comparison.table import Table
+from driftline.comparison.storage import TABLE_FILE, is_table, open_table
+from driftline.comparison.table import Side, Table
 from driftline.diagnosis.artefacts import Evidence, Replay, open_noise, open_replay
 from driftline.diagnosis.assembly import Assembly
 from driftline.diagnosis.finding import Diagnosis
@@ -187,7 +187,7 @@ def page_of(
         decoder = layers_of(table)
     else:
         table, decoder = _made_before(subject, thresholds, tokenizer)
-        ours, theirs = _behind(table)
+        ours, theirs = _behind(table, subject)
         if ours is not None and theirs is not None:
             plan = align_runs(ours, theirs, options or AlignOptions())
     trusted: list[Variant] = []
@@ -270,20 +270,42 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _behind(table: Table) -> tuple[Run | None, Run | None]:
+def _behind(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
     """The runs a comparison was made of, where they still lie and are still the same."""
+    home = None if isinstance(subject, Table | Run) else Path(subject)
     found: list[Run] = []
     for side in (table.reference, table.candidate):
-        if not side.path or not Path(side.path).exists():
-            return None, None
-        try:
-            run = open_run(side.path)
-        except (DriftlineError, OSError):
-            return None, None
-        if str(run.manifest.get("id", "")) != str(side.about.get("id", "")):
+        run = _same_run(side, home)
+        if run is None:
             return None, None
         found.append(run)
     return found[0], found[1]
+
+
+def _same_run(side: Side, home: Path | None) -> Run | None:
+    """One side's run, from here or from beside the comparison; None where it is another one now."""
+    path = Path(side.path)
+    beside = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
+    for place in [path, *beside] if side.path else []:
+        if not place.exists():
+            continue
+        try:
+            run = open_run(place)
+        except (DriftlineError, OSError):
+            continue
+        told = str(side.about.get("id", ""))
+        if told != str(run.manifest.get("id", "")):
+            continue
+        # A file has no id: it must not have been written after the comparison.
+        if not told and home is not None and place.stat().st_mtime > _written(home):
+            continue
+        return run
+    return None
+
+
+def _written(home: Path) -> float:
+    table = home / TABLE_FILE if home.is_dir() else home
+    return table.stat().st_mtime
 
 
 def _trusted(

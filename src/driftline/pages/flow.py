@@ -6,6 +6,7 @@ only; tensors between them have no names here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +20,15 @@ from driftline.topology.run_graph import run_graph
 _MOST_READERS = 24
 """Readers of one tensor: a mask that every layer is given says nothing about the flow."""
 _MOST_EDGES = 200_000
+_MOST_READ = 128 << 20
+"""Elements of tensors without a digest: to find out which are equal they must all be read."""
 
 
 def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Any:
     """Edges between sites of one step; None where nothing is known."""
     try:
+        if _unread(run) > _MOST_READ and not (run.topology(rank, process) or {}).get("edges"):
+            return None
         graph = run_graph(run, rank, process, step)
         topology = run.topology(rank, process)
     except (DriftlineError, OSError, RecursionError):
@@ -58,6 +63,14 @@ def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) 
         "from": np.asarray([place[maker] for maker, _ in edges], np.uint32),
         "to": np.asarray([place[reader] for _, reader in edges], np.uint32),
     }
+
+
+def _unread(run: Run) -> int:
+    return sum(
+        math.prod(record.shape)
+        for record in run.records
+        if not record.digest and record.kept == "full"
+    )
 
 
 def _walk(nodes: tuple[GraphNode, ...]) -> Iterator[GraphNode]:

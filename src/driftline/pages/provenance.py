@@ -69,17 +69,22 @@ def sides(table: Table, reference: Run | None = None, candidate: Run | None = No
                 }
             )
     differences.sort(key=lambda each: each["weight"] != "numbers")
+    short = _short(table.reference.path) != _short(table.candidate.path)
     return {
-        "reference": _side(table.reference, ours),
-        "candidate": _side(table.candidate, theirs),
+        "reference": _side(table.reference, ours, short=short),
+        "candidate": _side(table.candidate, theirs, short=short),
         "differences": differences,
         "same": same,
     }
 
 
-def _side(side: Side, facts: Mapping[str, str]) -> dict[str, Any]:
+def _short(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _side(side: Side, facts: Mapping[str, str], *, short: bool) -> dict[str, Any]:
     return {
-        "name": side.path.rstrip("/").rpartition("/")[2] or side.path or "in memory",
+        "name": (_short(side.path) if short else side.path) or "in memory",
         "path": side.path,
         "facts": [[_CALLED.get(what, what), value] for what, value in facts.items()],
         "losses": list(side.losses),
