@@ -138,6 +138,15 @@ def test_rerun_tells_a_wrong_operator_from_one_that_changes(custom, capsys):
     assert reasons["moody"].figures.reason.startswith("not deterministic")
 
 
+def test_a_pass_with_a_remark_is_not_said_to_have_elements_outside(tmp_path, capsys):
+    x = torch.tensor([0.1, 0.2], dtype=torch.bfloat16)
+    model = Given(lambda x: x > 0.1)
+    with torch.no_grad():
+        captured(tmp_path / "run", model, lambda: model(x))
+    _, out, _ = opcheck(capsys, "-i", tmp_path / "run", "-o", tmp_path / "o")
+    assert "1 output passes with a remark" in out and "outside" not in out
+
+
 def test_rerun_says_that_the_operator_does_not_give_what_the_run_holds(wrong):
     rows = [row for row in check(wrong, rerun=True).rows if row.status == "fail"]
     assert rows[0].call.op_type == "aten.addmm.default"

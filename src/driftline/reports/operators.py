@@ -108,14 +108,16 @@ def view(report: Report, *, everything: bool = False) -> View:
         headings = (Heading("operators"), Heading("reason", stretch=True))
         left = len(lines) - len(shown)
         blocks.append(Grid(title, headings, tuple(shown), left, "--all shows every reason"))
-    near = [row for row in report.rows if row.status == "pass" and row.figures.reason]
-    if near and not everything:
-        outputs = "1 output passes" if len(near) == 1 else f"{len(near)} outputs pass"
-        blocks.append(
-            Sentence(
-                f"{outputs} with elements outside the bound, as its share allows (--all)", "quiet"
-            )
-        )
+    noted = [row for row in report.rows if row.status == "pass" and row.figures.reason]
+    near = [row for row in noted if (row.figures.share or 0.0) < 100.0]
+    plain = [row for row in noted if (row.figures.share or 0.0) >= 100.0]
+    for rows, words in (
+        (near, "with elements outside the bound, as its share allows (--all)"),
+        (plain, "with a remark (--all)"),
+    ):
+        if rows and not everything:
+            outputs = "1 output passes" if len(rows) == 1 else f"{len(rows)} outputs pass"
+            blocks.append(Sentence(f"{outputs} {words}", "quiet"))
     if used := _bounds(report.rows):
         blocks.append(Sentence(f"bounds: {used}", "quiet"))
     if cover.filtered:
