@@ -176,6 +176,7 @@ def overview(version: str) -> str:
     lines += [
         "",
         "driftline COMMAND --help   the options of one command",
+        "driftline COMMAND --python the same as a Python program, printed and not run",
         "driftline --version        which version this is",
         "",
         EXIT_CODES,
