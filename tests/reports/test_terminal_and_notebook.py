@@ -72,15 +72,15 @@ relative_l2 along the depth: 18 sites, 1.22e-07 to 1
           ▲ model.layers.3.mlp.gate
 
 Worst first (8 of 18 compared tensors failing)
-status  site                    port    slot  decided by   value   limit
-fail    model.l…ers.5.mlp.gate  output  0     relative_l2      1  0.0001
-fail    model.layers.5.mlp.act  output  0     relative_l2      1  0.0001
-fail    model.layers.5.norm     output  0     relative_l2      1  0.0001
-fail    model.l…ers.4.mlp.gate  output  0     relative_l2      1  0.0001
-fail    model.layers.4.norm     output  0     relative_l2      1  0.0001
-fail    model.layers.4.mlp.act  output  0     relative_l2      1  0.0001
-fail    model.layers.3.mlp.act  output  0     relative_l2      1  0.0001
-fail    model.l…ers.3.mlp.gate  output  0     relative_l2      1  0.0001
+status  site                     port    slot  value   limit
+fail    model.layers.5.mlp.gate  output  0         1  0.0001
+fail    model.layers.5.mlp.act   output  0         1  0.0001
+fail    model.layers.5.norm      output  0         1  0.0001
+fail    model.layers.4.mlp.gate  output  0         1  0.0001
+fail    model.layers.4.norm      output  0         1  0.0001
+fail    model.layers.4.mlp.act   output  0         1  0.0001
+fail    model.layers.3.mlp.act   output  0         1  0.0001
+fail    model.layers.3.mlp.gate  output  0         1  0.0001
 ... and 10 more (--all shows every row)
 
 coverage: 18 of 18 tensors compared

@@ -29,6 +29,7 @@ _RESET = "\x1b[0m"
 _GAP = 2
 _LEAST_STRETCH = 16
 _LEAST_LEGIBLE = 8
+_TELLING = 24
 _CURVE = 100
 _LABELS = 40
 """Labels of a tree line up as long as none is longer."""
@@ -227,9 +228,10 @@ def _fitting(grid: Grid, widths: list[int], width: int) -> list[int]:
         if total() - spare(2 * _LEAST_STRETCH) > width and not grid.headings[at].essential:
             shown.remove(at)
     for at in reversed(range(len(grid.headings))):
-        # Hardly any width: what is left must still say where, and how much.
+        # Hardly any width: what is left must still say where, and how much. A name that is cut to
+        # less than this no longer says which layer it is.
         few = at in shown and not grid.headings[at].kept and any(h.kept for h in grid.headings)
-        if few and total() - spare(_LEAST_STRETCH) > width:
+        if few and total() - spare(_TELLING) > width:
             shown.remove(at)
     for least in (2 * _LEAST_STRETCH, _LEAST_STRETCH, _LEAST_LEGIBLE):
         for at in sorted(stretching, key=lambda at: -widths[at]):
