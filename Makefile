@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-DEV_PACKAGES := pytest hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash transformers accelerate onnx ibm-fms
+DEV_PACKAGES := pytest pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash transformers accelerate onnx ibm-fms
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
