@@ -187,6 +187,14 @@ def test_names_of_strangers_stay_text_and_cannot_leave_their_place() -> None:
     assert shown["verdict"]["site"] == HOSTILE and shown["title"] == HOSTILE
 
 
+def test_a_name_cannot_turn_itself_around_to_pose_as_another() -> None:
+    name = "\u202elive\u202c.mlp"
+    values = np.ones((2, 2), np.float32)
+    text = text_of(run_of({name: values}), run_of({name: values * 3}))
+    assert "\u202e" not in text
+    assert data_in(text)["verdict"]["site"] == "\\u202elive\\u202c.mlp"
+
+
 def test_the_page_forbids_itself_every_network(runs: tuple[Run, Run, Run]) -> None:
     text = text_of(*runs[:2])
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)

@@ -199,7 +199,7 @@ export class Tree {
     element.classList.toggle("first", verdict.site !== null && tree.site[at] === verdict.site);
     element.style.setProperty("--level", String(this.levels[at]));
     twist.textContent = parts ? (open ? "▾" : "▸") : "";
-    name.textContent = at === 0 && tree.name[0] === "(root)" ? tree.class[0] || "(model)" : tree.name[at];
+    name.textContent = at === 0 && tree.name[0] === "(root)" ? tree.class[0] || "(model)" : tree.name[at] || "(no name)";
     name.title = tree.site[at] ?? "";
     kind.textContent = at === 0 ? "" : tree.class[at];
     bads.textContent = own.failing ? count(own.failing) : "";

@@ -5,6 +5,7 @@ Only arranges: nothing is opened, measured or judged here, and nothing is known 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
@@ -63,7 +64,7 @@ def page_data(
         first = decoder[0]
         model = str(first["model"]).rstrip("/").rpartition("/")[2]
         names = f"{model}, {first['reference']} against {first['candidate']}"
-    return {
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "made": {
             "by": f"driftline {__version__}",
@@ -94,6 +95,24 @@ def page_data(
         ],
         "diagnosis": None if diagnosis is None else diagnosis.as_json(),
     }
+    return _readable(document)
+
+
+_REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def _readable(value: Any) -> Any:
+    """The same with marks that turn text around written out: a name must not pose as another."""
+    if isinstance(value, str):
+        if _REORDERING.search(value) is None:
+            return value
+        return _REORDERING.sub(lambda mark: f"\\u{ord(mark[0]):04x}", value)
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {_readable(key): _readable(item) for key, item in items}
+    if isinstance(value, list):
+        return [_readable(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def _verdict(

@@ -149,7 +149,7 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
         return "Every checked operator computes what it should"
     if status == "pass" and sum(verdict["coverage"].values()):
         return "The two runs agree"
-    text = str(verdict["sentence"])
+    text = str(verdict["sentence"]) or "nothing was compared"
     return escape(text[:1].upper() + text[1:])
 
 
