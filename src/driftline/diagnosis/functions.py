@@ -1,7 +1,8 @@
 """An activation that is another function by less than noise: its error follows the difference.
 
 GELU and its tanh form differ by less than the rounding of 16 bits, but the same way at the same
-input every time. Asked only of modules that are a known function of their input.
+input every time, and a fused kernel gives exactly the other's rounded results. Asked only of
+modules that are a known function of their input.
 """
 
 from __future__ import annotations
@@ -14,37 +15,32 @@ from typing import NamedTuple
 import numpy as np
 
 from driftline.diagnosis.artefacts import Replay
-from driftline.diagnosis.causes.activation import FUNCTIONS
+from driftline.diagnosis.causes.activation import FUNCTIONS, GRID, grid_share
 from driftline.diagnosis.reading import F64, chosen_rows, is_readable, read_rows
+from driftline.numerics.dtypes import DTYPES
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
 _ACTIVATION = re.compile(r"(?i)gelu|silu|swish|activation|mish|tanh|sigmoid|softplus")
-COARSEST = 2.0**-11
-"""Unit roundoff of float16, the coarsest format asked: the rounding of bfloat16 has a bias that
-follows such a difference by itself (a fused GELU does, and is right)."""
+FINEST, COARSEST = 2.0**-20, 2.0**-11
+"""Unit roundoff of the formats in which the slope is asked: the rounding of bfloat16 has a bias
+that follows such a difference by itself (a fused GELU does, and is right)."""
 _TRUSTED, _FULL, _SURE = 0.3, 0.15, 16.0
 
 
 class Follows(NamedTuple):
-    """How an error follows the difference of two functions: 1 is all of it, 0 none.
+    """The other function that a module computes.
 
     Attributes:
-        other: The function that it follows.
-        times: How much of the difference.
-        z: That over its standard error.
-        halves: z on either half of the rows, in units of what is asked.
+        other: Its name.
+        excess: How sure that is, in units of what is asked.
+        halves: The same on either half of the rows.
     """
 
     other: str
-    times: float
-    z: float
+    excess: float
     halves: tuple[float, float]
-
-    @property
-    def excess(self) -> float:
-        return self.z / _SURE
 
 
 def another_function(
@@ -76,7 +72,49 @@ def another_function(
         if values is None or not np.isfinite(values).all():
             return None
         tensors.append(values)
-    return follows(*tensors)
+    x, right, made, native_made = tensors
+    found = on_the_grid(x, right, made, native_made, record.dtype)
+    if found is None and DTYPES[record.dtype].unit_roundoff <= COARSEST:
+        found = follows(x, right, made, native_made)
+    return found
+
+
+def on_the_grid(x: F64, right: F64, candidate: F64, trusted: F64, dtype: str) -> Follows | None:
+    """The other function whose results, rounded once, are the candidate's; None for none.
+
+    Args:
+        x: What it was given, [rows, channels].
+        right: Its exact result.
+        candidate: The candidate's result.
+        trusted: That of a trusted module in the candidate's format.
+        dtype: That format.
+    """
+    best: Follows | None = None
+    for name, values in _others(x, right):
+        if grid_share(right, values, trusted, dtype) > _TRUSTED:
+            continue  # a trusted module gives as much of it
+        shares = [grid_share(right[at::2], values[at::2], candidate[at::2], dtype) for at in (0, 1)]
+        if min(shares) > GRID and not any(map(math.isnan, shares)):
+            over = shares[0] / GRID, shares[1] / GRID
+            if best is None or min(over) > best.excess:
+                best = Follows(name, min(over), over)
+    return best
+
+
+def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
+    """Known functions that differ from the reference's by too little to show in an error's size."""
+    if x.shape != right.shape or len(x) < 8:
+        return []
+    made = {name: function(x) for name, function in FUNCTIONS.items()}
+    size = float(np.sum(right * right))
+    is_one = min(made, key=lambda name: float(np.sum((made[name] - right) ** 2)))
+    if not size > 0.0 or float(np.sum((made[is_one] - right) ** 2)) > 1e-8 * size:
+        return []
+    return [
+        (name, values)
+        for name, values in made.items()
+        if name != is_one and float(np.sum((values - right) ** 2)) <= 1e-4 * size
+    ]
 
 
 def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> Follows | None:
@@ -88,25 +126,16 @@ def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> Follows | None:
         candidate: The candidate's result.
         trusted: That of a trusted module in the candidate's format.
     """
-    if x.shape != right.shape or len(x) < 8:
-        return None
-    made = {name: function(x) for name, function in FUNCTIONS.items()}
-    size = float(np.sum(right * right))
-    is_one = min(made, key=lambda name: float(np.sum((made[name] - right) ** 2)))
-    if not size > 0.0 or float(np.sum((made[is_one] - right) ** 2)) > 1e-8 * size:
-        return None
     best: Follows | None = None
-    for name, values in made.items():
+    for name, values in _others(x, right):
         p = values - right
-        if name == is_one or float(np.sum(p * p)) > 1e-4 * size:
-            continue  # so far apart that the size of the error shows it
         if abs(_times(trusted - right, p)[0]) > _TRUSTED:
             continue
         halves = [_times((candidate - right)[at::2], p[at::2]) for at in (0, 1)]
         if all(abs(times - 1.0) < _FULL and z > _SURE for times, z in halves):
-            times, z = _times(candidate - right, p)
-            if best is None or z > best.z:
-                best = Follows(name, times, z, (halves[0][1] / _SURE, halves[1][1] / _SURE))
+            _, z = _times(candidate - right, p)
+            if best is None or z / _SURE > best.excess:
+                best = Follows(name, z / _SURE, (halves[0][1] / _SURE, halves[1][1] / _SURE))
     return best
 
 

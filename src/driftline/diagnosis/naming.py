@@ -127,7 +127,8 @@ class _Desk:
         site = self.sites[place]
         found: list[tuple[Case, str]] = []
         handed = self._handed(place, standing)
-        if handed is not None:
+        made_after = judged is not None and judged.after_parts and "/input/" not in judged.slot
+        if handed is not None and not made_after:
             found.append(handed)
         rows = sorted(standing.call.outs, key=lambda row: -_error(row.metrics))
         if judged is not None and judged.slot:

@@ -22,7 +22,7 @@ def offset(case: Case) -> Clue | None:
     share = max(0.0, share - 1.0 / len(rows))
     if not np.any(b):
         return None
-    if _may_be_scaled(b, case.rows(np.where(case.finite, case.r, 0.0)).mean(axis=0)):
+    if _may_be_scaled(rows, b, case.rows(np.where(case.finite, case.r, 0.0))):
         share = min(share, 0.75)
     bias = case.params.get("bias")
     detail, what = "", "one constant per channel is added to every token"
@@ -33,12 +33,30 @@ def offset(case: Case) -> Clue | None:
     return Clue("offset", share, what, detail)
 
 
-def _may_be_scaled(b: F64, middle: F64) -> bool:
-    """Whether the constants are a small share of what every token has anyway: a scale, perhaps."""
+def _may_be_scaled(e: F64, b: F64, r: F64) -> bool:
+    """Whether the constants are a small share of what every token has anyway: a scale, perhaps.
+
+    A factor moves what differs from token to token as well; where that clearly stays as it is, it
+    is no factor.
+    """
+    middle = r.mean(axis=0)
     size = float(middle @ middle)
     both = float(b @ middle)
     alike = abs(both) / max(math.sqrt(size * float(b @ b)), 1e-300)
-    return alike > 0.5 and abs(both) < 0.3 * size
+    if alike <= 0.5 or abs(both) >= 0.3 * size:
+        return False
+    varying = (both / size) * (r - middle)
+    power = float(np.sum(varying * varying))
+    if not power > 0.0:
+        return True
+    moved = np.einsum("ij,ij->i", e - b, varying)
+    times = float(moved.sum()) / power
+    left = moved - times * np.einsum("ij,ij->i", varying, varying)
+    return times + 5.0 * math.sqrt(float(left @ left)) / power > _STILL
+
+
+_STILL = 0.3
+"""Of what a factor would move; below this it is none."""
 
 
 def _against(bias: F64, b: F64, otherwise: str) -> tuple[str, str]:
