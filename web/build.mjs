@@ -21,7 +21,7 @@ const made = await build({
   charset: "utf8",
   legalComments: "none",
 });
-const licence = readFileSync(join(here, "node_modules", "uplot", "LICENSE"), "utf8").split("\n").filter(Boolean);
+const licence = readFileSync(join(here, "node_modules", "uplot", "LICENSE"), "utf8").replace(/\s+/g, " ").trim();
 mkdirSync(goal, { recursive: true });
 for (const file of made.outputFiles) {
   const name = basename(file.path);
@@ -29,7 +29,8 @@ for (const file of made.outputFiles) {
   // The script stands inside a <script> element: nothing in it may look like the element's end.
   if (/<\/script|<!--/i.test(text)) throw new Error("the bundle holds text that would end its element");
   if (/<\/style/i.test(text)) throw new Error("the style sheet holds text that would end its element");
-  if (name.endsWith(".js")) text = `/* with uPlot: ${licence[0]}, ${licence.find((l) => /^Copyright/.test(l))} */\n${text}`;
+  // A report is a copy of uPlot, too, so its licence goes with it.
+  if (name.endsWith(".js")) text = `/* This script contains uPlot. ${licence} */\n${text}`;
   writeFileSync(join(goal, name), text + "\n");
   console.log(`${name} ${text.length}`);
 }

@@ -53,7 +53,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model(tokens)
         runs.append(sink.run())
     place = tmp_path_factory.mktemp("report") / "demo report.html"
-    report(*runs, place)
+    report(*runs, place, pictures=4)
     return place
 
 
