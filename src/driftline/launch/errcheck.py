@@ -87,13 +87,11 @@ class WatchOutcome:
 
     @property
     def exit_code(self) -> int:
-        """The program's own failure wins, unless it is we who stopped it; then a finding."""
-        if self.stopped is not None or (self.plan.exit and self.atb):
+        """A finding is 1, however the program ended; without one its own failure counts."""
+        if self.found or self.stopped is not None:
             return EXIT_DIFFERENT
         if self.program_status:
             return self.program_status
-        if self.found:
-            return EXIT_DIFFERENT
         return EXIT_COULD_NOT if self.reason else EXIT_FINE
 
 
