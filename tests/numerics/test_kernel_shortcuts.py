@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from numerics_tensors import encode
+from numerics_tensors import encode, misaligned
 from test_kernel_moments import FAST, PATHS, check
 
 from driftline.numerics.dtypes import DTYPES
@@ -135,3 +135,42 @@ def test_numbers_of_opposite_signs_are_far_apart_though_their_words_may_be_near(
             if negative:
                 r[5000], c[5000] = r[5000] ^ 0x8000, c[5000] ^ 0x8000
             check(r.view(kind), dtype, c.view(kind), dtype, COUNT, atol=1e-3, rtol=1e-3)
+
+
+# Pairs that stand late in a tensor whose errors do not depend on its values; 3e-3 is the noise.
+LATE = {
+    "signs of large numbers": (3.0, -3.0),
+    "signs of numbers like the noise": (4e-3, -5e-3),
+    "a zero": (0.0, 2e-3),
+    "a number near zero": (1e-7, 3e-3),
+    "one sign, far apart": (1e-7, 6e4),
+    "one sign, far down": (3.0, 1e-7),
+    "the greatest error": (0.5, 0.7),
+    "a new end": (-7.0, -7.001),
+    "nothing": (math.nan, math.nan),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize(("r", "c"), [*PAIRS, ("float32", "float32"), ("float32", "float16")])
+def test_what_is_new_late_in_a_tensor_is_found(r: str, c: str, late: str) -> None:
+    rng = np.random.default_rng(17)
+    a = rng.standard_normal(50_000)
+    b = a + 1e-3 * rng.standard_normal(a.size)
+    for at in (21_234, 44_000, 44_001, 49_999):
+        a[at], b[at] = LATE[late]
+        check(
+            *(encode(a, DTYPES[r]), DTYPES[r], encode(b, DTYPES[c]), DTYPES[c], a.size),
+            atol=1e-3,
+            rtol=1e-3,
+        )
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("offset", [0, 1, 2, 16, 34, 62])
+def test_large_tensors_may_begin_anywhere_in_a_line_of_memory(name: str, offset: int) -> None:
+    dtype, rng = DTYPES[name], np.random.default_rng(19)
+    a = rng.standard_normal(17_000) + 3  # a mean that the first few elements must not set alone
+    b = a + 1e-3 * rng.standard_normal(a.size)
+    r, c = misaligned(encode(a, dtype), offset), misaligned(encode(b, dtype), 2)
+    check(r, dtype, c, dtype, a.size, atol=1e-3, rtol=1e-3)

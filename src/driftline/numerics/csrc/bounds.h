@@ -4,18 +4,25 @@
 typedef struct {
   double x, e, xx, xe, ee, ae, rel; /* sums */
   float max_ae, max_rel, min_r, max_r;
-  int64_t differ, outside, stopped; /* `stopped`: where the first chain that is not finite begins */
-  int nears, marked;
+  int64_t differ, outside, sound; /* `sound`: elements before the first chain that is not finite; all is of them */
+  int nears, marked, suspicious;
+  unsigned both; /* greatest sum of two words, of bfloat16 BY_CHAINS */
   unsigned far; /* greatest distance of words; proves that there is no news as long as it is below WORD_STEPS */
   uint16_t near[BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
+  uint16_t suspects[2 * BLOCK / 128]; /* chains that can hold a new greatest ULP distance, or (odd) relative error */
   uint8_t marks[BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
 } Sums;
 
 typedef struct {
-  float shift, limit, atol, rtol, least_ae;
+  float shift, limit, atol, rtol, least_ae, known_rel;
+  float reach; /* numbers below it are no more steps from zero than two numbers were from each other */
   int by_words; /* few ULPs so far: sixteen-bit words are subtracted instead of marks being set */
   int zeros; /* there have been zeros on both sides */
+  int news; /* how they are noticed in this block */
+  int wait, patience, blame; /* blocks until chains are tried, and after that; what chains cost beyond their use */
 } Knobs;
+
+enum { BY_MARKS, BY_WORDS, BY_CHAINS };
 
 enum { LANES_F32, LANES_BF16, LANES_F16, LANES_DECODED, LANES_NONE };
 
@@ -38,6 +45,12 @@ enum { MARGIN_STEPS = 10 };
 enum { WORD_STEPS = 128 };
 enum { AHEAD = 512 }; /* bytes; of 0, 512, 1024, 2048 and 3072 the best on Zen 4 for all types together */
 #define TOLERANCE_SHADE (1.0 - 5 * 0x1p-24)
+
+/* Elements until a cache line begins: loads that cross lines cost float16 a tenth. */
+INLINE int64_t ahead_of_line(const uint8_t *data, int dtype) {
+  const uintptr_t size = BITS[dtype] / 8, past = (uintptr_t)data % 64;
+  return lane_kind(dtype) < LANES_DECODED && past % size == 0 ? (int64_t)((64 - past) % 64 / size) : 0;
+}
 
 INLINE int tolerance_fits(double t) { return t == 0.0 || (t >= 1e-30 && t <= 1e30); }
 
@@ -66,12 +79,44 @@ INLINE double value_of_ordinal(double n, const Format *f) {
 COLD static void set_limit(const Pair *s, Knobs *k) {
   k->limit = (float)ulp_limit(s);
   k->least_ae = 0;
+  k->reach = 0;
   k->by_words = s->ulp < WORD_STEPS && s->dtype[0] == s->dtype[1];
   if (!s->format[1].is_float || s->ulp < 4) return;
   double steps = (double)s->ulp - 2, across = 2 * value_of_ordinal(steps / 2, &s->format[1]);
   double along = value_of_ordinal(steps, &s->format[1]) / (1 + 1 / k->limit);
   double e = (across < along ? across : along) * (1 - 0x1p-20);
+  double reach = value_of_ordinal((double)s->ulp, &s->format[1]) * (1 - 0x1p-20);
+  k->reach = reach < FLT_MAX ? (float)reach : FLT_MAX;
   k->least_ae = e < 0x1p-126 ? 0 : e < FLT_MAX ? (float)e : FLT_MAX;
+}
+
+/* How the next block is watched. The chains' sums are the cheapest, where the greatest of what was seen is far beyond the
+ * usual: relative errors of values near zero, and errors that are many ULPs there. */
+INLINE void choose_news(const Pair *s, Knobs *k) {
+  k->known_rel = (float)s->m.max_rel_e;
+  k->news = k->by_words ? BY_WORDS : k->wait == 0 && k->least_ae > 0 ? BY_CHAINS : BY_MARKS;
+}
+
+/* Whether sums of words prove that there is no new ULP distance among bfloat16 numbers. Of one sign, they are no farther
+ * apart than the greatest is from zero. Of opposite signs, their steps from zero add up, below the sign's own bit as long
+ * as their distance is below 2: more steps than twice that of its half it cannot be, because steps grow with numbers. */
+INLINE int codes_rule_out(const Pair *s, const Knobs *k, const Sums *b) {
+  float most = fmaxf(fabsf(b->min_r), fabsf(b->max_r)) + b->max_ae * 1.0001f;
+  return b->max_ae < 1.9f && most * 1.0001f < k->reach && b->both <= 0x8000 + s->ulp;
+}
+
+/* After a block: of `n` elements, `looked` had to be looked at again. A quarter is what chains may cost. */
+INLINE void weigh_news(Knobs *k, int64_t looked, int64_t n) {
+  if (k->news != BY_CHAINS) {
+    if (k->wait > 0) k->wait--;
+    return;
+  }
+  int64_t blame = k->blame + 4 * looked - n;
+  k->blame = blame > 0 ? (int)blame : 0;
+  if (blame <= 4 * BLOCK) return;
+  k->blame = 0;
+  k->wait = k->patience;
+  if (k->patience < 1024) k->patience *= 2;
 }
 
 /* Whether float32 lanes were good enough for this block; see the head of the file. */

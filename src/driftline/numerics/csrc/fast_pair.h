@@ -1,9 +1,29 @@
 /* A pair through the float32 lanes, and what a block's sums cannot tell. */
 
-/* The ULP distances in the places that were marked. Returns whether they were news. */
+/* ULP distances are gathered in `far` where lanes can tell them, and otherwise in `s` at once. */
+LANE_FN int lanes_tell_ulps(int dtype) { return dtype == F32 || dtype == BF16 || (dtype == F16 && HALF_ORDINALS); }
+
+LANE_FN VI farther_ulps(Pair *s, VI far, VF r, VF c) {
+  int dtype = s->dtype[1];
+  if (lanes_tell_ulps(dtype)) return OP(max_epu32)(far, ulp_distance(r, c, dtype));
+  for (int part = 0; part < 2 && s->format[1].is_float; part++) {
+    uint64_t u = greatest_u(ulp_lanes(widened(r, part), widened(c, part), &s->format[1]));
+    if (u > s->ulp) s->ulp = u;
+  }
+  return far;
+}
+
+/* Whether there was one greater than `before`. */
+LANE_FN int ulp_news(Pair *s, VI far, uint64_t before) {
+  /* The greatest of unsigned lanes is the complement of the least complement. */
+  uint32_t u = ~least_lane(OP(sub_epi32)(OP(set1_epi32)(-1), far));
+  if (u > s->ulp) s->ulp = u;
+  return s->ulp > before;
+}
+
+/* The ULP distances in the places that were marked. */
 TARGET static int visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n,
                              const Sums *b) {
-  int dtype = s->dtype[1], direct = dtype == F32 || dtype == BF16 || (dtype == F16 && HALF_ORDINALS);
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   VI far = OP(set1_epi32)(0);
   uint64_t before = s->ulp;
@@ -16,85 +36,110 @@ TARGET static int visit_hits(Pair *s, const uint8_t *r_at, const uint8_t *c_at, 
     if (b->marks[at] == 0 && b->marks[at + NAME(MARK) - 1] == 0) continue;
     for (int half = 0; half < 2; half++) {
       int64_t i = at / NAME(MARK) * (2 * WIDTH) + half * WIDTH;
-      VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
-      if (direct) {
-        far = OP(max_epu32)(far, ulp_distance(r, c, dtype));
-      } else if (s->format[1].is_float) {
-        for (int part = 0; part < 2; part++) {
-          uint64_t u = greatest_u(ulp_lanes(widened(r, part), widened(c, part), &s->format[1]));
-          if (u > s->ulp) s->ulp = u;
-        }
-      }
+      far = farther_ulps(s, far, load_lanes(r_at + r_size * i, r_kind), load_lanes(c_at + c_size * i, c_kind));
     }
   }
-  int news = s->ulp > before;
-  if (direct) {
-    /* The greatest of unsigned lanes is the complement of the least complement. */
-    uint32_t u = ~least_lane(OP(sub_epi32)(OP(set1_epi32)(-1), far));
-    news |= u > s->ulp;
-    if (u > s->ulp) s->ulp = u;
-  }
-  return news;
+  return ulp_news(s, far, before);
 }
 
-/* The ULP distances of a block of sixteen-bit floats of one type. */
-TARGET static int visit_words(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int kind, int64_t n) {
-  VI far = OP(set1_epi32)(0);
-  for (int64_t i = 0; i < n; i += WIDTH)
-    far = OP(max_epu32)(far, ulp_distance(load_lanes(r_at + 2 * i, kind), load_lanes(c_at + 2 * i, kind), s->dtype[1]));
-  uint32_t u = ~least_lane(OP(sub_epi32)(OP(set1_epi32)(-1), far));
-  int news = u > s->ulp;
-  if (news) s->ulp = u;
-  return news;
-}
-
-/* Elements outside the tolerance, in float64: for chains where one came too close to it for float32 to tell. */
-LANE_FN int64_t recount(const Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n) {
+/* The ULP distances of some elements. */
+TARGET static int visit_all(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n) {
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
-  const vd atol = lanes(s->atol), rtol = lanes(s->rtol);
-  vl outside = lanes_l(0);
+  VI far = OP(set1_epi32)(0);
+  uint64_t before = s->ulp;
+  if (WORD_ENDS && r_kind == c_kind && r_kind != LANES_F32) {
+    for (int64_t i = 0; i < n; i += 2 * WIDTH)
+      far = OP(max_epu16)(far, word_distance(load_bits(r_at + 2 * i), load_bits(c_at + 2 * i)));
+    unsigned u = greatest_code(far);
+    if (u > s->ulp) s->ulp = u;
+    return s->ulp > before;
+  }
+  for (int64_t i = 0; i < n; i += WIDTH)
+    far = farther_ulps(s, far, load_lanes(r_at + r_size * i, r_kind), load_lanes(c_at + c_size * i, c_kind));
+  return ulp_news(s, far, before);
+}
+
+/* The greatest relative error of a chain, which may be new. */
+TARGET static void visit_relative(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n) {
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  VI most = OP(set1_epi32)(0);
   for (int64_t i = 0; i < n; i += WIDTH) {
-    VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
-    for (int part = 0; part < 2; part++) {
-      vd a = widened(r, part), ae = magnitude(widened(c, part) - a);
+    VF r = load_lanes(r_at + r_size * i, r_kind), e = OP(sub_ps)(load_lanes(c_at + c_size * i, c_kind), r);
+    most = OP(max_epi32)(most, AS_BITS(relative(split(e), ABS(e), ABS(r))));
+  }
+  float rel = max_lane(AS_FLOAT(most));
+  if (rel > s->m.max_rel_e) s->m.max_rel_e = rel;
+}
+
+/* Elements outside the tolerance, of a chain where one came too close to it for float32 to tell: those near it in
+ * float64. */
+LANE_FN int64_t recount(const Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n,
+                        int tolerant, const Knobs *k) {
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  const VF near_atol = OP(set1_ps)(k->atol), near_rtol = OP(set1_ps)(k->rtol);
+  const vd atol = lanes(s->atol), rtol = lanes(s->rtol);
+  TALLY clear = NO_TALLY;
+  vl outside = lanes_l(0);
+  for (int64_t i = 0; i < n; i += 2 * WIDTH) {
+    VF rs[2], cs[2];
+    VI lefts[2];
+    for (int half = 0; half < 2; half++) {
+      rs[half] = load_lanes(r_at + r_size * (i + half * WIDTH), r_kind);
+      cs[half] = load_lanes(c_at + c_size * (i + half * WIDTH), c_kind);
+      VF allowed = OP(fmadd_ps)(near_rtol, ABS(rs[half]), near_atol);
+      lefts[half] = OP(sub_epi32)(AS_BITS(allowed), AS_BITS(ABS(OP(sub_ps)(cs[half], rs[half]))));
+    }
+    if (tolerant == TOLERANT && !too_near(least_past(OP(set1_epi32)(0), lefts[0], lefts[1]))) {
+      clear = tally_negative(clear, lefts[0], lefts[1]);
+      continue;
+    }
+    for (int part = 0; part < 4; part++) {
+      vd a = widened(rs[part / 2], part % 2), ae = magnitude(widened(cs[part / 2], part % 2) - a);
       outside -= ~(ae <= atol + rtol * magnitude(a));
     }
   }
-  return total_l(outside);
+  return tallied(clear) + total_l(outside);
 }
 
 /* Float16's numbers are few, and meet the tolerance often. */
-TARGET static int64_t recount_kinds(const Pair *s, const uint8_t *r, const uint8_t *c, int r_kind, int c_kind, int64_t n) {
-  if (r_kind == LANES_F16 && c_kind == LANES_F16) return recount(s, r, c, LANES_F16, LANES_F16, n);
-  if (r_kind == LANES_F32 && c_kind == LANES_F16) return recount(s, r, c, LANES_F32, LANES_F16, n);
-  return recount(s, r, c, r_kind, c_kind, n);
+TARGET static int64_t recount_kinds(const Pair *s, const uint8_t *r, const uint8_t *c, int r_kind, int c_kind, int64_t n,
+                                    int tolerant, const Knobs *k) {
+  if (r_kind == LANES_F16 && c_kind == LANES_F16) return recount(s, r, c, LANES_F16, LANES_F16, n, tolerant, k);
+  if (r_kind == LANES_F32 && c_kind == LANES_F16) return recount(s, r, c, LANES_F32, LANES_F16, n, tolerant, k);
+  return recount(s, r, c, r_kind, c_kind, n, tolerant, k);
 }
 
-/* Where the first difference and the greatest error stand: rarely news, so looked up again, in float64. */
-TARGET static void ask_again(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
-                             int64_t n) {
+/* Where the first difference stands. */
+TARGET static int64_t first_error(const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n) {
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
-  double errors[BLOCK] __attribute__((aligned(64)));
-  vd most = lanes(0.0);
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    unsigned same = equal_lanes(load_lanes(r_at + r_size * i, r_kind), load_lanes(c_at + c_size * i, c_kind));
+    unsigned differ = ~same & ((1u << WIDTH) - 1);
+    if (differ) return i + __builtin_ctz(differ);
+  }
+  return -1;
+}
+
+/* Where the greatest error stands, and which it is: in float64, among those that are the greatest to float32. */
+TARGET static void greatest_error(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
+                                  int64_t n, float most) {
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  const VF top = OP(set1_ps)(most);
   for (int64_t i = 0; i < n; i += WIDTH) {
     VF r = load_lanes(r_at + r_size * i, r_kind), c = load_lanes(c_at + c_size * i, c_kind);
-    for (int part = 0; part < 2; part++) {
-      vd ae = magnitude(widened(c, part) - widened(r, part));
-      most = MAXV(most, ae);
-      memcpy(errors + i + part * LANES, &ae, sizeof ae);
+    unsigned those = equal_lanes(ABS(OP(sub_ps)(c, r)), top);
+    if (!those) continue;
+    float rs[WIDTH], cs[WIDTH];
+    OP(storeu_ps)(rs, r);
+    OP(storeu_ps)(cs, c);
+    for (; those; those &= those - 1) {
+      int lane = __builtin_ctz(those);
+      double ae = fabs((double)cs[lane] - (double)rs[lane]);
+      if (!(ae > s->m.max_abs_e)) continue;
+      s->m.max_abs_e = ae;
+      s->m.max_abs_e_at = base + i + lane;
     }
   }
-  double worst = greatest(most);
-  if (worst == 0) return;
-  int64_t at = 0;
-  if (s->m.first_different_at < 0 || s->m.first_different_at >= base) {
-    while (errors[at] == 0) at++;
-    note_first(&s->m.first_different_at, base + at);
-  }
-  if (!(worst > s->m.max_abs_e)) return;
-  while (errors[at] != worst) at++;
-  s->m.max_abs_e = worst;
-  s->m.max_abs_e_at = base + at;
 }
 
 /* A piece with something infinite, not a number or a sentinel in it, made fit for the lanes: such pairs are measured
@@ -139,26 +184,38 @@ TARGET static int64_t patch_block(Pair *s, const uint8_t *r_at, const uint8_t *c
 LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t base, int64_t n, int r_kind, int c_kind,
                           int tolerant, const Sums *b, Knobs *k) {
   Moments *m = &s->m;
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   m->outside += tolerant ? b->outside : b->differ;
   for (int i = 0; i < b->nears; i++) {
     int64_t at = b->near[i], left = n - at;
-    m->outside += recount_kinds(s, r + at * (r_kind == LANES_F32 ? 4 : 2), c + at * (c_kind == LANES_F32 ? 4 : 2), r_kind,
-                                c_kind, left < CHAIN ? left : CHAIN);
+    m->outside += recount_kinds(s, r + at * r_size, c + at * c_size, r_kind, c_kind, left < CHAIN ? left : CHAIN, tolerant, k);
   }
+  int64_t looked = b->suspicious * CHAIN;
+  for (int i = 0; i < b->suspicious; i++) {
+    int64_t at = b->suspects[i] & ~1, left = n - at < CHAIN ? n - at : CHAIN;
+    if (b->suspects[i] & 1) visit_relative(s, r + at * r_size, c + at * c_size, r_kind, c_kind, left);
+    else if (visit_all(s, r + at * r_size, c + at * c_size, r_kind, c_kind, left)) set_limit(s, k);
+  }
+  if (b->both && !codes_rule_out(s, k, b)) {
+    looked += n;
+    if (visit_all(s, r, c, r_kind, c_kind, n)) set_limit(s, k);
+  }
+  weigh_news(k, looked, n);
   if (b->far > s->ulp) {
-    if (visit_words(s, r, c, r_kind, n)) set_limit(s, k);
+    if (visit_all(s, r, c, r_kind, c_kind, n)) set_limit(s, k);
   }
   if (b->marked) {
     if (visit_hits(s, r, c, r_kind, c_kind, n, b)) set_limit(s, k);
   }
-  if ((b->differ && (m->first_different_at < 0 || m->first_different_at >= base)) ||
-      b->max_ae > (float)m->max_abs_e) /* errors alike to float32 are alike: the first keeps the place */
-    ask_again(s, r, c, r_kind, c_kind, base, n);
+  /* Rarely news, so looked up again. Errors alike to float32 are alike: the first keeps the place. */
+  if (b->differ && (m->first_different_at < 0 || m->first_different_at >= base))
+    note_first(&m->first_different_at, base + first_error(r, c, r_kind, c_kind, n));
+  if (b->max_ae > (float)m->max_abs_e) greatest_error(s, r, c, r_kind, c_kind, base, n, b->max_ae);
 }
 
-/* Returns whether that could be done; if not, up to `stopped` there was nothing amiss. */
-TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k,
-                             int64_t *stopped) {
+/* Returns how many elements were taken; if none, `odd` says that something is not finite among the first ones. */
+TARGET static int64_t fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k,
+                                 int *odd) {
   float decoded[2][BLOCK] __attribute__((aligned(64)));
   const uint8_t *r, *c;
   if (r_kind == LANES_DECODED) {
@@ -177,29 +234,31 @@ TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c
   }
   Moments *m = &s->m;
   Sums b;
-  double spread_r, spread_c, count = (double)n;
+  double spread_r, spread_c;
+  choose_news(s, k);
   sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
-  if (b.rel != b.rel && b.ae <= DBL_MAX) { /* 0 / 0 */
+  if (b.rel != b.rel) { /* 0 / 0 */
     k->zeros = 1;
     sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
   }
+  *odd = b.sound == 0;
   double low = (double)b.min_r - b.max_ae * (1 + 0x1p-22), high = (double)b.max_r + b.max_ae * (1 + 0x1p-22);
-  if (!(b.ae <= DBL_MAX) || b.min_r <= s->format[0].sentinel) {
+  if (b.sound == 0 || b.min_r <= s->format[0].sentinel) {
     Moments saved = *m;
     Spread spreads[2] = {s->spread[0], s->spread[1]};
     int zeros = k->zeros;
     float clean[2][PIECE] __attribute__((aligned(64)));
     double c_ends[2];
     Sums ends;
-    *stopped = b.stopped;
     if (n > PIECE || !(fabsf(k->shift) <= FLT_MAX)) return 0;
     int64_t odds = patch_block(s, r, c, r_kind, c_kind, base, n, k, clean[0], clean[1], &ends, c_ends);
     if (odds < 0) return 0;
     r = (const uint8_t *)clean[0];
     c = (const uint8_t *)clean[1];
     r_kind = c_kind = LANES_F32;
-    count -= (double)odds;
+    double count = (double)(n - odds);
     k->zeros = 1; /* shift against shift may be that, too */
+    k->news = BY_MARKS;
     sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
     k->zeros = zeros;
     b.min_r = ends.min_r;
@@ -214,8 +273,10 @@ TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c
     if (c_ends[1] > m->ends[1].max) m->ends[1].max = c_ends[1];
     fold_sums(s, &b, k, count, spread_r, spread_c);
     finish_block(s, r, c, base, n, r_kind, c_kind, tolerant, &b, k);
-    return 1;
+    return n;
   }
+  n = b.sound;
+  double count = (double)n;
   if (!sums_hold(s, &b, count, &spread_r, &spread_c)) return 0;
   if (low < m->ends[1].min || high > m->ends[1].max || low <= s->format[1].sentinel) {
     switch (c_kind) {
@@ -229,7 +290,7 @@ TARGET static int fast_block(Pair *s, int64_t base, int64_t n, int r_kind, int c
   }
   fold_sums(s, &b, k, count, spread_r, spread_c);
   finish_block(s, r, c, base, n, r_kind, c_kind, tolerant, &b, k);
-  return 1;
+  return n;
 }
 
 TARGET static void pair(Pair *s, int64_t count) {
@@ -238,7 +299,7 @@ TARGET static void pair(Pair *s, int64_t count) {
   int fast = r_kind != LANES_NONE && c_kind != LANES_NONE && !s->widen[0] && !s->widen[1] &&
              tolerance_fits(s->atol) && tolerance_fits(s->rtol) &&
              (s->format[1].is_float || !s->format[0].is_float); /* integers' ULPs are their errors */
-  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE), 0, 0, 0};
+  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE), 0, 0, 0, 0, 0, 0, 2, 8, 0};
   if (fast && count >= 16) {
     double sample[16], sum = 0, squares = 0;
     decode_double(s->data[0], s->dtype[0], 0, 16, sample);
@@ -249,21 +310,21 @@ TARGET static void pair(Pair *s, int64_t count) {
     /* Zero serves, and costs nothing, where the mean is not large against the spread. */
     k.shift = sum * sum < 0.5 * squares ? 0.0f : (float)sum;
   }
+  int64_t head = fast && count >= 4 * BLOCK ? ahead_of_line(s->data[0], s->dtype[0]) : 0;
+  if (head) careful_block(s, 0, head);
   if (fast) set_limit(s, &k);
   int64_t pieces_until = 0; /* after a block that failed: in pieces up to there */
-  int64_t sound_until = 0;  /* but before this in one */
-  for (int64_t i = 0; i < count;) {
-    int64_t most = i < sound_until ? sound_until - i : i < pieces_until ? PIECE : BLOCK, stopped = -1;
+  for (int64_t i = head; i < count;) {
+    int64_t most = i < pieces_until ? PIECE : BLOCK;
     int64_t n = count - i < most ? count - i : most, whole = n & -(int64_t)(2 * WIDTH);
     if (fast && whole) {
-      if (fast_block(s, i, whole, r_kind, c_kind, tolerant, &k, &stopped)) {
-        i += whole;
-        continue;
-      }
+      int odd = 0;
+      int64_t done = fast_block(s, i, whole, r_kind, c_kind, tolerant, &k, &odd);
+      i += done;
+      if (done && done < whole) pieces_until = i + PIECE;
+      if (done) continue;
       if (whole > PIECE) {
-        int known = stopped >= 0 && stopped < whole && i >= sound_until;
-        sound_until = known ? i + stopped : 0;
-        pieces_until = known && stopped + PIECE < whole ? i + stopped + PIECE : i + whole;
+        pieces_until = i + (odd ? PIECE : whole);
         continue;
       }
     }

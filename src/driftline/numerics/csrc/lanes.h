@@ -17,29 +17,36 @@ LANE_FN void word_ends(const uint8_t *p, int64_t n, int kind, VI top_word, VI to
 #endif
 }
 
-/* The inner loop. n is a multiple of 2 * WIDTH; the numbers from `r_kind` to `plain` are constants where it is inlined.
- * `plain`: nothing is subtracted from r, and 0 / 0 is let be: the sum of relative errors tells by being NaN. */
+/* The inner loop. n is a multiple of 2 * WIDTH; the numbers from `r_kind` to `news` are constants where it is inlined.
+ * `plain`: nothing is subtracted from r, and 0 / 0 is let be: the sum of relative errors tells by being NaN.
+ * `news`: how a new greatest relative error or ULP distance is noticed. BY_CHAINS finds neither, but names the chains
+ * that can hold one: no relative error is greater than its lane's sum of them, and small errors are few ULPs. */
 LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
-                       int plain, int by_words, const Knobs *k, Sums *out) {
+                       int plain, int news, const Knobs *k, Sums *out) {
+  const int by_words = news == BY_WORDS, by_chains = news == BY_CHAINS;
+  /* Where roundings alone are great errors, the chains' own greatest tells nothing about relative errors. */
+  const int sharp = by_chains && c_kind == LANES_BF16, by_codes = sharp && WORD_ENDS && r_kind == LANES_BF16;
   const VF zero = OP(setzero_ps)(), shift = OP(set1_ps)(k->shift), limit = OP(set1_ps)(k->limit);
-  const VF near_limit = OP(set1_ps)(k->least_ae);
+  const VF near_limit = OP(set1_ps)(k->least_ae), known_rel = OP(set1_ps)(k->known_rel);
   const VF atol = OP(set1_ps)(k->atol), rtol = OP(set1_ps)(k->rtol);
   VF sums[7] = {zero, zero, zero, zero, zero, zero, zero};
   VF min_r = OP(set1_ps)(INFINITY), max_r = OP(set1_ps)(-INFINITY);
   VI max_ae = AS_BITS(zero), max_rel = AS_BITS(zero); /* of what has no sign, as integers: those units are idle */
   VI top_word = OP(set1_epi32)((int)0x80008000u), top_code = AS_BITS(zero);
   const int words = WORD_ENDS && r_kind != LANES_F32, alike = words && plain && r_kind == c_kind;
-  VI far = AS_BITS(zero);
+  VI far = AS_BITS(zero), both = AS_BITS(zero);
   TALLY differ = NO_TALLY, outside = NO_TALLY;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
-  int nears = 0;
+  int nears = 0, suspects = 0;
   HIT any = NO_HIT;
   int64_t from = 0;
   for (int64_t to; from < n; from = to) {
     /* A lane adds 32 numbers, then the lane joins its total: short chains keep float32's digits. */
     VF sx = zero, se = zero, sxx = zero, sxe = zero, see = zero, sae = zero, srel = zero;
-    VI margin = AS_BITS(zero), nearest = OP(set1_epi32)(-1);
-    TALLY outside_before = outside;
+    VI margin = AS_BITS(zero), nearest = OP(set1_epi32)(-1), chain_ae = AS_BITS(zero);
+    VF low = min_r, high = max_r;
+    VI most_ae = max_ae, most_rel = max_rel, word = top_word, code = top_code, steps = far, sum = both;
+    TALLY differing = differ, beyond = outside;
     to = from + CHAIN < n ? from + CHAIN : n;
     for (int64_t i = from; i < to; i += 2 * WIDTH) {
       VF rs[2], cs[2];
@@ -63,59 +70,83 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         __builtin_prefetch(c_at + c_size * i + line + AHEAD);
       if (words) {
         VI r = load_bits(r_at + 2 * i);
-        top_word = OP(max_epi16)(top_word, r);
-        top_code = OP(max_epu16)(top_code, r);
+        word = OP(max_epi16)(word, r);
+        code = OP(max_epu16)(code, r);
         /* Zeros of opposite signs differ here only; with them there is a 0 / 0, and the block is not used. */
         if (alike) {
           VI c = load_bits(c_at + 2 * i);
-          differ = tally_words(differ, r, c);
-          if (by_words) far = OP(max_epu16)(far, word_steps(r, c));
+          differing = tally_words(differing, r, c);
+          if (by_words) steps = OP(max_epu16)(steps, word_steps(r, c));
+          if (by_codes) sum = OP(max_epu16)(sum, OP(add_epi16)(r, c));
         }
       }
-      VI rels[2], aes[2], lefts[2];
+      /* Step by step for both: few numbers live at a time, so that sums stay in registers where those are few. The two of
+       * a lane are added first: a total that waits in memory is met once only. */
+      VF xs[2], es[2], aes[2], ars[2], rels[2];
+      VI lefts[2];
       for (int half = 0; half < 2; half++) {
-        VF r = rs[half], c = cs[half];
-        VF e = OP(sub_ps)(c, r), x = plain ? r : OP(sub_ps)(r, shift), ae = ABS(e), ar = ABS(r);
-        sx = OP(add_ps)(sx, x);
-        se = OP(add_ps)(se, e);
-        sae = OP(add_ps)(sae, ae);
-        sxx = OP(fmadd_ps)(x, x, sxx);
-        sxe = OP(fmadd_ps)(x, e, sxe);
-        see = OP(fmadd_ps)(e, e, see);
-        if (!words) {
-          min_r = OP(min_ps)(min_r, r);
-          max_r = OP(max_ps)(max_r, r);
-        }
-        aes[half] = AS_BITS(ae);
-        SPLIT errors = split(e);
-        VF rel = plain ? OP(div_ps)(ae, ar) : relative(errors, ae, ar);
-        if (!alike) differ = tally_errors(differ, errors);
-        srel = OP(add_ps)(srel, rel);
-        if (tolerant == EXACT_NEAR_ZERO) {
-          VI past = steps_past(errors, ae, OP(mul_ps)(rtol, ar));
-          outside = tally_past(outside, past);
-          nearest = nearer(nearest, past);
-        } else if (tolerant) {
-          VF allowed = OP(fmadd_ps)(rtol, ar, atol);
-          /* How many float32 steps are left to what is allowed; negative, so unsigned large, where outside. */
-          lefts[half] = OP(sub_epi32)(AS_BITS(allowed), AS_BITS(ae));
-        }
-        rels[half] = AS_BITS(rel);
+        xs[half] = plain ? rs[half] : OP(sub_ps)(rs[half], shift);
+        es[half] = OP(sub_ps)(cs[half], rs[half]);
+        if (words) continue;
+        low = OP(min_ps)(low, rs[half]);
+        high = OP(max_ps)(high, rs[half]);
       }
+      sx = OP(add_ps)(sx, OP(add_ps)(xs[0], xs[1]));
+      se = OP(add_ps)(se, OP(add_ps)(es[0], es[1]));
+      for (int half = 0; half < 2; half++) {
+        sxx = OP(fmadd_ps)(xs[half], xs[half], sxx);
+        sxe = OP(fmadd_ps)(xs[half], es[half], sxe);
+        see = OP(fmadd_ps)(es[half], es[half], see);
+      }
+      for (int half = 0; half < 2; half++) {
+        VF ae = ABS(es[half]), ar = ABS(rs[half]);
+        SPLIT errors = split(es[half]);
+        rels[half] = plain ? OP(div_ps)(ae, ar) : relative(errors, ae, ar);
+        if (!alike) differing = tally_errors(differing, errors);
+        aes[half] = ae;
+        ars[half] = ar;
+        if (tolerant != EXACT_NEAR_ZERO) continue;
+        VI past = steps_past(errors, ae, OP(mul_ps)(rtol, ar));
+        beyond = tally_past(beyond, past);
+        nearest = nearer(nearest, past);
+      }
+      sae = OP(add_ps)(sae, OP(add_ps)(aes[0], aes[1]));
       if (tolerant == TOLERANT) {
-        outside = tally_negative(outside, lefts[0], lefts[1]);
+        for (int half = 0; half < 2; half++) {
+          VF allowed = OP(fmadd_ps)(rtol, ars[half], atol);
+          /* How many float32 steps are left to what is allowed; negative, so unsigned large, where outside. */
+          lefts[half] = OP(sub_epi32)(AS_BITS(allowed), AS_BITS(aes[half]));
+        }
+        beyond = tally_negative(beyond, lefts[0], lefts[1]);
         margin = least_past(margin, lefts[0], lefts[1]);
       }
-      VI rel = OP(max_epi32)(rels[0], rels[1]);
-      max_rel = OP(max_epi32)(max_rel, rel);
-      VI ae = OP(max_epi32)(aes[0], aes[1]);
-      max_ae = OP(max_epi32)(max_ae, ae);
-      if (!by_words) any = mark(any, out->marks, i / (2 * WIDTH), AS_FLOAT(rel), limit, AS_FLOAT(ae), near_limit);
+      srel = OP(add_ps)(srel, OP(add_ps)(rels[0], rels[1]));
+      VI ae = OP(max_epi32)(AS_BITS(aes[0]), AS_BITS(aes[1]));
+      if (sharp || !by_chains) most_ae = OP(max_epi32)(most_ae, ae);
+      if (by_codes) continue;
+      if (by_chains && !sharp) {
+        chain_ae = OP(max_epi32)(chain_ae, ae);
+        continue;
+      }
+      VI rel = OP(max_epi32)(AS_BITS(rels[0]), AS_BITS(rels[1]));
+      if (sharp) chain_ae = greatest_beyond(chain_ae, ae, AS_FLOAT(rel), limit);
+      else most_rel = OP(max_epi32)(most_rel, rel);
+      if (news == BY_MARKS) any = mark(any, out->marks, i / (2 * WIDTH), AS_FLOAT(rel), limit, AS_FLOAT(ae), near_limit);
     }
-    if ((tolerant == TOLERANT && too_near(margin)) || (tolerant == EXACT_NEAR_ZERO && too_near_zero(nearest))) {
-      outside = outside_before;
+    if (!all_finite(sae)) break; /* what was before this chain stands */
+    if (by_chains) {
+      if (!sharp) most_ae = OP(max_epi32)(most_ae, chain_ae);
+      if (!by_codes && any_beyond(srel, limit, AS_FLOAT(chain_ae), near_limit)) out->suspects[suspects++] = (uint16_t)from;
+      if (any_beyond(srel, known_rel, srel, known_rel)) out->suspects[suspects++] = (uint16_t)(from | 1);
+    }
+    if ((tolerant == TOLERANT && too_near(margin)) || (tolerant == EXACT_NEAR_ZERO && too_near_zero(nearest)))
       out->near[nears++] = (uint16_t)from;
-    }
+    else
+      outside = beyond;
+    differ = differing;
+    min_r = low, max_r = high;
+    max_ae = most_ae, max_rel = most_rel;
+    top_word = word, top_code = code, far = steps, both = sum;
     sums[0] = OP(add_ps)(sums[0], sx);
     sums[1] = OP(add_ps)(sums[1], se);
     sums[2] = OP(add_ps)(sums[2], sxx);
@@ -123,7 +154,6 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
     sums[4] = OP(add_ps)(sums[4], see);
     sums[5] = OP(add_ps)(sums[5], sae);
     sums[6] = OP(add_ps)(sums[6], srel);
-    if (!all_finite(sae)) break; /* the rest is of no use */
   }
   out->x = sum_lanes(sums[0]);
   out->e = sum_lanes(sums[1]);
@@ -135,52 +165,53 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   out->max_ae = max_lane(AS_FLOAT(max_ae));
   out->max_rel = max_lane(AS_FLOAT(max_rel));
   if (words) {
-    word_ends(r_at, n, r_kind, top_word, top_code, out);
+    word_ends(r_at, from, r_kind, top_word, top_code, out);
   } else {
     out->min_r = min_lane(min_r);
     out->max_r = max_lane(max_r);
   }
-  out->differ = tallied(differ);
+  out->differ = alike ? tallied_words(differ, from) : tallied_errors(differ, from);
   out->outside = tallied(outside);
-  out->stopped = from;
+  out->sound = from;
   out->nears = nears;
+  out->suspicious = suspects;
   out->marked = any_hit(any);
   if (by_words) out->far = greatest_code(far);
+  out->both = by_codes ? greatest_code(both) : 0;
 }
 
 #undef RARE_CASE_BODY
-#define RARE_CASE_BODY(r_kind, c_kind)                                              \
-    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, 0, k, out); \
-    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, 0, k, out); \
-    else sum_block(r, c, n, r_kind, c_kind, 0, 0, 0, k, out);                          \
+#define RARE_CASE_BODY(r_kind, c_kind)                                                        \
+    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, BY_MARKS, k, out); \
+    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, BY_MARKS, k, out); \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 0, BY_MARKS, k, out);                           \
     break
 #undef PLAIN_BODY
-#define PLAIN_BODY(r_kind, c_kind, by_words)                                        \
-    if (k->shift == 0.0f && !k->zeros && tolerant != EXACT_NEAR_ZERO) {             \
-      if (tolerant) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by_words, k, out); \
-      else sum_block(r, c, n, r_kind, c_kind, 0, 1, by_words, k, out);              \
-      break;                                                                        \
-    }
+#define PLAIN_BODY(r_kind, c_kind, by)                                                        \
+    if (tolerant) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, k, out);                 \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 1, by, k, out);                                 \
+    break
 #undef CASE
-#define CASE(r_kind, c_kind)                                                        \
-  case r_kind * 3 + c_kind:                                                         \
-    PLAIN_BODY(r_kind, c_kind, 0)                                                   \
+#define CASE(r_kind, c_kind)                                                                  \
+  case r_kind * 3 + c_kind:                                                                   \
+    if (plain && k->news == BY_CHAINS) { PLAIN_BODY(r_kind, c_kind, BY_CHAINS); }             \
+    if (plain) { PLAIN_BODY(r_kind, c_kind, BY_MARKS); }                                      \
     RARE_CASE_BODY(r_kind, c_kind)
 #undef WORD_CASE
-#define WORD_CASE(kind)                                                             \
-  case kind * 3 + kind:                                                             \
-    if (k->by_words) {                                                              \
-      PLAIN_BODY(kind, kind, WORD_ENDS)                                             \
-    }                                                                               \
-    PLAIN_BODY(kind, kind, 0)                                                       \
+#define WORD_CASE(kind)                                                                       \
+  case kind * 3 + kind:                                                                       \
+    if (plain && k->news == BY_CHAINS) { PLAIN_BODY(kind, kind, BY_CHAINS); }                 \
+    if (plain && WORD_ENDS && k->news == BY_WORDS) { PLAIN_BODY(kind, kind, BY_WORDS); }      \
+    if (plain) { PLAIN_BODY(kind, kind, BY_MARKS); }                                          \
     RARE_CASE_BODY(kind, kind)
 #undef RARE_CASE
-#define RARE_CASE(r_kind, c_kind)                                                   \
-  case r_kind * 3 + c_kind:                                                         \
+#define RARE_CASE(r_kind, c_kind)                                                             \
+  case r_kind * 3 + c_kind:                                                                   \
     RARE_CASE_BODY(r_kind, c_kind)
 
 TARGET static void sum_kinds(const uint8_t *r, const uint8_t *c, int64_t n, int r_kind, int c_kind, int tolerant,
                              const Knobs *k, Sums *out) {
+  const int plain = k->shift == 0.0f && !k->zeros && tolerant != EXACT_NEAR_ZERO;
   out->far = 0;
   switch (r_kind * 3 + c_kind) {
     CASE(LANES_F32, LANES_F32);

@@ -53,6 +53,7 @@ LANE_FN void plain_storeu_ps(float *p, VF v) { memcpy(p, &v, sizeof v); }
 LANE_FN VI plain_max_epi32(VI a, VI b) { VI m = (VI)(a > b); return (a & m) | (b & ~m); }
 LANE_FN VI plain_max_epi16(VI a, VI b) { (void)b; return a; } /* never asked: see WORD_ENDS */
 LANE_FN VI plain_max_epu16(VI a, VI b) { (void)b; return a; }
+LANE_FN VI plain_add_epi16(VI a, VI b) { (void)b; return a; }
 LANE_FN VI load_bits(const uint8_t *p) { VI v; memcpy(&v, p, sizeof v); return v; }
 
 LANE_FN VF chosen(MASK mask, VF yes, VF no) { return (VF)(((VI)yes & mask) | ((VI)no & ~mask)); }
@@ -110,8 +111,14 @@ LANE_FN uint32_t least_lane(VI v) {
 LANE_FN SPLIT split(VF e) { return (VI)(e == plain_setzero_ps()); }
 LANE_FN VF relative(SPLIT s, VF ae, VF ar) { return (VF)((VI)(ae / ar) & ~s); }
 LANE_FN TALLY tally_errors(TALLY tally, SPLIT s) { return tally - ~s; }
+LANE_FN unsigned equal_lanes(VF a, VF b) {
+  VI m = (VI)(a == b);
+  return (m[0] & 1u) | (m[1] & 2u) | (m[2] & 4u) | (m[3] & 8u);
+}
 LANE_FN TALLY tally_zeros(TALLY tally, VF v) { return tally - split(v); }
 LANE_FN int64_t tallied(TALLY t) { return (int64_t)t[0] + t[1] + t[2] + t[3]; }
+LANE_FN int64_t tallied_errors(TALLY t, int64_t n) { (void)n; return tallied(t); }
+LANE_FN int64_t tallied_words(TALLY t, int64_t n) { (void)n; return tallied(t); }
 LANE_FN int any_hit(HIT hit) {
   uint64_t halves[2];
   memcpy(halves, &hit, sizeof halves);
@@ -123,7 +130,8 @@ LANE_FN HIT mark(HIT any, uint8_t *marks, int64_t i, VF rel, VF limit, VF ae, VF
   marks[i] = (uint8_t)any_hit(here);
   return any | here;
 }
-LANE_FN VI word_steps(VI r, VI c) { (void)c; return r; } /* never asked, as are the next two */
+LANE_FN VI word_steps(VI r, VI c) { (void)c; return r; } /* never asked, as are the next three */
+LANE_FN VI word_distance(VI r, VI c) { (void)c; return r; }
 LANE_FN unsigned greatest_code(VI v) { (void)v; return 0; }
 LANE_FN TALLY tally_words(TALLY tally, VI a, VI b) { (void)a, (void)b; return tally; } /* never asked */
 LANE_FN VI steps_past(SPLIT s, VF ae, VF allowed) { return plain_sub_epi32((VI)ae, (VI)allowed) | s; }
@@ -143,6 +151,8 @@ LANE_FN VI least_past(VI margin, VI a, VI b) {
 LANE_FN int too_near(VI margin) { return any_hit(margin); }
 LANE_FN int too_near_zero(VI margin) { return any_hit(~margin); }
 LANE_FN int all_finite(VF v) { return !any_hit(~(VI)(v <= plain_set1_ps(FLT_MAX))); }
+LANE_FN VI greatest_beyond(VI most, VI v, VF third, VF limit) { return plain_max_epi32(most, v & (VI)(third > limit)); }
+LANE_FN int any_beyond(VF a, VF a_limit, VF b, VF b_limit) { return any_hit((VI)(a > a_limit) & (VI)(b > b_limit)); }
 LANE_FN MASK ordinary(VF r, VF c, VF r_mask, VF c_mask) {
   const VF top = plain_set1_ps(FLT_MAX);
   return (VI)(ABS(r) <= top) & (VI)(ABS(c) <= top) & (VI)(r != r_mask) & (VI)(c != c_mask);

@@ -123,6 +123,24 @@ LANE_FN unsigned greatest_code(VI v) { return 0xFFFF ^ least_code(v ^ OP(set1_ep
 /* How many steps two sixteen-bit floats of one sign are apart; for others, no less than the codes that are no finite
  * numbers' leave: 129 (bfloat16) or 1025 (float16). */
 LANE_FN VI word_steps(VI r, VI c) { return OP(abs_epi16)(OP(sub_epi16)(r, c)); }
+/* Which lanes of two vectors are equal, as bits. */
+LANE_FN unsigned equal_lanes(VF a, VF b) {
+#if WIDTH == 16
+  return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ);
+#else
+  return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+#endif
+}
+
+/* How many steps any two are apart: words made integers that grow with the value, both zeros alike. */
+LANE_FN VI word_ordinal(VI v) {
+  VI sign = OP(srai_epi16)(v, 15);
+  return OP(sub_epi16)(AND_BITS(v, OP(set1_epi16)(0x7FFF)) ^ sign, sign);
+}
+LANE_FN VI word_distance(VI r, VI c) {
+  VI a = word_ordinal(r), b = word_ordinal(c);
+  return OP(sub_epi16)(OP(max_epi16)(a, b), OP(min_epi16)(a, b));
+}
 TARGET static unsigned least_code_of(const uint8_t *p, int64_t n) {
   VI least = OP(set1_epi32)(-1);
   for (int64_t i = 0; i < n; i += 2 * WIDTH) least = OP(min_epu16)(least, load_bits(p + 2 * i));
@@ -164,15 +182,19 @@ LANE_FN VF relative(SPLIT s, VF ae, VF ar) {
 #endif
 }
 
+/* What SPLIT says is what is counted; and how many of `n` had an error. */
 LANE_FN TALLY tally_errors(TALLY tally, SPLIT s) {
 #if WIDTH == 16
   return tally + __builtin_popcount(s);
 #else
-  return tally + 8 - __builtin_popcount((unsigned)_mm256_movemask_ps(s));
+  return tally + __builtin_popcount((unsigned)_mm256_movemask_ps(s));
 #endif
 }
+LANE_FN int64_t tallied_errors(TALLY tally, int64_t n) { return WIDTH == 16 ? tally : n - tally; }
 
-LANE_FN TALLY tally_zeros(TALLY tally, VF v) { return tally + WIDTH - tally_errors(0, split(v)); }
+LANE_FN TALLY tally_zeros(TALLY tally, VF v) {
+  return WIDTH == 16 ? tally + WIDTH - tally_errors(0, split(v)) : tally_errors(tally, split(v));
+}
 LANE_FN int64_t tallied(TALLY tally) { return tally; }
 LANE_FN int any_hit(HIT hit) { return hit != 0; }
 
@@ -221,13 +243,33 @@ LANE_FN int all_finite(VF v) {
 #endif
 }
 
+/* The greater of two magnitudes, where a third is beyond its limit. */
+LANE_FN VI greatest_beyond(VI most, VI v, VF third, VF limit) {
+#if WIDTH == 16
+  return _mm512_mask_max_epi32(most, _mm512_cmp_ps_mask(third, limit, _CMP_GT_OQ), most, v);
+#else
+  return _mm256_max_epi32(most, AND_BITS(v, AS_BITS(_mm256_cmp_ps(third, limit, _CMP_GT_OQ))));
+#endif
+}
+
+/* Whether some lane is greater than two limits. */
+LANE_FN int any_beyond(VF a, VF a_limit, VF b, VF b_limit) {
+#if WIDTH == 16
+  return _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(a, a_limit, _CMP_GT_OQ), b, b_limit, _CMP_GT_OQ) != 0;
+#else
+  return _mm256_movemask_ps(
+    _mm256_and_ps(_mm256_cmp_ps(a, a_limit, _CMP_GT_OQ), _mm256_cmp_ps(b, b_limit, _CMP_GT_OQ))) != 0;
+#endif
+}
+
 LANE_FN TALLY tally_words(TALLY tally, VI a, VI b) {
 #if WIDTH == 16
   return tally + __builtin_popcount(_mm512_cmpneq_epi16_mask(a, b));
 #else
-  return tally + 16 - __builtin_popcount((unsigned)_mm256_movemask_epi8(_mm256_cmpeq_epi16(a, b)) & 0x55555555u);
+  return tally + __builtin_popcount((unsigned)_mm256_movemask_epi8(_mm256_cmpeq_epi16(a, b))); /* two where equal */
 #endif
 }
+LANE_FN int64_t tallied_words(TALLY tally, int64_t n) { return WIDTH == 16 ? tally : n - tally / 2; }
 
 /* How many of two vectors are negative; clipped to sixteen bits, signs and small numbers stay. */
 LANE_FN TALLY tally_negative(TALLY tally, VI a, VI b) {
