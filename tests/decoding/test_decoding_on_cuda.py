@@ -13,6 +13,7 @@ from tiny_decoders import GRANITE, LLAMA, PROMPTS, llama, tokenizer
 
 from driftline.cli.main import main
 from driftline.decoding.generation import generate
+from driftline.decoding.paged import FP8, OF_FMS
 from driftline.decoding.prompts import PromptPool
 from driftline.decoding.scoring import score
 from driftline.decoding.targets import Target, default_targets, ready
@@ -48,6 +49,26 @@ def test_a_candidate_on_the_gpu_is_near_the_reference(dtype: str, backend: str) 
         scores = score(reference.logits[at], forced.logits[at], reference.tokens[at, -8:])
         assert scores.total_variation.max() < allowed
         assert not scores.odd.any()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("attention", OF_FMS)
+def test_attention_of_ibm_fms_is_on_the_gpu_what_it_is_on_the_cpu(attention, dtype) -> None:
+    pytest.importorskip("fms")
+    drawn = PromptPool(PROMPTS, tokenizer()).sample(3, 60)
+    ours = llama(Target(attention=attention), library="fms")
+    theirs = llama(Target("cuda", dtype, attention=attention), library="fms")
+    reference = generate(ours, drawn, 9, length=60)
+    forced = generate(theirs, drawn, 9, length=60, forced=reference.tokens)
+    assert reference.logits is not None
+    assert forced.logits is not None
+    # A number on the border of two of fp8 falls either way, and then moves as much as fp8 does.
+    allowed = {"fp32": 1e-4, "fp16": 0.003, "bf16": 0.03}[dtype]
+    if attention in FP8:
+        allowed = 0.03 if dtype == "fp32" else 0.12
+    for at in range(3):
+        scores = score(reference.logits[at], forced.logits[at], reference.tokens[at, -9:])
+        assert scores.total_variation.max() < allowed, float(scores.total_variation.max())
 
 
 @pytest.mark.parametrize("model", [LLAMA, GRANITE], ids=lambda path: path.name)
