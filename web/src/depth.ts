@@ -459,6 +459,7 @@ export class Depth {
     const taken: number[] = [];
     for (const i of ranked) {
       const x = pixels(starts[i]);
+      if (x + this.groupName(starts[i], u).length * 3.2 > u.bbox.width / devicePixelRatio + 14) continue;
       if (taken.every((other) => Math.abs(pixels(other) - x) >= room)) taken.push(starts[i]);
     }
     return taken.sort((a, b) => a - b);

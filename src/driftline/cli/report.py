@@ -75,6 +75,8 @@ def report(
         raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
     if pictures < 0:
         raise BadInput(f"--pictures {pictures} is no number of pictures", hint="give 0 or more")
+    if output.is_dir():
+        raise AlreadyThere(f"{output} is a folder", hint="give the name of a file with -o")
     if output.exists() and not force and not script.asked():  # before the work is done
         raise AlreadyThere(f"{output} exists", hint="give another -o, or --force")
     from driftline.alignment.door import AlignOptions

@@ -190,6 +190,11 @@ def page_of(
         ours, theirs = _behind(table, subject)
         if ours is not None and theirs is not None:
             plan = align_runs(ours, theirs, options or AlignOptions())
+        elif table.rows and not decoder and table.limits.get("kind") is None:
+            notes.append(
+                "the two runs were not found where the comparison says, or have changed since: "
+                "there are no pictures of tensors here, and no cause is named"
+            )
     trusted: list[Variant] = []
     if noise:
         if ours is None:

@@ -165,8 +165,8 @@ def _lede(verdict: Mapping[str, Any]) -> str:
         if verdict["class"]:
             lines.append(str(verdict["class"]))
         text = str(verdict["sentence"])
-        _, comma, rest = text.partition(", in its ")
-        said = f"in its {rest}" if comma else text
+        _, comma, rest = text.partition(f"'{verdict['site']}'")[2].partition(", in ")
+        said = f"in {rest}" if comma else text
         lines.append(said.replace("<=", "≤").replace(">=", "≥"))
         return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
     if verdict["status"] == "pass" and sum(verdict["coverage"].values()):
