@@ -23,6 +23,7 @@ StepKind = Literal[
     "select",  # positions `numbers` along `axis`: rows, or interleaved parts of a fused tensor
     "sum",  # sources added up: partial results of ranks
     "dequantise",  # (values - zero point) * scale; sources are values[, scale[, zero point]]
+    "unpack",  # words of 32 bits become several codes along `axis`, whose places are `numbers`
     "lowfloat",  # words of 64 bits whose low half is a float32: that number (ATB's deq_scale)
 ]
 KINDS: tuple[str, ...] = get_args(StepKind)
@@ -43,7 +44,8 @@ class Step(NamedTuple):
             elements have a scale each, where the scales are a plain list.
         start: First element of a split or trim.
         stop: Last element plus one.
-        numbers: Axes of a transpose, shape of a reshape, positions of a select.
+        numbers: Axes of a transpose, shape of a reshape, positions of a select, places of codes in
+            a word, lowest first, for unpack.
         factor: Of dequantise: what every scale is multiplied by; the scale itself without a source.
         zero: Of dequantise: what every value is lessened by.
     """
@@ -74,8 +76,8 @@ class Step(NamedTuple):
             return f"{self.kind}(axis {self.axis}, {self.start}:{self.stop})"
         if self.kind in ("transpose", "reshape"):
             return f"{self.kind}({','.join(map(str, self.numbers))})"
-        if self.kind == "select":
-            return f"select(axis {self.axis}, {','.join(_ranges(self.numbers))})"
+        if self.kind in ("select", "unpack"):
+            return f"{self.kind}(axis {self.axis}, {','.join(_ranges(self.numbers))})"
         if self.kind == "dequantise":
             times = f", times {self.factor!r}" if self.factor is not None else ""
             minus = f", minus {self.zero!r}" if self.zero else ""
@@ -199,8 +201,8 @@ def step_from_text(text: str) -> Step:
         if kind in ("split", "trim"):
             begin, _, end = rest.partition(":")
             return Step(cast(StepKind, kind), axis, int(begin), int(end))
-        if kind == "select":
-            return Step("select", axis, numbers=tuple(_positions(rest)))
+        if kind in ("select", "unpack"):
+            return Step(cast(StepKind, kind), axis, numbers=tuple(_positions(rest)))
         if kind == "dequantise":
             zero = _after("minus", rest) or 0.0
             return Step("dequantise", axis, factor=_after("times", rest), zero=zero)

@@ -76,6 +76,9 @@ def _after(step: Step, shape: Shape) -> Shape:
     elif step.kind == "reshape":
         fits = math.prod(step.numbers) == math.prod(shape) and min(step.numbers, default=0) >= 0
         result = step.numbers
+    elif step.kind == "unpack":
+        fits = 0 <= at < len(shape) and is_packing(step.numbers)
+        result = (*shape[:at], shape[at] * len(step.numbers), *shape[at + 1 :]) if fits else shape
     elif step.kind == "lowfloat":
         pass
     else:
@@ -83,6 +86,11 @@ def _after(step: Step, shape: Shape) -> Shape:
     if not fits:
         raise BadInput(f"{step} does not fit {_dims(shape)}")
     return result
+
+
+def is_packing(places: Sequence[int]) -> bool:
+    """Whether these are all places of a word, each once: 4, 8 or 16 codes of it."""
+    return len(places) in (4, 8, 16) and sorted(places) == list(range(len(places)))
 
 
 def _all(shapes: Sequence[Shape]) -> str:

@@ -65,6 +65,14 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Se
         from driftline.alignment.moments import seen_moments
 
         reference, candidate = seen_moments(reference, candidate)
+    if any(
+        record.key.site[-7:] == "qweight" or record.key.slot == "qweight"
+        for run in (reference, candidate)
+        for record in run.records
+    ):
+        from driftline.alignment.packed import seen_packed
+
+        reference, candidate = seen_packed(reference, candidate)
     return Seen(reference, candidate, tuple(notes))
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from driftline.alignment.axes import are_weights
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import JOINING, Recipe, Source, Step, start
+from driftline.alignment.recipe_shapes import is_packing
 from driftline.comparison.metrics.catalogue import KNOWN
 from driftline.comparison.values import ValuePair
 from driftline.errors import BadInput
@@ -118,6 +119,8 @@ def made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
     for step in steps:
         if step.kind == "lowfloat":
             words, dtype = _low_floats(words, dtype)
+        elif step.kind == "unpack":
+            words, dtype = _unpacked(step, words, dtype)
         else:
             words = _done(step, words)
     return words, dtype
@@ -231,6 +234,21 @@ def _low_floats(words: Storage, dtype: DType) -> tuple[Storage, DType]:
         raise BadInput(f"lowfloat takes words of 64 bits, not {dtype.name}")
     low = (np.ascontiguousarray(words).view(np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     return low.view(np.float32).reshape(words.shape), DTYPES["float32"]
+
+
+def _unpacked(step: Step, words: Storage, dtype: DType) -> tuple[Storage, DType]:
+    """The codes in words of 32 bits, one after the other along an axis, as uint8."""
+    if dtype.name not in ("int32", "uint32") or not is_packing(step.numbers):
+        raise BadInput(f"{step} takes words of 32 bits and 4, 8 or 16 places, not {dtype.name}")
+    if not 0 <= step.axis < words.ndim:
+        raise BadInput(f"{step} does not fit {_dims(words.shape)}: it has no axis {step.axis}")
+    bits = 32 // len(step.numbers)
+    whole = np.ascontiguousarray(words).view(np.uint32)
+    mask = np.uint32((1 << bits) - 1)
+    codes = [(whole >> np.uint32(bits * place) & mask).astype(np.uint8) for place in step.numbers]
+    at = step.axis
+    shape = (*words.shape[:at], words.shape[at] * len(codes), *words.shape[at + 1 :])
+    return np.stack(codes, axis=at + 1).reshape(shape), DTYPES["uint8"]
 
 
 class _Spread(NamedTuple):

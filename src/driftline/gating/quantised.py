@@ -26,6 +26,8 @@ def quantised_row(row: Row) -> str:
         (row.reference_dtype, row.reference_recipe),
         (row.candidate_dtype, row.candidate_recipe),
     ):
+        if "dequantise" in recipe and "unpack" in recipe:
+            return "int8" if "unpack(axis 0, 0:4)" in recipe else "int4"  # codes to a word
         if dtype in QUANTISED and "dequantise" in recipe:
             return dtype
     return ""
