@@ -85,7 +85,8 @@ def test_a_stranger_sees_which_layer_is_to_blame(tab: Tab, demo: Path, screensho
     opened(tab, demo)
     assert tab.text("h1") == f"The drift starts at {CULPRIT}"
     head = tab.text(".headline")
-    assert "Fail" in head and "SiLU → GELU" in head and "computes gelu" in head
+    assert "Fail" in head and "SiLU → GELU · in its output: relative_l2" in head
+    assert "computes gelu" in head
     assert "264 of 264 tensors" in head and "bfloat16" in head
     assert chosen(tab) == CULPRIT
     assert "the drift starts here" in tab.text("#site")

@@ -165,7 +165,9 @@ def _lede(verdict: Mapping[str, Any]) -> str:
         if verdict["class"]:
             lines.append(str(verdict["class"]))
         text = str(verdict["sentence"])
-        _, comma, rest = text.partition(f"'{verdict['site']}'")[2].partition(", in ")
+        after = text.partition(f"'{verdict['site']}'")[2]
+        # `(SiLU, in the candidate GELU), in its output: …`: the class has been said already.
+        _, comma, rest = after.partition("), in " if after.startswith(" (") else ", in ")
         said = f"in {rest}" if comma else text
         lines.append(said.replace("<=", "≤").replace(">=", "≥"))
         return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
