@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import driftline
@@ -110,6 +110,7 @@ def test_recipes_are_saved_and_carried_out_again(tmp_path: Path) -> None:
         driftline.align(ours, theirs, plan=file)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_no_text_makes_reading_crash(text: str) -> None:
     import tempfile
@@ -123,6 +124,7 @@ def test_no_text_makes_reading_crash(text: str) -> None:
             read_plan(file, *runs)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_name_survives_writing(name: str) -> None:
     import tomllib
