@@ -38,6 +38,7 @@ def test_all_types_together_in_a_run_and_in_the_seed_s_paths(dump, workshop, cap
         assert files and set(files) <= held, "every file that is named is in the run"
         matrix = next(line for line in lines if line.name == "aten.addmm.default_0_0")
         assert matrix.param["beta"] == 1 and matrix.inputs[1].shape == (2, 4)
+        assert sum("/param/" in path for path in matrix.files) == 2, "its weight and bias are kept"
     assert len(checked(folder / "model.onnx").node) > 5
 
     assert main(["convert", "all", "-o", "seed", "--to", "ait"]) == 0

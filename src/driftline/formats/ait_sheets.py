@@ -60,12 +60,13 @@ def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]
         steps.setdefault(call.step, []).append(call)
     found: dict[str, str] = {}
     for step, those in sorted(steps.items()):
-        files = {
-            (call.number, port, tensor.slot): file_of(call, port, tensor)
-            for call in those
-            for port, tensors in (("input", call.inputs), ("output", call.outputs))
-            for tensor in tensors
-        }
+        files: dict[tuple[int, str, str], str] = {}
+        for call in those:
+            for one in call.inputs:  # a parameter that it read has a port of its own
+                file = file_of(call, "input", one) or file_of(call, "param", one)
+                files[call.number, "input", one.slot] = file
+            for one in call.outputs:
+                files[call.number, "output", one.slot] = file_of(call, "output", one)
         found[OPERATIONS.format(step)] = operation_sheet(those, files)
     return found
 
