@@ -318,15 +318,19 @@ def _from_fms(ask: _Ask) -> torch.nn.Module:
         architecture = "hf_configured" if ask.random_weights else architecture
         variant = None if folder else ask.source
     torch_module.manual_seed(WEIGHTS_SEED)
+    # Another device or number format would draw other weights: they are drawn on the CPU in fp32.
+    drawn = ask.random_weights
     with redirect_stdout(sys.stderr):  # it speaks while it loads
         module = models.get_model(
             architecture,
             variant=variant,
             model_path=folder,
-            device_type=place.device.type,
-            data_type=place.dtype,
+            device_type="cpu" if drawn else place.device.type,
+            data_type=torch_module.float32 if drawn else place.dtype,
             **words,
         )
+    if drawn:
+        module = module.to(device=place.device, dtype=place.dtype)
     if ask.micro_layers is not None and not ask.random_weights:
         # A model with weights takes its layers from them, whatever is said; so they are cut off.
         _check_layers(ask.micro_layers, len(module.base_model.layers))
