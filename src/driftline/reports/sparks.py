@@ -77,10 +77,10 @@ def _largest(group: Sequence[float | None]) -> float | None:
 
 
 def heat(severity: float) -> str:
-    """One bar for value over limit; half of the limit is high already, on a logarithmic scale.
+    """One bar for value over limit; half of the limit is high already, on this logarithmic scale.
 
     >>> heat(0.0), heat(0.5), heat(1.0), heat(30.0), heat(float("nan"))
-    ('▁', '▅', '▆', '█', '█')
+    ('▁', '▆', '▇', '█', '█')
     """
     if math.isnan(severity) or severity == math.inf:
         return BARS[-1]
