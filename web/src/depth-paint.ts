@@ -3,7 +3,7 @@
 import type uPlot from "uplot";
 import type { Line } from "./source";
 import type { State } from "./state";
-import { style } from "./colour";
+import { dark, style } from "./colour";
 
 export interface Drawn {
   name: string;
@@ -41,7 +41,7 @@ export function paintUnder(u: uPlot, { shown, places, line, marks, colourOf }: P
     const band = line.noise[metric.name];
     if (!band) continue;
     ctx.fillStyle = colourOf(metric);
-    ctx.globalAlpha = 0.13;
+    ctx.globalAlpha = dark() ? 0.27 : 0.15;
     const bottom = bbox.top + bbox.height;
     const [from, to] = inView(u, places.length);
     let run: [number, number, number][] = [];
