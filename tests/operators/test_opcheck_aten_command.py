@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,11 +62,17 @@ def opcheck(capsys, *words):
     return status, said.out, said.err
 
 
-@pytest.fixture
-def right(tmp_path):
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
     model, x = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.GELU()), torch.randn(5, 6)
     with torch.no_grad():
-        return captured(tmp_path / "right", model, lambda: model(x))
+        return captured(tmp_path_factory.mktemp("made") / "right", model, lambda: model(x))
+
+
+@pytest.fixture
+def right(made, tmp_path):
+    """A run of its own, to be spoilt."""
+    return Path(shutil.copytree(made, tmp_path / "right"))
 
 
 @pytest.fixture
