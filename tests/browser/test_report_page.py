@@ -227,7 +227,23 @@ def test_names_of_strangers_stay_text_in_the_page(tab: Tab, tmp_path: Path) -> N
     assert only_itself(tab, page)
 
 
-def test_both_passes_many_steps_and_a_text_model_are_shown(tab: Tab, tmp_path: Path) -> None:
+def test_names_that_never_end_do_not_make_the_page_wide(tab: Tab, tmp_path: Path) -> None:
+    name = "a." * 5000 + "z"
+    key = TensorKey.of(name, "output", name)
+    values = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    page = tmp_path / "long.html"
+    about: dict[str, Any] = {"name": name[:300].replace(".", ""), "classes": {name: name[:300]}}
+    report(run_of({key: values}, **about), run_of({key: values * 3}, **about), page)
+    for width in (1440, 375):
+        tab.size(width, 900)
+        opened(tab, page)
+        assert tab.eval("document.documentElement.scrollWidth") <= width
+        assert (
+            tab.eval("document.querySelector('.bar .theme').getBoundingClientRect().right") < width
+        )
+
+
+def test_both_passes_and_many_steps_are_shown(tab: Tab, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     sides: list[dict[Any, Any]] = [{}, {}]
     for step in range(6):
@@ -249,7 +265,9 @@ def test_both_passes_many_steps_and_a_text_model_are_shown(tab: Tab, tmp_path: P
     tab.hover(".plot .u-over", across=0.5)
     assert "grad_output" in tab.text(".tip")
     tab.hover("#decoder canvas", across=0.9, down=0.5)
-    assert "layers.1, token 5" in tab.text("#decoder .told")
+    # Nothing says that these steps are tokens: they may as well be iterations of training.
+    assert tab.text("#decoder h2") == "Steps" and "Token" not in tab.text("#decoder")
+    assert "layers.1, step 5" in tab.text("#decoder .told")
     assert "outside" in tab.text("#decoder .told")
     tab.click("#decoder canvas", across=0.9, down=0.9)
     assert chosen(tab) == "layers.2"

@@ -219,6 +219,13 @@ def test_a_clean_comparison_says_so() -> None:
     assert data_in(text)["verdict"]["status"] == "pass"
 
 
+def test_what_could_not_be_compared_is_not_said_to_agree() -> None:
+    ours = {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
+    text = text_of(run_of(ours), run_of(ours | {"b": np.ones((2, 3), np.float32)}))
+    head = text.partition("<main")[0]
+    assert "What could be compared agrees" in head and "The two runs agree" not in head
+
+
 def test_a_table_alone_is_enough_and_its_runs_are_found_again(tmp_path: Path) -> None:
     for name, scale in (("ref", 1.0), ("cand", 3.0)):
         np.savez(tmp_path / f"{name}.npz", layer=np.full((4, 8), scale, np.float32))

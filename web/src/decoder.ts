@@ -311,17 +311,18 @@ function strip(part: DecoderPart, tokens: Tokens): HTMLElement {
 
 function layerMap(state: State, layers: NonNullable<DecoderPart["layers"]>): HTMLElement {
   const [tall, wide] = [layers.sites.length, layers.steps.length];
+  const { unit } = layers;
   const element = map(
-    `Token × layer: ${layers.metric}`,
+    `${unit === "token" ? "Token" : "Step"} × layer: ${layers.metric}`,
     tall,
     wide,
     layers.values,
     `${plural(tall, "layer")}, in order of execution`,
-    `token ${layers.steps[0]} … ${layers.steps[wide - 1]}`,
+    `${unit} ${layers.steps[0]} … ${layers.steps[wide - 1]}`,
     (y, x) => {
       const limit = layers.limit[y];
       const failing = layers.status[y * wide + x] === 2 ? ", outside" : "";
-      return `${layers.sites[y]}, token ${layers.steps[x]}: ${fig(layers.values[y * wide + x])}${limit > 0 ? ` of ${fig(limit)} allowed${failing}` : ""}`;
+      return `${layers.sites[y]}, ${unit} ${layers.steps[x]}: ${fig(layers.values[y * wide + x])}${limit > 0 ? ` of ${fig(limit)} allowed${failing}` : ""}`;
     },
     (y) => {
       const site = layers.sites[y];

@@ -73,7 +73,12 @@ function build(app: HTMLElement, data: PageData, source: Source): void {
     blocks.push(["modules", "Modules", places]);
   }
   blocks.push(["runs", "Runs", section("runs", "What differs between the runs", "", notesView(data), data.sides.reference.path || rows.count ? sidesView(data) : null)]);
-  if (data.decoder.length) blocks.unshift(["decoder", "Decoder", section("decoder", "Decoder", plural(data.decoder.length, "shape"), decoderView(state, add))]);
+  if (data.decoder.length) {
+    // Steps of a run may be tokens, batches or iterations of training: only a text model is called a decoder.
+    const text = data.decoder.some((part) => part.model || part.layers?.unit === "token");
+    const name = text ? "Decoder" : "Steps";
+    blocks.unshift(["decoder", name, section("decoder", name, text ? plural(data.decoder.length, "shape") : "", decoderView(state, add))]);
+  }
   if (data.diagnosis) blocks.push(["diagnosis", "Diagnosis", section("diagnosis", "Diagnosis", "", diagnosisView(state, data.diagnosis))]);
   let table: RowTable | null = null;
   if (rows.count) {

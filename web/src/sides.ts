@@ -2,7 +2,7 @@
 
 import type { PageData } from "./source";
 import { h } from "./dom";
-import { count } from "./format";
+import { plural } from "./format";
 
 export function sidesView(data: PageData): HTMLElement {
   const { reference, candidate, differences, same } = data.sides;
@@ -28,7 +28,7 @@ export function sidesView(data: PageData): HTMLElement {
     h(
       "details",
       null,
-      h("summary", null, `All that is known of the two: ${count(same.length)} facts are the same`),
+      h("summary", null, `All that is known of the two${same.length ? `: ${plural(same.length, "fact")} the same` : ""}`),
       h(
         "table",
         { class: "plain differences" },

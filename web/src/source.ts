@@ -115,6 +115,7 @@ export interface DecoderPart {
   layers: null | {
     sites: string[];
     steps: Numbers;
+    unit: "token" | "step";
     metric: string;
     values: Numbers;
     limit: Numbers;

@@ -36,7 +36,7 @@ Text = Callable[[int], str]
 
 
 def layers_of(table: Table) -> list[dict[str, Any]]:
-    """The map of a comparison that has a step per token; none of another."""
+    """The map of a comparison of several steps; none of another."""
     found = of_steps(table)
     if found is None:
         return []
@@ -281,7 +281,7 @@ def _layers(group: Mapping[str, Any]) -> dict[str, Any] | None:
             except DriftlineError:
                 continue
             if found is not None:
-                return found
+                return found | {"unit": "token"}  # a text model's own files: a step is a token
     return of_files(cast("list[MetricFile]", group["files"]))
 
 

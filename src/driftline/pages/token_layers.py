@@ -21,7 +21,7 @@ from driftline.errors import DriftlineError
 from driftline.pages.packing import Array, singles
 
 FEWEST_STEPS = 3
-"""Steps from which on a comparison is one of a text, and worth a map."""
+"""Steps from which on a comparison is worth a map."""
 _METRIC = "relative_l2"
 _MOST_TOKENS = 768
 _MOST_LAYERS = 1024
@@ -29,7 +29,10 @@ _STATUS = {"pass": 1, "unjudged": 1, "fail": 2}
 
 
 def of_steps(table: Table) -> dict[str, Any] | None:
-    """The map of a comparison that has a step per token; None where it has not."""
+    """The map of a comparison of several steps: tokens, batches, or iterations of training.
+
+    Which of them a run does not say, so they are called steps. None where there are too few.
+    """
     rows = [row for row in table.rows if _drawn(row)]
     steps = sorted({row.step for row in rows})
     if len(steps) < FEWEST_STEPS:
@@ -49,7 +52,7 @@ def of_steps(table: Table) -> dict[str, Any] | None:
         status[y, x] = max(int(status[y, x]), _STATUS.get(row.status, 0))
         if row.decided_by == _METRIC and row.limit is not None:
             limit[y] = row.limit
-    return _map(sites, np.asarray(steps), values, status, limit, _METRIC)
+    return {"unit": "step", **_map(sites, np.asarray(steps), values, status, limit, _METRIC)}
 
 
 def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
@@ -74,7 +77,8 @@ def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
     values = np.stack([read[layer] for layer in layers])
     status = np.where(np.isnan(values), 2, 0).astype(np.uint8)
     limit = np.full(len(layers), np.nan)
-    return _map(layers, np.arange(common), values, status, limit, "abs_diff")
+    found = _map(layers, np.arange(common), values, status, limit, "abs_diff")
+    return {"unit": "token", **found}
 
 
 def _drawn(row: Row) -> bool:
