@@ -10,6 +10,7 @@ import pytest
 from tiny_decoders import LLAMA, PROMPTS
 
 from driftline.decoding.job import chosen_backend
+from driftline.errors import BadInput
 from driftline.settings import JobPlace
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -25,26 +26,32 @@ def job(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
         [*TORCHRUN, *words],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", **more},
+        # On the CPU everywhere: a machine may have fewer GPUs than the job has processes.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more},
         timeout=200,
     )
 
 
+class Cuda:
+    """What torch says of a machine with some GPUs."""
+
+    def __init__(self, gpus: int) -> None:
+        self.is_available = lambda: gpus > 0
+        self.device_count = lambda: gpus
+
+
 @pytest.mark.parametrize(
     ("gpus", "rank", "processes", "chosen"),
-    [
-        (0, 1, 2, ("gloo", None)),
-        (1, 1, 2, ("gloo", 0)),
-        (2, 1, 2, ("cpu:gloo,cuda:nccl", 1)),
-        (8, 5, 6, ("cpu:gloo,cuda:nccl", 5)),
-    ],
+    [(0, 1, 2, ("gloo", None)), (8, 5, 6, ("cpu:gloo,cuda:nccl", 5))],
 )
-def test_more_processes_than_gpus_share_what_is_there(gpus, rank, processes, chosen):
-    class Cuda:
-        is_available = staticmethod(lambda: gpus > 0)
-        device_count = staticmethod(lambda: gpus)
+def test_each_process_takes_a_gpu_of_its_own_where_there_are_any(gpus, rank, processes, chosen):
+    assert chosen_backend(JobPlace(rank, processes), Cuda(gpus)) == chosen
 
-    assert chosen_backend(JobPlace(rank, processes), Cuda) == chosen
+
+def test_fewer_gpus_than_processes_are_refused_with_the_way_to_the_cpu():
+    with pytest.raises(BadInput, match="2 processes share this machine, which has 1 GPU") as said:
+        chosen_backend(JobPlace(1, 2), Cuda(1))
+    assert "CUDA_VISIBLE_DEVICES=" in said.value.hint
 
 
 @pytest.fixture(autouse=True)

@@ -50,14 +50,21 @@ class Job(NamedTuple):
 def chosen_backend(here: settings.JobPlace, cuda: Any) -> tuple[str, int | None]:
     """How the processes of a job talk to each other, and which GPU this one takes.
 
-    NCCL refuses two processes on one GPU; gloo carries what they say through host memory, so more
-    processes than GPUs share what is there (all of them may be on the CPU anyway).
+    Raises:
+        BadInput: There are fewer GPUs than processes. NCCL refuses two processes on one GPU, and
+            whoever splits a model gives each process the GPU of its own number.
     """
     count = int(cuda.device_count()) if cuda.is_available() else 0
     if not count:
         return "gloo", None
-    backend = "cpu:gloo,cuda:nccl" if here.world_size <= count else "gloo"
-    return backend, here.rank % count
+    if here.world_size > count:
+        raise BadInput(
+            f"{here.world_size} processes share this machine, which has {count} "
+            f"GPU{'s' if count > 1 else ''}",
+            hint="start one process for each GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES= to "
+            "compute on the CPU",
+        )
+    return "cpu:gloo,cuda:nccl", here.rank
 
 
 def join_job(distributed: bool) -> Job:
@@ -65,7 +72,7 @@ def join_job(distributed: bool) -> Job:
 
     Raises:
         BadInput: Several processes were started, but nothing was said about sharing the work: they
-            would all write the same files.
+            would all write the same files. Or there are fewer GPUs than processes.
     """
     place = settings.job_place()
     if not distributed:
