@@ -238,3 +238,12 @@ def test_the_index_names_every_page() -> None:
     index = (docs / "README.md").read_text("utf-8")
     pages = [str(page.relative_to(docs)) for page in docs.rglob("*.md")]
     assert [page for page in pages if page != "README.md" and f"({page}" not in index] == []
+
+
+def test_every_command_of_the_flow_chart_is_shown_below_it() -> None:
+    text = (ROOT / "docs" / "how-to.md").read_text("utf-8")
+    (chart,) = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
+    boxes = set(re.findall(r"\[driftline ([a-z]+)", chart))
+    shown = {words[1] for block in SHOWN["docs/how-to.md"] for words in block.commands}
+    assert len(boxes) >= 9 and boxes - {"metrics"} <= shown
+    assert boxes <= set(COMMANDS)
