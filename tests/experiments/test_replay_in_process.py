@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 import driftline
 from driftline.adapters.torch.candidate import Candidate
+from driftline.adapters.torch.repeating import copied
 from driftline.adapters.torch.replaying import Replayer
 from driftline.adapters.torch.session import CaptureSession
 from driftline.errors import BadInput
@@ -308,3 +310,26 @@ def test_isolation_refuses_models_that_are_not_the_same_and_summaries() -> None:
         )
     with pytest.raises(BadInput, match="whole tensors"):
         driftline.compare_models(model(), model(), torch.ones(1, 16), isolate=True, keep="summary")
+
+
+class _Shelf(abc.ABC):  # as a cache of transformers: attributes alone, an empty `__slots__` above
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.layers = [rows, {"same": rows}]
+        self.me = self
+
+
+class _OwnWay(_Shelf):
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return "its own copy"
+
+
+def test_arguments_are_copied_as_deepcopy_would_and_every_tensor_is_asked_for() -> None:
+    shelf = _Shelf(torch.ones(2))
+    other = copied((shelf, shelf.layers, _OwnWay(torch.ones(1))), lambda tensor: tensor + 1)
+    assert other[0] is not shelf and type(other[0]) is _Shelf
+    assert other[0].me is other[0]
+    assert other[0].layers is other[1] is not shelf.layers
+    assert other[0].layers[1]["same"] is other[0].rows
+    assert other[0].rows.tolist() == [2.0, 2.0] and shelf.rows.tolist() == [1.0, 1.0]
+    assert other[2] == "its own copy"

@@ -8,6 +8,7 @@ inputs in place. Knows nothing of what is done with them.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -104,13 +105,17 @@ class Candidate:
         record: Record,
         device: torch.device | str = "cpu",
         wide: torch.dtype | None = None,
+        *,
+        own: bool = True,
     ) -> torch.Tensor:
         """A captured tensor in memory of its own; floats as `wide` where that is given.
+
+        Without `own` it may be the run's memory itself, which nobody may write into.
 
         Raises:
             DriftlineError: Its values were not kept, or are lost.
         """
-        return tensor_of(self.run, record, device, wide)
+        return tensor_of(self.run, record, device, wide, own=own)
 
     def _autocast(self) -> torch.dtype | None:
         """The format of a run under autocast: 16 bits come out of linear maps of 32-bit weights."""
@@ -131,24 +136,29 @@ def tensor_of(
     record: Record,
     device: torch.device | str = "cpu",
     wide: torch.dtype | None = None,
+    *,
+    own: bool = True,
 ) -> torch.Tensor:
-    """A captured tensor of any run, in memory of its own."""
+    """A captured tensor of any run, in memory of its own or, without `own`, only to be read."""
     dtype = torch_dtype(record.dtype)
     if dtype is None:
         raise ValueError(f"{record.key} has {record.dtype} elements, which torch has not")
     memory = run.memory(record) if record.kept == "full" else None
     if memory is None:
         raw = run.raw(record)
-        memory = Memory(raw.ctypes.data, raw.nbytes, raw)
+        memory, own = Memory(raw.ctypes.data, raw.nbytes, raw), True
     if not memory.length:
         return torch.empty(record.shape, dtype=dtype, device=device)
     # Through its address: torch warns of arrays that are read-only, and this one is copied.
     window = (ctypes.c_uint8 * memory.length).from_address(memory.address)
+    if not own:
+        vars(window)["owner"] = memory.owner  # the tensor holds the window, and that the memory
     flat = torch.frombuffer(window, dtype=dtype).reshape(record.shape)
     value = flat.to(device, wide if wide is not None and dtype.is_floating_point else dtype)
-    return value.clone() if value.data_ptr() == flat.data_ptr() else value
+    return value.clone() if own and value.data_ptr() == flat.data_ptr() else value
 
 
+@functools.cache
 def torch_dtype(name: str) -> torch.dtype | None:
     """torch's type for one of ours; None where it has none, or packs it otherwise."""
     known = DTYPES.get(name)

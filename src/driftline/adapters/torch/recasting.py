@@ -49,7 +49,7 @@ class Given:
 
 
 class Shelf:
-    """Memory for weights of one module at a time, used again for the next.
+    """Memory for weights and inputs of one module at a time, used again for the next.
 
     Pages that are new cost more than the cast itself. Not shared between threads: each module's
     replay holds it from `clear` to the next one.
@@ -108,12 +108,14 @@ class Recast:
         given: Given,
         *,
         exact: bool,
+        own: bool = True,
     ) -> Give:
         """What stands for each tensor among the program's own arguments.
 
         Captured values where there are any; masks, positions and the like that the captured run
         was not given come from the program. What belongs to other modules (layers of a cache) is
-        left as it is, and noted among what is given.
+        left as it is, and noted among what is given. A module that writes into none of its inputs
+        needs no copy of its `own`.
 
         Raises:
             LookupError: The captured run lacks an input that matters.
@@ -143,7 +145,7 @@ class Recast:
                 made[id(tensor)] = (
                     _narrowed(tensor, None if exact else low)
                     if record is None
-                    else self._value(record, tensor, exact=exact)
+                    else self._value(record, tensor, exact=exact, own=own)
                 )
                 given.add(made[id(tensor)])
             return made[id(tensor)]
@@ -181,10 +183,15 @@ class Recast:
 
         return lambda: copied(value, give)
 
-    def _value(self, record: Record, like: torch.Tensor, *, exact: bool) -> torch.Tensor:
+    def _value(
+        self, record: Record, like: torch.Tensor, *, exact: bool, own: bool = True
+    ) -> torch.Tensor:
         dtype = torch_dtype(record.dtype)
-        wide = dtype if dtype in _WIDE else torch.float32
-        value = self._candidate.tensor(record, like.device, wide if exact else None)
+        if exact and dtype is not None and dtype.is_floating_point and dtype not in _WIDE:
+            there = self._candidate.tensor(record, like.device, own=False)
+            value = self._shelf.cast(there, torch.float32)
+        else:
+            value = self._candidate.tensor(record, like.device, own=own)
         # Where a row ends in memory shows in the last bits: lie as the program's own does.
         return value if like.is_contiguous() else laid_out(value, like)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
+import functools
 import random
 import sys
 from collections import OrderedDict, deque
@@ -66,14 +68,45 @@ def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if kind is tuple:
         return tuple([_copied(item, give, memo) for item in value])
+    if id(value) in memo:
+        return memo[id(value)]
     if kind is list:
-        return [_copied(item, give, memo) for item in value]
+        memo[id(value)] = there = list[Any]()
+        there += [_copied(item, give, memo) for item in value]
+        return there
     if kind is dict:
-        return {key: _copied(item, give, memo) for key, item in value.items()}
+        memo[id(value)] = those = dict[Any, Any]()
+        those |= {key: _copied(item, give, memo) for key, item in value.items()}
+        return those
     if isinstance(value, nn.Module):
         return value
+    if _is_plain(kind):
+        # A cache has hundreds of small parts: `deepcopy` takes longer for them than a layer does.
+        memo[id(value)] = other = object.__new__(kind)
+        other.__dict__.update(
+            {name: _copied(item, give, memo) for name, item in value.__dict__.items()}
+        )
+        return other
     with _Copying(give):
         return copy.deepcopy(value, memo)
+
+
+@functools.cache
+def _is_plain(kind: type) -> bool:
+    """Whether `deepcopy` would copy an object's attributes and do nothing else."""
+    return (
+        kind.__new__ is object.__new__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) is object.__getstate__
+        and not any(hasattr(kind, name) for name in _OWN_WAYS)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__[:-1])
+        and kind.__dictoffset__ != 0
+        and copyreg.dispatch_table.get(kind) is None
+    )
+
+
+_OWN_WAYS = ("__deepcopy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from driftline.adapters.torch.candidate import CandidateCall
+from driftline.adapters.torch.candidate import Candidate, CandidateCall
 from driftline.adapters.torch.names import is_compiled
+from driftline.adapters.torch.repeating import same_bits
 from driftline.runs.key import TensorKey
 
 if TYPE_CHECKING:
@@ -102,6 +103,22 @@ def is_pure(module: nn.Module) -> bool:
 def is_table(module: nn.Module) -> bool:
     """An embedding that only looks up: rounding its rows is rounding what comes out."""
     return type(module) is nn.Embedding and module.max_norm is None and is_pure(module)
+
+
+def is_the_programs_own(opened: Open, candidate: Candidate) -> bool:
+    """Whether the captured call was this very one: the same inputs in the same wide format."""
+    call, module, inputs = opened.candidate, opened.frame.module, opened.inputs
+    if call is None or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        return False
+    if {slot for slot, _, _ in inputs} != set(call.inputs):
+        return False
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return all(
+        t is None or not t.is_floating_point() or t.dtype is torch.float32 for t in tensors
+    ) and all(
+        same_bits(tensor, candidate.tensor(call.inputs[slot], tensor.device, own=False))
+        for slot, _, tensor in inputs
+    )
 
 
 def why_never(module: nn.Module) -> str:

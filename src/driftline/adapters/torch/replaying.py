@@ -49,6 +49,7 @@ from driftline.adapters.torch.replay_calls import (
     in_short,
     is_pure,
     is_table,
+    is_the_programs_own,
     likeness,
     why_never,
 )
@@ -265,7 +266,7 @@ class Replayer:
             way, good = self._way_that_reproduces(opened, wanted, part)
             self._recast.begin()
             cast: dict[int, torch.Tensor] = {}
-            if self._is_the_programs_own(opened, way):
+            if self._wide and way == "leaf" and is_the_programs_own(opened, self._candidate):
                 exact = {slot: tensor for slot, _, tensor in wanted}
             else:
                 exact = self._apply(opened, way, part, cast, exact=True)
@@ -286,22 +287,6 @@ class Replayer:
                     self._sinks[1], outputs[slot], alias, opened.frame.class_name, native[slot]
                 )
         self.report.replayed(opened.site, way)
-
-    def _is_the_programs_own(self, opened: Open, way: str) -> bool:
-        """Whether the captured call was this very one: the same inputs in the same wide format."""
-        call, module = opened.candidate, opened.frame.module
-        if not self._wide or way != "leaf" or call is None or torch.is_autocast_enabled("cpu"):
-            return False
-        inputs = opened.inputs
-        if {slot for slot, _, _ in inputs} != set(call.inputs) or torch.is_autocast_enabled("cuda"):
-            return False
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        return all(
-            t is None or not t.is_floating_point() or t.dtype is torch.float32 for t in tensors
-        ) and all(
-            same_bits(tensor, self._candidate.tensor(call.inputs[slot], tensor.device))
-            for slot, _, tensor in inputs
-        )
 
     def _way_that_reproduces(self, opened: Open, wanted: Slots, part: int) -> tuple[str, set[str]]:
         """How the module's own output comes out of its own inputs, and which slots of it do."""
@@ -349,7 +334,11 @@ class Replayer:
         module = opened.frame.module
         source = opened.held or (opened.args, opened.kwargs)
         given = Given()
-        give = self._recast.inputs(opened.candidate, opened.inputs, opened.site, given, exact=exact)
+        give = self._recast.inputs(
+            *(opened.candidate, opened.inputs, opened.site, given),
+            exact=exact,
+            own=not is_pure(module),
+        )
         args, kwargs = copied(source, give)
         if is_table(module):  # which may be huge, to look up a few rows
             rows = repeat(Script(module), module, {"": module}, {}, args, kwargs)
