@@ -195,3 +195,10 @@ def test_checked_operators_are_cases_too(tmp_path: Path) -> None:
     (error, notice) = annotated(found)
     assert "1_SoftmaxOperation" in error[1]["title"] and "first" in error[2]
     assert "1 of 2 checked operators are not right; 1 could not be checked" in notice[2]
+
+
+def test_the_summary_of_a_diagnosis_has_the_worst_twenty_too() -> None:
+    sites = tuple(SiteFinding(f"s{n}", n, "inherited" if n else "introduced") for n in range(50))
+    found = checks.of_diagnosis(Diagnosis("fail", ("It starts at s0.",), sites, first_site="s0"))
+    text = markdown.paint(found.summary)
+    assert len(re.findall(r"^\| s\d+ \|", text, re.MULTILINE)) == 20 and "| s0 | introduced" in text

@@ -113,7 +113,6 @@ def of_diagnosis(found: Diagnosis) -> Checks:
     guilty = sum(case.outcome == "fail" for case in cases)
     count = f"{guilty} of {counted(len(cases), 'site')} introduce error; coverage: {found.coverage}"
     finding = str(found) or found.verdict
-    view = diagnosis.view(found)
     return Checks(
         "diagnose",
         found.exit_code == 0,
@@ -121,7 +120,7 @@ def of_diagnosis(found: Diagnosis) -> Checks:
         found.first_site,
         count,
         tuple(cases),
-        _headed("diagnose", View(tuple(_worst(block) for block in view.blocks))),
+        _headed("diagnose", diagnosis.view(found, most=WORST)),
     )
 
 
@@ -233,10 +232,3 @@ def _table_summary(table: Table, command: str, count: str) -> View:
 
 def _headed(command: str, view: View) -> View:
     return View((Sentence(f"driftline {command}", "strong"), *view.blocks))
-
-
-def _worst(block: Block) -> Block:
-    if isinstance(block, Grid) and len(block.lines) > WORST:
-        left_out = block.left_out + len(block.lines) - WORST
-        return block._replace(lines=block.lines[:WORST], left_out=left_out)
-    return block

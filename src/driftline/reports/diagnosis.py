@@ -19,15 +19,15 @@ _TONES: dict[str, Tone] = {
 _VERDICTS: dict[str, Tone] = {"pass": "good", "fail": "bad", "incomparable": "doubtful"}
 
 
-def view(found: Diagnosis, *, everything: bool = False) -> View:
-    """What a person wants to know of it; every site with `everything`."""
+def view(found: Diagnosis, *, everything: bool = False, most: int = SHOWN) -> View:
+    """What a person wants to know of it; every site with `everything`, else `most` that matter."""
     blocks: list[Block] = [
         Sentence(f"{found.verdict}: {_headline(found)}", _VERDICTS[found.verdict])
     ]
     blocks += [Sentence(sentence) for sentence in found.sentences]
     blocks.append(Facts(tuple(_facts(found))))
     if found.sites:
-        blocks.append(_grid(found, everything))
+        blocks.append(_grid(found, everything, most))
     blocks += [Sentence(f"would help: {need}", "quiet") for need in found.needs]
     return View(tuple(blocks))
 
@@ -74,7 +74,7 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
     return facts
 
 
-def _grid(found: Diagnosis, everything: bool) -> Grid:
+def _grid(found: Diagnosis, everything: bool, most: int) -> Grid:
     if everything:
         shown = list(found.sites)
         title = "Every site, in order of execution"
@@ -83,7 +83,7 @@ def _grid(found: Diagnosis, everything: bool) -> Grid:
         rest = [site for site in found.sites if site.status not in ("introduced", "clean")]
         clean = [site for site in found.sites if site.status == "clean"]
         clean.sort(key=lambda site: -site.ratio if math.isfinite(site.ratio) else 0.0)
-        shown = (guilty + rest)[:SHOWN] if guilty or rest else clean[:5]
+        shown = (guilty + rest)[:most] if guilty or rest else clean[:5]
         shown.sort(key=lambda site: site.order)
         title = "Sites" if guilty or rest else "Sites nearest to their limits"
     headings = (
