@@ -104,3 +104,10 @@ def test_calls_are_listed_without_waiting_for_the_device(tmp_path: Path) -> None
     names = {line.name for line in read_operations(run.sheet("operation_tensors_0.csv"), 0)}
     assert {"aten.addmm.default_0_0", "aten.gelu.default_1_0"} <= names
     assert (tmp_path / "run" / "rank0" / "model.onnx").is_file()
+
+
+def test_a_program_that_leaves_the_device_alone_is_told_why_nothing_is_listed(
+    tmp_path: Path,
+) -> None:
+    done = dumped(tmp_path, "import torch\ntorch.ones(3) @ torch.ones(3)\n", "--type", "kernel")
+    assert "with CUDA_VISIBLE_DEVICES=" in done.stderr

@@ -50,6 +50,9 @@ def test_all_types_together_in_a_run_and_in_the_seed_s_paths(dump, workshop, cap
     assert len(list(root.glob("kernel_io_tensors/*/kernel_tensors_[01].csv"))) == 2
     (text,) = root.glob("cpu_profiling/*/operation_statistic_0.txt")
     assert {line[0] for line in read_profile(text.read_text(), "t").lines} >= {"aten_linear"}
+    table = text.with_suffix(".csv").read_text()
+    assert table.startswith("opname,execute_callCount,") and "\naten_linear," in table
+    assert read_profile(table, "t").lines == read_profile(text.read_text(), "t").lines
     (model,) = root.glob("model/*/Net.json")
     assert json.loads(model.read_text())["modelName"] == "Net"
     assert len(checked(model.with_suffix(".onnx")).node) == len(checked(folder / "model.onnx").node)
@@ -60,7 +63,8 @@ def test_all_types_together_in_a_run_and_in_the_seed_s_paths(dump, workshop, cap
     assert "Kernels (step 0)" in shown and "Times of operators" in shown and "Operators" in shown
 
 
-def test_operators_of_a_program_without_modules_and_no_tensor(dump, workshop) -> None:
+def test_operators_of_a_program_without_modules_and_no_tensor(dump, workshop, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where there is a GPU, its use is waited for
     (workshop / "bare.py").write_text(
         "import torch\na = torch.ones(3, 4)\nprint(float((a @ a.T).sum()))\n"
     )

@@ -76,6 +76,7 @@ class ProfileTap:
         self._ours = False
         self._forked = False
         self._model_called = False
+        self._waiting = False
         self._process = os.getpid()
         self._before: dict[str, Any] = {}
         self._parts: dict[str, Any] = {}
@@ -100,8 +101,10 @@ class ProfileTap:
                 lazily(self._device_came)
         # Steps count from 0: what runs before any model is a part of the first. The library below
         # wants to be woken by this thread, even where that step is of no interest.
-        if self.session.global_scope and not _may_get_a_device():
-            self._begin()
+        if self.session.global_scope:
+            self._waiting = _may_get_a_device()
+            if not self._waiting:
+                self._begin()
 
     def _begin(self, *, device: bool = False) -> None:
         self._start(0, device=device)
@@ -112,6 +115,13 @@ class ProfileTap:
         self.active = False
         with self._lock:
             self._finish()
+        if self._waiting and not self._model_called and self._process == os.getpid():
+            self.session.event_once(
+                "profiler",
+                "no model was called and the GPU of this machine was not used, for which the "
+                "profiler waits: no kernels or times are listed; with CUDA_VISIBLE_DEVICES= in the "
+                "environment those of the CPU are",
+            )
         for name, function in self._before.items():
             setattr(_torch_profiler, name, function)
         for name in self._parts:
@@ -166,6 +176,7 @@ class ProfileTap:
             self._start(step)
 
     def _start(self, step: int, *, device: bool = False) -> None:
+        self._waiting = False
         if self._forked:
             self.session.event_once(
                 "profiler",
