@@ -155,7 +155,8 @@ def _operands(pair: Pair) -> bool:
 
 def takes_weights(run: Run) -> bool:
     """Whether the sites are operators of a library, numbered, whose weights are their inputs."""
-    return bool(run.records) and run.records[0].key.site[:1].isdigit()
+    number, line, _ = run.records[0].key.site.partition("_") if run.records else ("", "", "")
+    return bool(line) and number.isdigit()  # `0_WordEmbedding`, and not the `0` of a Sequential
 
 
 def _gathered(
