@@ -69,10 +69,8 @@ class Program:
 
     def text(self) -> str:
         """The whole program, ended by a newline."""
-        plain = sorted(line for line in self._imports.values() if line.startswith("import "))
-        rest = sorted(line for line in self._imports.values() if not line.startswith("import "))
-        head = [*plain, *rest]
-        return "\n".join([*head, *([""] if head else []), *self._lines]) + "\n"
+        parts = [*_import_blocks(self._imports.values()), "\n".join(self._lines)]
+        return "\n\n".join(part for part in parts if part) + "\n"
 
     def _call(
         self,
@@ -170,6 +168,21 @@ class Program:
         ]
         own = self._imported(type(value).__module__, type(value).__qualname__)
         return _laid_out(f"{own}(", words, ")", depth)
+
+
+def _import_blocks(lines: Iterable[str]) -> list[str]:
+    """Imports of Python's own, then ours; several names of one module on one line."""
+    modules: dict[str, set[str]] = {}
+    for line in lines:
+        head, _, name = line.rpartition("import ")
+        modules.setdefault(head or line, set()).add(name)
+    merged = [
+        f"{head}import {', '.join(sorted(names))}" if head.startswith("from ") else head
+        for head, names in modules.items()
+    ]
+    merged.sort(key=lambda line: (line.startswith("from "), line))
+    ours = [line for line in merged if line.split()[1].startswith("driftline")]
+    return ["\n".join(line for line in merged if line not in ours), "\n".join(ours)]
 
 
 _WORDS = frozenset(("driftline", "sys", "Path"))
