@@ -20,6 +20,7 @@ from documents import PAGES, REASONS, ROOT, Block, blocks_of, name_of
 
 from driftline.cli import parsing
 from driftline.cli.commands import COMMANDS
+from driftline.cli.helppage import option_names
 from driftline.cli.main import main
 
 Kitchen = Callable[[Path], None]
@@ -247,3 +248,25 @@ def test_every_command_of_the_flow_chart_is_shown_below_it() -> None:
     shown = {words[1] for block in SHOWN["docs/how-to.md"] for words in block.commands}
     assert len(boxes) >= 9 and boxes - {"metrics"} <= shown
     assert boxes <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_running_text_have_no_option_that_is_made_up(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    for span in re.findall(r"`driftline ([a-z][a-z-]*[^`]*)`", text):
+        name, *words = re.sub(r"\"[^\"]*\"|'[^']*'| -- .*", " ", span).split()
+        assert name in COMMANDS, f"{name_of(page)}: driftline {span}"
+        known = {*option_names(name), "--python", "--help"}
+        named = [word.strip("[].,").partition("=")[0] for word in words if word.startswith("-")]
+        unknown = [word for word in named if word not in known and not word[1:].isdigit()]
+        assert unknown in ([], ["--"]), f"{name_of(page)}: driftline {span}"
+
+
+def test_the_program_that_the_reference_shows_is_the_one_that_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (ROOT / "docs" / "command-line.md").read_text("utf-8")
+    pattern = r"^    driftline ([^\n]* --python)\n\n```python\n(.*?)```"
+    ((words, shown),) = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out == shown
