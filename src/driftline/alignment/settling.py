@@ -22,6 +22,7 @@ _PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Types that need nothing done to be compared with each other."""
 
 
+_CODES = frozenset({"int8", "int4"})
 _WEIGHTS = frozenset({"param", "param_grad", "optimizer_grad"})
 
 
@@ -95,7 +96,12 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
         plan = said_of_moments(plan)
     foreign = reference.manifest.get("framework") != candidate.manifest.get("framework")
     operators = all(takes_weights(run) for run in (reference, candidate))
-    unlike = [_unlike(pair, foreign) or (operators and _operands(pair)) for pair in plan.pairs]
+    codes = operators and any(
+        record.dtype in _CODES for run in (reference, candidate) for record in run.records
+    )
+    unlike = [
+        _unlike(pair, foreign) or (operators and _operands(pair, codes)) for pair in plan.pairs
+    ]
     if any(unlike):
         from driftline.alignment.reconciling import Reconciler
 
@@ -140,17 +146,17 @@ def _unlike(pair: Pair, foreign: bool) -> bool:
     )
 
 
-def _operands(pair: Pair) -> bool:
-    """Whether two inputs may be a weight or the scale of one, or codes that were computed."""
+def _operands(pair: Pair, codes: bool) -> bool:
+    """Whether two inputs may be a weight or, among codes, the scale of one or codes themselves."""
     ours, theirs = pair.reference, pair.candidate
     if pair.trouble or ours.key.port != theirs.key.port:
         return False
-    if ours.dtype == theirs.dtype == "int8" and ours.key.port in ("input", "output"):
-        return True
+    if ours.dtype == theirs.dtype and ours.dtype in _CODES:
+        return ours.key.port in ("input", "output")
     recipe = pair.reference_recipe
     shape = ours.shape if recipe is None else recipe.shape
     square = len(shape) == 2 and shape[0] == shape[1]
-    return ours.key.port == "input" and (square or len(shape) == 1)
+    return ours.key.port == "input" and (square or (codes and len(shape) == 1))
 
 
 def takes_weights(run: Run) -> bool:
