@@ -2,7 +2,7 @@
 
     ait_dump/operation_io_tensors/{pid}/operation_tensors_{n}.csv
     ait_dump/kernel_io_tensors/{pid}/kernel_tensors_{n}.csv
-    ait_dump/cpu_profiling/{pid}/operation_statistic_{n}.txt
+    ait_dump/cpu_profiling/{pid}/operation_statistic_{n}.txt and .csv
     ait_dump/model/{pid}/{model}.json, ait_dump/layer/{pid}/{layer}.json, and .onnx beside them
 
 Both `dump --layout ait` and `convert --to ait` write through it. Where a tensor's file is, the
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.errors import DriftlineError
+from driftline.formats.atb_sheets import read_profile
 from driftline.registry import Address
 from driftline.runs.calls import CALLS, Call, CallTensor, read_calls
 from driftline.runs.run import Run
@@ -132,12 +133,24 @@ def write_sheets(
         texts |= operations_by_step(calls, file_of)
     for name, text in texts.items():
         kind = kind_of_sheet(name)
-        # The seed has one file of times, the text; our table of them stays in runs.
-        if kind is not None and (kind != "operation_statistic" or name.endswith(".txt")):
-            _write(root / FOLDERS[kind] / pid / name, text.encode("utf-8", "replace"))
+        # Times by site are a run's own; here they are the seed's text, and its later table.
+        if kind is None or (kind == "operation_statistic" and not name.endswith(".txt")):
+            continue
+        place = root / FOLDERS[kind] / pid / name
+        _write(place, text.encode("utf-8", "replace"))
+        if kind == "operation_statistic":
+            _write(place.with_suffix(".csv"), statistic_table(text).encode("utf-8", "replace"))
     if wanted.model or wanted.layers:
         return _write_topology(root, pid, calls, wanted)
     return []
+
+
+def statistic_table(text: str) -> str:
+    """Times by operator as the table that later versions of the original write."""
+    table = read_profile(text, "")
+    lines = [",".join(("opname", *table.headings[1:]))]
+    lines += [",".join("" if cell is None else str(cell) for cell in row) for row in table.lines]
+    return "\n".join(lines) + "\n"
 
 
 def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted) -> list[str]:

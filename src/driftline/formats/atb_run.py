@@ -23,6 +23,7 @@ from driftline.formats.atb_place import Execution, Place, torch_beside
 from driftline.formats.atb_sheets import (
     OperationLine,
     StatisticLine,
+    profiles_in,
     read_operations,
     read_profile,
     read_statistics,
@@ -172,7 +173,7 @@ class AtbRun(TreeRun):
             "layer topology": len(self._files("layer", ".json")),
             "operation csv": len(self._files("operation_io_tensors", ".csv")),
             "kernel csv": len(self._files("kernel_io_tensors", ".csv")),
-            "cpu profiling": len(self._files("cpu_profiling", ".txt", ".csv")),
+            "cpu profiling": len(profiles_in(self._files("cpu_profiling", ".txt", ".csv"))),
             "tiling": len(self._walk.tilings) + len(self._tiling_files),
         }
         return {name: count for name, count in counts.items() if count}
@@ -230,7 +231,7 @@ class AtbRun(TreeRun):
     def tables(self) -> Sequence[DumpTable]:
         """cpu profiling: times of operations on the host, in µs."""
         found: list[DumpTable] = []
-        for path in self._files("cpu_profiling", ".txt", ".csv"):
+        for path in profiles_in(self._files("cpu_profiling", ".txt", ".csv")):
             text = self._readable(path, LARGEST_TABLE)
             found.append(read_profile(text, f"Host times in µs ({self._walk.below(path)})"))
         return found

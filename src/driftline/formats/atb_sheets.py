@@ -184,6 +184,12 @@ def read_statistics(text: str) -> Iterator[StatisticLine]:
         return
 
 
+def profiles_in(files: Sequence[str]) -> list[str]:
+    """Files of times; of a text and a table that say the same, the text."""
+    texts = {path.removesuffix(".txt") for path in files if path.endswith(".txt")}
+    return [p for p in files if p.endswith(".txt") or p.removesuffix(".csv") not in texts]
+
+
 def read_profile(text: str, title: str) -> DumpTable:
     """What the host spent its time on, in µs: raw text, text in blocks, or csv."""
     rows: dict[str, dict[str, str]] = {}
