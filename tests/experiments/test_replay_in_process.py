@@ -312,22 +312,32 @@ def test_isolation_refuses_models_that_are_not_the_same_and_summaries() -> None:
         driftline.compare_models(model(), model(), torch.ones(1, 16), isolate=True, keep="summary")
 
 
-class _Shelf(abc.ABC):  # as a cache of transformers: attributes alone, an empty `__slots__` above
+class _Shelf(abc.ABC):
+    """As a cache of transformers: attributes alone, and an empty `__slots__` above it."""
+
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
         self.layers = [rows, {"same": rows}]
         self.me = self
 
+    @abc.abstractmethod
+    def kind(self) -> str: ...
 
-class _OwnWay(_Shelf):
+
+class _Plain(_Shelf):
+    def kind(self) -> str:
+        return "plain"
+
+
+class _OwnWay(_Plain):
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         return "its own copy"
 
 
 def test_arguments_are_copied_as_deepcopy_would_and_every_tensor_is_asked_for() -> None:
-    shelf = _Shelf(torch.ones(2))
+    shelf = _Plain(torch.ones(2))
     other = copied((shelf, shelf.layers, _OwnWay(torch.ones(1))), lambda tensor: tensor + 1)
-    assert other[0] is not shelf and type(other[0]) is _Shelf
+    assert other[0] is not shelf and type(other[0]) is _Plain
     assert other[0].me is other[0]
     assert other[0].layers is other[1] is not shelf.layers
     assert other[0].layers[1]["same"] is other[0].rows
