@@ -20,7 +20,7 @@ from driftline.topology.atb_json import atb_graph
 from driftline.topology.calls_graph import calls_graph
 from driftline.topology.findings import Finding, finding_of
 from driftline.topology.graph import Graph, GraphNode, SeenNode, TensorInfo, seen_at
-from driftline.topology.model_explorer import model_explorer, node_data
+from driftline.topology.model_explorer import model_explorer, node_data, status_data
 from driftline.topology.onnx_file import onnx_bytes
 
 DATA = Path(__file__).parents[1] / "data" / "ascend" / "mini_atb"
@@ -303,15 +303,21 @@ def test_findings_colour_their_nodes_and_stand_in_a_file_of_their_own() -> None:
     assert results["b"]["value"] == 30.0 and set(results) == {"a", "b"}
 
 
-def test_what_is_beyond_all_numbers_is_said_in_words_and_not_left_out() -> None:
+def test_what_is_beyond_all_numbers_is_the_largest_one_and_statuses_are_words() -> None:
     nodes = (GraphNode("a", "A", site="m.a"), GraphNode("b", "B", site="m.b"))
     findings = {
         "m.a": Finding("fail", float("inf"), "NaN on one side", {"relative_l2": float("nan")}),
         "m.b": Finding("missing", float("nan")),
     }
     seen = seen_at(Graph("g", nodes=nodes))
-    results = json.loads(node_data(seen, findings))["g"]["results"]
-    assert results["a"]["value"] == "inf" and results["b"]["value"] == "missing"
+    numbers = json.loads(node_data(seen, findings, "cosine"))["g"]
+    assert numbers["name"] == "cosine" and set(numbers["results"]) == {"a"}
+    assert numbers["results"]["a"]["value"] > 1e308
+    words = json.loads(status_data(seen, findings))["g"]
+    assert {own: found["value"] for own, found in words["results"].items()} == {
+        "a": "fail",
+        "b": "missing",
+    }
     (shown,) = json.loads(model_explorer(seen, findings))["graphs"]
     attrs = {pair["key"]: pair["value"] for pair in shown["nodes"][0]["attrs"]}
     assert attrs["status"] == "fail" and attrs["relative_l2"] == "nan"

@@ -40,7 +40,8 @@ def topology(
             the innermost ones.
         output: The file. Default: beside the source, with its name.
         table: A comparison's folder: its status and numbers stand on the nodes, as attributes.
-            model-explorer also colours them and writes FILE.node_data.json beside the graph.
+            model-explorer also colours them and writes FILE.node_data.json (numbers) and
+            FILE.status.node_data.json beside the graph.
         metric: Which number of the comparison. Default: how far each tensor is beyond its limit.
         step: Which step of a run. Default: its first one.
         rank: Which rank of a run.
@@ -66,8 +67,8 @@ def topology(
     script.end(drawn)
     size = f"{counted(drawn.nodes, 'node')}, {counted(drawn.edges, 'edge')}"
     print(printable(f"driftline: {size} in {drawn.place}"), file=sys.stderr)
-    if drawn.beside is not None:
-        print(printable(f"  numbers of the comparison in {drawn.beside}"), file=sys.stderr)
+    for place, what in zip(drawn.beside, ("numbers", "statuses"), strict=False):
+        print(printable(f"  {what} of the comparison in {place}"), file=sys.stderr)
     for note in drawn.notes:
         print(printable(f"  note: {note}"), file=sys.stderr)
     return 0

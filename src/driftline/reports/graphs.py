@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SUFFIX = {"onnx": ".onnx", "model-explorer": ".graph.json"}
 SEVERITY = "value_over_limit"
+NODE_DATA = (".node_data.json", ".status.node_data.json")
+"""Files beside a graph for Model Explorer: numbers, and statuses."""
 
 
 class Drawn(NamedTuple):
@@ -28,14 +30,14 @@ class Drawn(NamedTuple):
 
     Attributes:
         place: The file of the graph.
-        beside: The file of the comparison's numbers, where there is one.
+        beside: The files of the comparison's numbers and statuses, where there are any.
         nodes: How many nodes.
         edges: How many edges between them.
         notes: Sentences about what is not in it.
     """
 
     place: Path
-    beside: Path | None
+    beside: tuple[Path, ...]
     nodes: int
     edges: int
     notes: tuple[str, ...] = ()
@@ -75,10 +77,12 @@ def write_graph(
     if metric and table is None:
         raise BadInput("--metric names a number of a comparison", hint="give one with --table DIR")
     place = output_for(Path(path), output, SUFFIX[to], force=force)
-    beside = None
+    beside: tuple[Path, ...] = ()
     if table is not None and to == "model-explorer":
-        beside = place.with_name(f"{place.name.removesuffix('.json')}.node_data.json")
-        output_for(Path(path), beside, "", force=force)
+        stem = place.name.removesuffix(".json")
+        beside = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
+        for each in beside:
+            output_for(Path(path), each, "", force=force)
     compared = open_table(table) if table is not None and not isinstance(table, Table) else table
     findings = findings_of(compared, metric, step, rank) if compared is not None else None
     graph = read_graph(path, step=step, rank=rank)
@@ -90,11 +94,13 @@ def write_graph(
         about = {} if compared is None else _about(compared, metric)
         write_whole(place, onnx_bytes(seen, __version__, findings, about))
     else:
-        from driftline.topology.model_explorer import model_explorer, node_data
+        from driftline.topology.model_explorer import model_explorer, node_data, status_data
 
         write_whole(place, model_explorer(seen, findings).encode("utf-8", "replace"))
-        if findings is not None and beside is not None:
-            write_whole(beside, node_data(seen, findings).encode("utf-8", "replace"))
+        if findings is not None:
+            numbers = node_data(seen, findings, metric or SEVERITY)
+            for each, text in zip(beside, (numbers, status_data(seen, findings)), strict=True):
+                write_whole(each, text.encode("utf-8", "replace"))
     depth = graph.depth()
     made = {name for node in seen.nodes for name in node.outputs}
     edges = sum(name in made for node in seen.nodes for name in node.inputs)

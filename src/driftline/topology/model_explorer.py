@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from driftline.topology.findings import Finding, finding_of
@@ -80,21 +81,49 @@ def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = No
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def node_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
-    """Numbers for the nodes, as Model Explorer's own file of node data."""
-    taken = set(graph.inputs)
+def node_data(graph: SeenGraph, findings: Mapping[str, Finding], name: str = "") -> str:
+    """Numbers for the nodes, as Model Explorer's own file of node data.
+
+    Infinity is the largest number there is: a file with words in it would not be one of numbers.
+
+    Args:
+        graph: What is shown.
+        findings: By site, as in the graph.
+        name: What the numbers are called.
+    """
     results: dict[str, Any] = {}
+    for own, found in _found(graph, findings):
+        if not math.isnan(found.value):
+            value = max(-sys.float_info.max, min(sys.float_info.max, found.value))
+            results[own] = {"value": value, **_coloured(found)}
+    return _data(graph, {"name": name, "results": results} if name else {"results": results})
+
+
+def status_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
+    """Statuses for the nodes: words, which groups of nodes count."""
+    results = {
+        own: {"value": found.status, **_coloured(found)} for own, found in _found(graph, findings)
+    }
+    content = {"name": "status", "results": results, "showExpandedSummaryOnGroupNode": True}
+    return _data(graph, content)
+
+
+def _found(graph: SeenGraph, findings: Mapping[str, Finding]) -> Iterator[tuple[str, Finding]]:
+    taken = set(graph.inputs)
     for node in graph.nodes:
         own = _free(node.name, taken)
         found = finding_of(node, findings)
         if found is not None:
-            # Node data may be words too: what is not finite is the worst there is, not nothing.
-            results[own] = {"value": _number(found.value)}
-            if math.isnan(found.value):
-                results[own]["value"] = found.status
-            if found.status in _COLOURS:
-                results[own]["bgColor"] = _COLOURS[found.status]
-    return json.dumps({graph.name: {"results": results}}, ensure_ascii=False) + "\n"
+            yield own, found
+
+
+def _coloured(found: Finding) -> dict[str, str]:
+    colour = _COLOURS.get(found.status)
+    return {} if colour is None else {"bgColor": colour}
+
+
+def _data(graph: SeenGraph, content: dict[str, Any]) -> str:
+    return json.dumps({graph.name: content}, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _numbered(node: SeenNode) -> list[tuple[int, str]]:
