@@ -55,6 +55,8 @@ enum { ABI_VERSION = 2 };
 enum { TOLERANT = 1, EXACT_NEAR_ZERO = 2 };
 
 enum { PATH_GENERIC = 0, PATH_AVX2 = 1, PATH_AVX512 = 2 };
+/* Added to a path: nothing that only some of its processors have or like. For tests. */
+enum { COMMON_WAYS = 16 };
 
 /* Order shared with kernel.py. Complex types arrive as twice as many reals. */
 enum {
@@ -121,123 +123,7 @@ INLINE void restore_floats(FloatMode old) {
 #include "csrc/peaks.h"
 #include "csrc/bounds.h"
 
-/* Vector code must be compiled as a whole for its instruction set (gcc lowers vectors before it inlines), so each
- * function below exists once per set, told apart by a suffix. */
-#define PASTE_(a, b) a##b
-#define PASTE(a, b) PASTE_(a, b)
-#define NAME(name) PASTE(name, SUFFIX)
-#define vd NAME(vd)
-#define vl NAME(vl)
-#define vu NAME(vu)
-#define lanes NAME(lanes)
-#define lanes_l NAME(lanes_l)
-#define lanes_u NAME(lanes_u)
-#define iota NAME(iota)
-#define pick NAME(pick)
-#define within NAME(within)
-#define keep NAME(keep)
-#define magnitude NAME(magnitude)
-#define load_lanes_d NAME(load_lanes_d)
-#define total NAME(total)
-#define total_l NAME(total_l)
-#define greatest NAME(greatest)
-#define least NAME(least)
-#define greatest_u NAME(greatest_u)
-#define ordinal NAME(ordinal)
-#define ulp_lanes NAME(ulp_lanes)
-#define careful_pair NAME(careful_pair)
-#define careful_block NAME(careful_block)
-#define careful_summary NAME(careful_summary)
-#define careful_summary_block NAME(careful_summary_block)
-#define load_bits NAME(load_bits)
-#define load_lanes NAME(load_lanes)
-#define sum_lanes NAME(sum_lanes)
-#define max_lane NAME(max_lane)
-#define min_lane NAME(min_lane)
-#define fold_bits NAME(fold_bits)
-#define count_lanes NAME(count_lanes)
-#define least_lane NAME(least_lane)
-#define sum_block NAME(sum_block)
-#define sum_kinds NAME(sum_kinds)
-#define extremes NAME(extremes)
-#define ulp_distance NAME(ulp_distance)
-#define visit_hits NAME(visit_hits)
-#define patch_block NAME(patch_block)
-#define finish_block NAME(finish_block)
-#define first_error NAME(first_error)
-#define greatest_error NAME(greatest_error)
-#define recount NAME(recount)
-#define recount_kinds NAME(recount_kinds)
-#define fast_block NAME(fast_block)
-#define pair NAME(pair)
-#define summary NAME(summary)
-#define summary_block NAME(summary_block)
-#define summary_kinds NAME(summary_kinds)
-#define widened NAME(widened)
-#define sketched NAME(sketched)
-#define split NAME(split)
-#define word_steps NAME(word_steps)
-#define greatest_code NAME(greatest_code)
-#define relative NAME(relative)
-#define tally_errors NAME(tally_errors)
-#define tally_zeros NAME(tally_zeros)
-#define tallied NAME(tallied)
-#define tallied_errors NAME(tallied_errors)
-#define tallied_words NAME(tallied_words)
-#define equal_lanes NAME(equal_lanes)
-#define any_hit NAME(any_hit)
-#define nearer NAME(nearer)
-#define too_near NAME(too_near)
-#define mark NAME(mark)
-#define tally_negative NAME(tally_negative)
-#define least_past NAME(least_past)
-#define tally_words NAME(tally_words)
-#define all_finite NAME(all_finite)
-#define greatest_beyond NAME(greatest_beyond)
-#define any_beyond NAME(any_beyond)
-#define visit_relative NAME(visit_relative)
-#define visit_all NAME(visit_all)
-#define lanes_tell_ulps NAME(lanes_tell_ulps)
-#define farther_ulps NAME(farther_ulps)
-#define ulp_news NAME(ulp_news)
-#define word_ordinal NAME(word_ordinal)
-#define word_distance NAME(word_distance)
-#define too_near_zero NAME(too_near_zero)
-#define half_of_words NAME(half_of_words)
-#define least_code NAME(least_code)
-#define greatest_word NAME(greatest_word)
-#define least_code_of NAME(least_code_of)
-#define word_ends NAME(word_ends)
-#define CHAIN (32 * WIDTH) /* elements whose sums stay in float32 */
-#define steps_past NAME(steps_past)
-#define tally_past NAME(tally_past)
-#define ordinary NAME(ordinary)
-#define chosen NAME(chosen)
-#define mask_word NAME(mask_word)
-#define opposite_signs NAME(opposite_signs)
-#define half_ordinals NAME(half_ordinals)
-#define stripe NAME(stripe)
-#define scramble NAME(scramble)
-#define hash_long NAME(hash_long)
-#define read_two NAME(read_two)
-#define exp_lanes NAME(exp_lanes)
-#define rest_lanes NAME(rest_lanes)
-#define farther NAME(farther)
-#define strip_of NAME(strip_of)
-#define sum_strip NAME(sum_strip)
-#define sum_left NAME(sum_left)
-#define greatest_kind NAME(greatest_kind)
-#define place_of NAME(place_of)
-#define sum_again NAME(sum_again)
-#define floats_at NAME(floats_at)
-#define beyond NAME(beyond)
-#define any_lane NAME(any_lane)
-#define rank_of NAME(rank_of)
-#define greatest_of NAME(greatest_of)
-#define offer_strip NAME(offer_strip)
-#define sum_kind NAME(sum_kind)
-#define score_row NAME(score_row)
-#define score_rows NAME(score_rows)
+#include "csrc/names.h"
 
 #define SUFFIX _generic
 #define TARGET
@@ -262,6 +148,15 @@ INLINE void restore_floats(FloatMode old) {
 #define WIDTH 16
 #define LANES 8
 #include "csrc/path.h"
+/* Half as wide, with the other set's registers: float16 on processors that take wide vectors in two halves, for which
+ * converting to wide ones is four steps instead of two. */
+#define SUFFIX _narrow
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,popcnt"), unused))
+#define WIDTH 8
+#define LANES 4
+#define NARROW 1
+#include "csrc/path.h"
+#undef NARROW
 #endif
 #undef pair
 #undef summary
@@ -281,6 +176,25 @@ EXPORT int driftline_best_path(void) {
 #endif
   return PATH_GENERIC;
 }
+
+#if X86_PATHS
+static int bfloat16_dots(void) {
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return 0;
+#endif
+}
+
+/* Zen 4: of its family, the one with these instructions. */
+static int wide_in_halves(void) {
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+  return __builtin_cpu_is("amdfam19h");
+#else
+  return 0;
+#endif
+}
+#endif
 
 /* `widen`: 1 when the reference, 2 when the candidate is real and the other side complex. `count` counts reals. */
 EXPORT void driftline_pair(const void *r, int r_dtype, const void *c, int c_dtype, int64_t count, int widen,
@@ -302,9 +216,17 @@ EXPORT void driftline_pair(const void *r, int r_dtype, const void *c, int c_dtyp
   s.m.count = count;
   FloatMode mode = exact_floats();
   begin_pair(&s);
-  switch (path) {
+  switch (path & ~COMMON_WAYS) {
 #if X86_PATHS
-    case PATH_AVX512: pair_avx512(&s, count); break;
+    case PATH_AVX512:
+      if (path & COMMON_WAYS) {
+        pair_avx512(&s, count);
+        break;
+      }
+      s.dots = bfloat16_dots();
+      if (r_dtype == F16 && c_dtype == F16 && wide_in_halves()) pair_narrow(&s, count);
+      else pair_avx512(&s, count);
+      break;
     case PATH_AVX2: pair_avx2(&s, count); break;
 #endif
     default: pair_generic(&s, count); break;

@@ -18,6 +18,7 @@ typedef struct {
   float reach; /* numbers below it are no more steps from zero than two numbers were from each other */
   int by_words; /* few ULPs so far: sixteen-bit words are subtracted instead of marks being set */
   int zeros; /* there have been zeros on both sides */
+  int dots;  /* the processor has vdpbf16ps */
   int news; /* how they are noticed in this block */
   int wait, patience, blame; /* blocks until chains are tried, and after that; what chains cost beyond their use */
 } Knobs;

@@ -299,7 +299,10 @@ TARGET static void pair(Pair *s, int64_t count) {
   int fast = r_kind != LANES_NONE && c_kind != LANES_NONE && !s->widen[0] && !s->widen[1] &&
              tolerance_fits(s->atol) && tolerance_fits(s->rtol) &&
              (s->format[1].is_float || !s->format[0].is_float); /* integers' ULPs are their errors */
-  Knobs k = {0, 0, (float)(s->atol * TOLERANCE_SHADE), (float)(s->rtol * TOLERANCE_SHADE), 0, 0, 0, 0, 0, 0, 2, 8, 0};
+  Knobs k = {.atol = (float)(s->atol * TOLERANCE_SHADE), .rtol = (float)(s->rtol * TOLERANCE_SHADE)};
+  k.dots = s->dots;
+  k.wait = 2;
+  k.patience = 8;
   if (fast && count >= 16) {
     double sample[16], sum = 0, squares = 0;
     decode_double(s->data[0], s->dtype[0], 0, 16, sample);

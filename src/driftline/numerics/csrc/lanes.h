@@ -20,9 +20,10 @@ LANE_FN void word_ends(const uint8_t *p, int64_t n, int kind, VI top_word, VI to
 /* The inner loop. n is a multiple of 2 * WIDTH; the numbers from `r_kind` to `news` are constants where it is inlined.
  * `plain`: nothing is subtracted from r, and 0 / 0 is let be: the sum of relative errors tells by being NaN.
  * `news`: how a new greatest relative error or ULP distance is noticed. BY_CHAINS finds neither, but names the chains
- * that can hold one: no relative error is greater than its lane's sum of them, and small errors are few ULPs. */
+ * that can hold one: no relative error is greater than its lane's sum of them, and small errors are few ULPs.
+ * `dots`: the processor multiplies and adds pairs of bfloat16. */
 LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
-                       int plain, int news, const Knobs *k, Sums *out) {
+                       int plain, int news, int dots, const Knobs *k, Sums *out) {
   const int by_words = news == BY_WORDS, by_chains = news == BY_CHAINS;
   /* Where roundings alone are great errors, the chains' own greatest tells nothing about relative errors. */
   const int sharp = by_chains && c_kind == LANES_BF16, by_codes = sharp && WORD_ENDS && r_kind == LANES_BF16;
@@ -91,10 +92,12 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         low = OP(min_ps)(low, rs[half]);
         high = OP(max_ps)(high, rs[half]);
       }
-      sx = OP(add_ps)(sx, OP(add_ps)(xs[0], xs[1]));
+      if (dots) sx = added_dots(sx, load_bits(r_at + 2 * i), OP(set1_epi32)(0x3F803F80));
+      else sx = OP(add_ps)(sx, OP(add_ps)(xs[0], xs[1]));
       se = OP(add_ps)(se, OP(add_ps)(es[0], es[1]));
+      if (dots) sxx = added_dots(sxx, load_bits(r_at + 2 * i), load_bits(r_at + 2 * i));
       for (int half = 0; half < 2; half++) {
-        sxx = OP(fmadd_ps)(xs[half], xs[half], sxx);
+        if (!dots) sxx = OP(fmadd_ps)(xs[half], xs[half], sxx);
         sxe = OP(fmadd_ps)(xs[half], es[half], sxe);
         see = OP(fmadd_ps)(es[half], es[half], see);
       }
@@ -182,27 +185,31 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
 
 #undef RARE_CASE_BODY
 #define RARE_CASE_BODY(r_kind, c_kind)                                                        \
-    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, BY_MARKS, k, out); \
-    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, BY_MARKS, k, out); \
-    else sum_block(r, c, n, r_kind, c_kind, 0, 0, BY_MARKS, k, out);                           \
+    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, BY_MARKS, 0, k, out); \
+    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, BY_MARKS, 0, k, out); \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 0, BY_MARKS, 0, k, out);                           \
     break
 #undef PLAIN_BODY
-#define PLAIN_BODY(r_kind, c_kind, by)                                                        \
-    if (tolerant) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, k, out);                 \
-    else sum_block(r, c, n, r_kind, c_kind, 0, 1, by, k, out);                                 \
+#define PLAIN_BODY(r_kind, c_kind, by, dots)                                                  \
+    if (tolerant) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, dots, k, out);           \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 1, by, dots, k, out);                           \
     break
 #undef CASE
 #define CASE(r_kind, c_kind)                                                                  \
   case r_kind * 3 + c_kind:                                                                   \
-    if (plain && k->news == BY_CHAINS) { PLAIN_BODY(r_kind, c_kind, BY_CHAINS); }             \
-    if (plain) { PLAIN_BODY(r_kind, c_kind, BY_MARKS); }                                      \
+    if (plain && k->news == BY_CHAINS) { PLAIN_BODY(r_kind, c_kind, BY_CHAINS, 0); }          \
+    if (plain) { PLAIN_BODY(r_kind, c_kind, BY_MARKS, 0); }                                   \
     RARE_CASE_BODY(r_kind, c_kind)
 #undef WORD_CASE
 #define WORD_CASE(kind)                                                                       \
   case kind * 3 + kind:                                                                       \
-    if (plain && k->news == BY_CHAINS) { PLAIN_BODY(kind, kind, BY_CHAINS); }                 \
-    if (plain && WORD_ENDS && k->news == BY_WORDS) { PLAIN_BODY(kind, kind, BY_WORDS); }      \
-    if (plain) { PLAIN_BODY(kind, kind, BY_MARKS); }                                          \
+    if (plain && DOTS && kind == LANES_BF16 && k->dots) {                                     \
+      if (k->news == BY_CHAINS) { PLAIN_BODY(kind, kind, BY_CHAINS, DOTS); }                  \
+      if (k->news == BY_WORDS) { PLAIN_BODY(kind, kind, BY_WORDS, DOTS); }                    \
+    }                                                                                         \
+    if (plain && k->news == BY_CHAINS) { PLAIN_BODY(kind, kind, BY_CHAINS, 0); }              \
+    if (plain && WORD_ENDS && k->news == BY_WORDS) { PLAIN_BODY(kind, kind, BY_WORDS, 0); }   \
+    if (plain) { PLAIN_BODY(kind, kind, BY_MARKS, 0); }                                       \
     RARE_CASE_BODY(kind, kind)
 #undef RARE_CASE
 #define RARE_CASE(r_kind, c_kind)                                                             \
@@ -214,6 +221,10 @@ TARGET static void sum_kinds(const uint8_t *r, const uint8_t *c, int64_t n, int 
   const int plain = k->shift == 0.0f && !k->zeros && tolerant != EXACT_NEAR_ZERO;
   out->far = 0;
   switch (r_kind * 3 + c_kind) {
+#if defined(NARROW) /* float16, and what was patched of it */
+    WORD_CASE(LANES_F16);
+    RARE_CASE(LANES_F32, LANES_F32);
+#else
     CASE(LANES_F32, LANES_F32);
     CASE(LANES_F32, LANES_BF16);
     CASE(LANES_F32, LANES_F16);
@@ -223,6 +234,7 @@ TARGET static void sum_kinds(const uint8_t *r, const uint8_t *c, int64_t n, int 
     RARE_CASE(LANES_BF16, LANES_F16);
     RARE_CASE(LANES_F16, LANES_F32);
     RARE_CASE(LANES_F16, LANES_BF16);
+#endif
   }
 }
 

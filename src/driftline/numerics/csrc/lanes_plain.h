@@ -15,6 +15,7 @@
 #undef NO_HIT
 #undef HALF_ORDINALS
 #undef WORD_ENDS
+#undef DOTS
 
 typedef float PlainFloats __attribute__((vector_size(16)));
 typedef int32_t PlainInts __attribute__((vector_size(16)));
@@ -35,6 +36,7 @@ typedef uint32_t PlainWords __attribute__((vector_size(16)));
 #define NO_HIT plain_set1_epi32(0)
 #define HALF_ORDINALS 0
 #define WORD_ENDS 0
+#define DOTS 0
 
 LANE_FN VF plain_set1_ps(float v) { return (VF){v, v, v, v}; }
 LANE_FN VF plain_setzero_ps(void) { return (VF){0, 0, 0, 0}; }
@@ -130,8 +132,9 @@ LANE_FN HIT mark(HIT any, uint8_t *marks, int64_t i, VF rel, VF limit, VF ae, VF
   marks[i] = (uint8_t)any_hit(here);
   return any | here;
 }
-LANE_FN VI word_steps(VI r, VI c) { (void)c; return r; } /* never asked, as are the next three */
+LANE_FN VI word_steps(VI r, VI c) { (void)c; return r; } /* never asked, as are the next four */
 LANE_FN VI word_distance(VI r, VI c) { (void)c; return r; }
+LANE_FN VF added_dots(VF sum, VI a, VI b) { (void)a, (void)b; return sum; }
 LANE_FN unsigned greatest_code(VI v) { (void)v; return 0; }
 LANE_FN TALLY tally_words(TALLY tally, VI a, VI b) { (void)a, (void)b; return tally; } /* never asked */
 LANE_FN VI steps_past(SPLIT s, VF ae, VF allowed) { return plain_sub_epi32((VI)ae, (VI)allowed) | s; }

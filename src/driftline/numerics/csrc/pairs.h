@@ -29,6 +29,7 @@ typedef struct {
   int dtype[2], widen[2];
   Format format[2];
   double atol, rtol;
+  int dots; /* the processor has vdpbf16ps */
 } Pair;
 
 INLINE void note_first(int64_t *place, int64_t at) {

@@ -8,12 +8,14 @@
 #endif
 #include "lanes.h"
 #include "fast_pair.h"
+#if !defined(NARROW)
 #include "fast_summary.h"
 #include "scores.h"
 #if WIDTH == 4
 #include "plain_hash.h"
 #else
 #include "fast_hash.h"
+#endif
 #endif
 #undef SUFFIX
 #undef TARGET
