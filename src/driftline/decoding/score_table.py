@@ -45,6 +45,10 @@ SCORES = {
 }
 """What `scoring.score` gives per token, as typed columns."""
 METADATA = b"driftline"
+GROUP = 1 << 14
+"""Rows that are written at once, or a few more."""
+FEW = 32
+"""Parts that are held one by one."""
 """Key of the provenance in the table's own metadata."""
 
 
@@ -85,9 +89,23 @@ def write_part(path: Path, parts: Sequence[Rows], provenance: Mapping[str, Any])
 
 
 def join_parts(path: Path, parts: Sequence[Path], provenance: Mapping[str, Any]) -> None:
-    """Write the table of all rounds from their parts, one in memory at a time."""
-    pq = require("pyarrow.parquet")
-    _write(path, (pq.read_table(part) for part in parts), provenance)
+    """Write the table of all rounds from their parts, some thousand rows in memory at a time."""
+    _write(path, _in_groups(parts), provenance)
+
+
+def _in_groups(parts: Sequence[Path]) -> Iterator[Any]:
+    """The parts' rows in larger tables: each one costs kilobytes, in memory and in the file."""
+    pa, pq = require("pyarrow"), require("pyarrow.parquet")
+    waiting: list[Any] = []
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            waiting.append(file.read().replace_schema_metadata(None))
+        if len(waiting) >= FEW:
+            waiting = [pa.concat_tables(waiting).combine_chunks()]
+            if len(waiting[0]) >= GROUP:
+                yield waiting.pop()
+    if waiting:
+        yield pa.concat_tables(waiting).combine_chunks()
 
 
 def part_settings(path: Path) -> dict[str, Any]:
