@@ -1,8 +1,26 @@
-"""What was left out of a run is said at its end, where somebody reads it."""
+"""A Python for programs of tests; what was left out of a run is said at its end."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from warm_python import warm
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[str]:
+    """Written for `python`: programs whose start is not the point find torch imported."""
+    with warm("torch") as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def warm_llama() -> Iterator[str]:
+    """The same, and a Llama of transformers is imported too."""
+    with warm("torch", "transformers.models.llama.modeling_llama") as python:
+        yield python
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

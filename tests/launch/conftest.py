@@ -88,3 +88,13 @@ def dump(workshop: Path, capfd: pytest.CaptureFixture[str]) -> Dump:
         return Dumped(code, out, err, workshop / "out")
 
     return dump
+
+
+@pytest.fixture
+def quick(dump: Dump, warm_python: str) -> Dump:
+    """The same for programs whose start is not the point: torch is there before they begin."""
+
+    def quick(*options: str, run: Sequence[str]) -> Dumped:
+        return dump(*options, argv=[warm_python, *run])
+
+    return quick

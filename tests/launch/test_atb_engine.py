@@ -91,16 +91,16 @@ def test_a_set_up_library_chooses_the_engine_by_itself(dump, atb: Installed) -> 
     assert "atb: 18 tensors" in dump(argv=[str(atb.program)]).err
 
 
-def test_engine_torch_leaves_the_probe_off(dump, atb: Installed) -> None:
-    done = dump("--engine", "torch", run=["infer.py"])
+def test_engine_torch_leaves_the_probe_off(quick, atb: Installed) -> None:
+    done = quick("--engine", "torch", run=["infer.py"])
     assert done.code == 0
     assert "atb" not in done.err and not list(done.path.glob("ait_dump*"))
 
 
 def test_torch_is_captured_beside_the_probe_and_each_is_said(
-    dump, atb: Installed, workshop: Path
+    dump, atb: Installed, workshop: Path, warm_python: str
 ) -> None:
-    (workshop / "both.sh").write_text(f"{sys.executable} infer.py\n{atb.program}\n")
+    (workshop / "both.sh").write_text(f"{warm_python} infer.py\n{atb.program}\n")
     done = dump("--engine", "atb", argv=["bash", "both.sh"])
     assert done.code == 0, done.err
     assert "torch: " in done.err and "tensors" in done.err.split("atb:")[0]
@@ -294,10 +294,10 @@ def test_a_missing_probe_is_one_sentence_that_says_where_it_was_looked_for(
 
 
 def test_without_being_asked_a_missing_probe_is_a_note_and_torch_is_captured(
-    dump, atb: Installed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    quick, atb: Installed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path / "empty"))
-    done = dump(run=["infer.py"])
+    done = quick(run=["infer.py"])
     assert done.code == 0
     assert "note: there is no probe library" in done.err and "tensors" in done.err
 

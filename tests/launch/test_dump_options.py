@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -19,16 +18,16 @@ def sites(dumped):
     return {r.key.site for r in dumped.run.records}
 
 
-def test_ids_choose_places_with_or_without_what_is_below(dump):
-    dumped = dump("-ids", "1,", "3", "-stp", "1", run=["infer.py"])
+def test_ids_choose_places_with_or_without_what_is_below(quick):
+    dumped = quick("-ids", "1,", "3", "-stp", "1", run=["infer.py"])
     assert sites(dumped) == {"body", "body.0", "body.1", "last"}
     assert {r.key.port for r in dumped.run.records} == {"output"}
-    dumped = dump("-ids", "1，3", "-child", "no", "--force", run=["infer.py"])
+    dumped = quick("-ids", "1，3", "-child", "no", "--force", run=["infer.py"])
     assert sites(dumped) == {"body", "last"}
 
 
-def test_ranges_and_names_choose_steps_and_classes(dump):
-    dumped = dump("-er", "1,2,4,4", "-opname", "LIN, norm", run=["infer.py", "6"])
+def test_ranges_and_names_choose_steps_and_classes(quick):
+    dumped = quick("-er", "1,2,4,4", "-opname", "LIN, norm", run=["infer.py", "6"])
     assert dumped.code == 0, dumped.err
     assert {r.key.step for r in dumped.run.records} == {1, 2, 4}
     assert sites(dumped) == {"first", "body.0", "last", "norm"}
@@ -36,7 +35,7 @@ def test_ranges_and_names_choose_steps_and_classes(dump):
     assert "steps 0, 3, 5 ran and were not selected (3 in all)" in dumped.err
 
 
-def test_both_times_keep_inputs_under_distinct_keys(dump, workshop):
+def test_both_times_keep_inputs_under_distinct_keys(quick, workshop):
     (workshop / "inplace.py").write_text(
         "import torch\n"
         "class Doubles(torch.nn.Module):\n"
@@ -44,7 +43,7 @@ def test_both_times_keep_inputs_under_distinct_keys(dump, workshop):
         "        return x.mul_(2)\n"
         "torch.nn.Sequential(Doubles(), torch.nn.Linear(1, 1))(torch.ones(1))\n"
     )
-    dumped = dump("-time", "2", "--site", "0", run=["inplace.py"])
+    dumped = quick("-time", "2", "--site", "0", run=["inplace.py"])
     assert dumped.code == 0, dumped.err
     found = {
         r.key.moment: float(h.numpy()[0])
@@ -54,8 +53,8 @@ def test_both_times_keep_inputs_under_distinct_keys(dump, workshop):
     assert found == {"before": 1.0, "after": 2.0}
 
 
-def test_descriptions_only_store_no_values(dump):
-    dumped = dump("-sd", "-tiling", run=["infer.py"])
+def test_descriptions_only_store_no_values(quick):
+    dumped = quick("-sd", "-tiling", run=["infer.py"])
     assert dumped.code == 0, dumped.err
     assert len(dumped.run) == 16
     assert {r.kept for r in dumped.run.records} == {"describe"}
@@ -63,12 +62,12 @@ def test_descriptions_only_store_no_values(dump):
     assert "tiling data were asked for" in dumped.err
 
 
-def test_a_module_tree_alone_is_a_success(dump, workshop):
+def test_a_module_tree_alone_is_a_success(quick, workshop):
     (workshop / "loads.py").write_text(
         "from model import run\nfrom torch.utils.data import DataLoader\n"
         "run()\nprint(len(list(DataLoader([1, 2], num_workers=1))))\n"
     )
-    dumped = dump("--type", "model", "layer", run=["loads.py"])
+    dumped = quick("--type", "model", "layer", run=["loads.py"])
     assert dumped.code == 0, dumped.err
     assert "module tree of 1 process" in dumped.err
     tree = json.loads((dumped.path / "rank0" / "topology.json").read_text())
@@ -84,14 +83,14 @@ def test_a_module_tree_alone_is_a_success(dump, workshop):
 @pytest.mark.parametrize(
     "steps", ["2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1", "3"))]
 )
-def test_a_module_tree_speaks_of_no_steps_however_many_ran(dump, steps):
-    dumped = dump("--type", "model,layer", run=["infer.py", steps])
+def test_a_module_tree_speaks_of_no_steps_however_many_ran(quick, steps):
+    dumped = quick("--type", "model,layer", run=["infer.py", steps])
     assert dumped.code == 0, dumped.err
     assert "module tree of 1 process" in dumped.err and "selected" not in dumped.err
 
 
-def test_the_seeds_layout_is_written_on_request(dump, workshop):
-    dumped = dump("--layout", "ait", "-er", "0,1", run=["infer.py", "2"])
+def test_the_seeds_layout_is_written_on_request(quick, workshop):
+    dumped = quick("--layout", "ait", "-er", "0,1", run=["infer.py", "2"])
     assert dumped.code == 0, dumped.err
     [folder] = (workshop / "out" / "ait_dump" / "torch_tensors").iterdir()
     assert folder.name.startswith("cpu_")
@@ -102,12 +101,12 @@ def test_the_seeds_layout_is_written_on_request(dump, workshop):
     assert torch.equal(saved, torch.full((2, 4), 2.0))
     assert (folder / "0" / "root.norm" / "output.visit1.pth").exists()
     assert "32 tensors" in dumped.err and "steps 0-1" in dumped.err
-    again = dump("--layout", "ait", run=["infer.py"])
+    again = quick("--layout", "ait", run=["infer.py"])
     assert again.code == 2 and "ait_dump' exists" in again.err
 
 
-def test_a_size_limit_is_kept_and_foretold(dump):
-    dumped = dump("--step", "*", "--max-bytes", "1kB", run=["infer.py", "8"])
+def test_a_size_limit_is_kept_and_foretold(quick):
+    dumped = quick("--step", "*", "--max-bytes", "1kB", run=["infer.py", "8"])
     assert dumped.code == 0, dumped.err
     assert "the first step takes" in dumped.err and "limit of" in dumped.err
     stored = {r.blob for r in dumped.run.records if r.blob is not None}
@@ -116,18 +115,18 @@ def test_a_size_limit_is_kept_and_foretold(dump):
     assert "reached its size limit" in dumped.err
 
 
-def test_what_a_limit_left_out_is_one_sentence_in_either_layout(dump):
-    dumped = dump("--max-bytes", "100", run=["infer.py", "2"])
+def test_what_a_limit_left_out_is_one_sentence_in_either_layout(quick):
+    dumped = quick("--max-bytes", "100", run=["infer.py", "2"])
     lost = [r for r in dumped.run.records if r.blob is None]
     assert "the first step does not fit into the limit" in dumped.err
     assert f"{len(lost)} tensors without values, rank0/step0/" in dumped.err
     assert dumped.err.count("beyond the size limit") == 1
-    tree = dump("--layout", "ait", "--force", "--max-bytes", "100", run=["infer.py", "2"])
+    tree = quick("--layout", "ait", "--force", "--max-bytes", "100", run=["infer.py", "2"])
     assert tree.code == 0 and "note: stopped before rank0/step0/" in tree.err
 
 
-def test_summaries_and_class_globs(dump):
-    dumped = dump(
+def test_summaries_and_class_globs(quick):
+    dumped = quick(
         "--keep", "summary", "--class", "*Norm", "--port", "output", "-l", "error",
         run=["infer.py", "1", "--api-key", "hunter2-hunter2"],
     )  # fmt: skip
@@ -140,20 +139,20 @@ def test_summaries_and_class_globs(dump):
     assert not any("hunter2" in text for text in kept)
 
 
-def test_a_pattern_may_name_operators(dump):
-    dumped = dump("--level", "ops", "--class", "aten.addmm*", run=["infer.py"])
+def test_a_pattern_may_name_operators(quick):
+    dumped = quick("--level", "ops", "--class", "aten.addmm*", run=["infer.py"])
     assert dumped.code == 0 and {r.class_name for r in dumped.run.records} == {"aten.addmm.default"}
     assert "matches no" not in dumped.err
 
 
-def test_gradients_are_a_level(dump, workshop):
+def test_gradients_are_a_level(quick, workshop):
     (workshop / "train.py").write_text(
         "import torch\nfrom model import Net\n"
         "net = Net()\nopt = torch.optim.SGD(net.parameters(), 0.1)\n"
         "for _ in range(2):\n"
         "    opt.zero_grad(); net(torch.ones(2, 4)).sum().backward(); opt.step()\n"
     )
-    dumped = dump("--level", "modules", "gradients", "-er", "0,1", run=["train.py"])
+    dumped = quick("--level", "modules", "gradients", "-er", "0,1", run=["train.py"])
     assert dumped.code == 0, dumped.err
     ports = {r.key.port for r in dumped.run.records}
     assert {"input", "output", "grad_output", "param_grad"} <= ports
@@ -230,13 +229,13 @@ def test_an_output_that_is_there_is_replaced_only_when_asked_and_only_if_a_run(d
     assert (workshop / "out" / "thesis.txt").read_text() == "years of work"
 
 
-def test_without_an_output_the_folder_is_named_after_the_time(workshop, capfd):
-    assert main(["dump", "--", sys.executable, "infer.py"]) == 0, capfd.readouterr().err
+def test_without_an_output_the_folder_is_named_after_the_time(workshop, capfd, warm_python):
+    assert main(["dump", "--", warm_python, "infer.py"]) == 0, capfd.readouterr().err
     [made] = workshop.glob("driftline_*")
     assert (made / "run.json").exists()
 
 
-def test_the_line_to_type_next_can_be_copied(workshop, capfd):
-    words = ["dump", "-o", "my run", "--", sys.executable, "infer.py"]
+def test_the_line_to_type_next_can_be_copied(workshop, capfd, warm_python):
+    words = ["dump", "-o", "my run", "--", warm_python, "infer.py"]
     assert main(words) == 0
     assert "next: driftline compare 'my run' ANOTHER_RUN" in capfd.readouterr().err

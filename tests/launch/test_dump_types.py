@@ -22,9 +22,9 @@ def checked(path: Path):
     return model.graph
 
 
-def test_all_types_together_in_a_run_and_in_the_seed_s_paths(dump, workshop, capfd) -> None:
-    plain = dump(run=["infer.py", "2"])
-    done = dump("-o", "all", "--type", *ALL, "-er", "0,1", run=["infer.py", "2"])
+def test_all_types_together_in_a_run_and_in_the_seed_s_paths(quick, workshop, capfd) -> None:
+    plain = quick(run=["infer.py", "2"])
+    done = quick("-o", "all", "--type", *ALL, "-er", "0,1", run=["infer.py", "2"])
     assert done.code == 0 and done.out == plain.out, done.err
     for word in ("operation csv of 2 steps", "kernel csv of 2", "times of operators", "1 ONNX"):
         assert word in done.err
@@ -63,12 +63,12 @@ def test_all_types_together_in_a_run_and_in_the_seed_s_paths(dump, workshop, cap
     assert "Kernels (step 0)" in shown and "Times of operators" in shown and "Operators" in shown
 
 
-def test_operators_of_a_program_without_modules_and_no_tensor(dump, workshop, monkeypatch) -> None:
+def test_operators_of_a_program_without_modules_and_no_tensor(quick, workshop, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where there is a GPU, its use is waited for
     (workshop / "bare.py").write_text(
         "import torch\na = torch.ones(3, 4)\nprint(float((a @ a.T).sum()))\n"
     )
-    done = dump("--type", "op", "kernel", "-tiling", "-o", "bare", run=["bare.py"])
+    done = quick("--type", "op", "kernel", "-tiling", "-o", "bare", run=["bare.py"])
     assert done.code == 0 and done.out == "36.0\n", done.err
     assert "torch on this device has none" in done.err, "tiling is an event, not an error"
     run = driftline.open_run(workshop / "bare")
@@ -81,7 +81,7 @@ def test_operators_of_a_program_without_modules_and_no_tensor(dump, workshop, mo
     assert [line.name for line in atb.kernels()][:2] == ["aten::fill_", "aten::mm"]
 
 
-def test_layers_are_drawn_one_by_one_in_the_seed_s_layout(dump, workshop) -> None:
+def test_layers_are_drawn_one_by_one_in_the_seed_s_layout(quick, workshop) -> None:
     (workshop / "stack.py").write_text(
         "import torch\nfrom torch import nn\n"
         "class Stack(nn.Module):\n"
@@ -95,7 +95,7 @@ def test_layers_are_drawn_one_by_one_in_the_seed_s_layout(dump, workshop) -> Non
         "        return x\n"
         "Stack()(torch.ones(1, 4))\n"
     )
-    done = dump("--type", "layer", "onnx", "--layout", "ait", "-o", "seed", run=["stack.py"])
+    done = quick("--type", "layer", "onnx", "--layout", "ait", "-o", "seed", run=["stack.py"])
     assert done.code == 0, done.err
     drawn = sorted((workshop / "seed" / "ait_dump").glob("layer/*/*.onnx"))
     assert [path.stem for path in drawn] == [f"Sequential_0_{n}" for n in range(3)]
@@ -109,9 +109,9 @@ def test_layers_are_drawn_one_by_one_in_the_seed_s_layout(dump, workshop) -> Non
 
 
 def test_a_list_alone_in_the_seed_s_layout_is_read_as_the_dump_it_looks_like(
-    dump, workshop
+    quick, workshop
 ) -> None:
-    done = dump("--type", "op", "--layout", "ait", "-o", "seed", run=["infer.py"])
+    done = quick("--type", "op", "--layout", "ait", "-o", "seed", run=["infer.py"])
     assert done.code == 0, done.err
     names = [line.name for line in open_atb(workshop / "seed" / "ait_dump").operations()]
     assert "Linear_0" in names and "aten.addmm.default_0_0" in names
@@ -128,15 +128,15 @@ def test_a_program_that_never_calls_torch_is_told_so(dump, workshop, program, se
     assert not (workshop / "none").exists()
 
 
-def test_filters_hold_for_the_list_too(dump, workshop) -> None:
-    done = dump("--type", "op", "-ids", "1_0", "-o", "some", run=["infer.py"])
+def test_filters_hold_for_the_list_too(quick, workshop) -> None:
+    done = quick("--type", "op", "-ids", "1_0", "-o", "some", run=["infer.py"])
     assert done.code == 0, done.err
     sheet = driftline.open_run(workshop / "some").sheet("operation_tensors_0.csv")
     lines = read_operations(sheet, 0)
     assert {line.name for line in lines} == {"Linear_1_0", "aten.addmm.default_1_0_0"}
 
 
-def test_a_killed_program_and_a_second_process_leave_their_lists(dump, workshop) -> None:
+def test_a_killed_program_and_a_second_process_leave_their_lists(quick, workshop) -> None:
     (workshop / "killed.py").write_text(
         "import os, signal, torch\n"
         "model = torch.nn.Linear(3, 3)\n"
@@ -148,7 +148,7 @@ def test_a_killed_program_and_a_second_process_leave_their_lists(dump, workshop)
         "    os._exit(0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = dump("--type", "op", "layer", "onnx", "--step", "*", "-o", "killed", run=["killed.py"])
+    done = quick("--type", "op", "layer", "onnx", "--step", "*", "-o", "killed", run=["killed.py"])
     assert done.code == 128 + 9
     run = driftline.open_run(workshop / "killed")
     for process in (0, 1):

@@ -66,13 +66,17 @@ class Checked:
 
 
 @pytest.fixture
-def errcheck(workshop: Path, capfd: pytest.CaptureFixture[str]):
+def errcheck(workshop: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest):
     """Check a program text: `errcheck("--exit", text=..., words=[...])`, or any `argv`."""
 
     def errcheck(*options: str, text: str = "", words=(), argv=()) -> Checked:
         if text:
             (workshop / "prog.py").write_text(text)
-        command = list(argv) or [sys.executable, "prog.py", *words]
+        python = sys.executable
+        if "import torch" in text or "import sys, torch" in text:
+            kind = "warm_llama" if "transformers" in text else "warm_python"
+            python = request.getfixturevalue(kind)
+        command = list(argv) or [python, "prog.py", *words]
         capfd.readouterr()
         code = main(["errcheck", *options, "-o", "found", "--", *command])
         out, err = capfd.readouterr()
@@ -96,12 +100,12 @@ def test_an_overflow_planted_in_a_layer_of_a_llama_is_named_with_module_and_line
 
 
 def test_a_clean_llama_is_exit_0_computes_the_same_bits_and_leaves_only_what_was_asked_for(
-    errcheck, workshop: Path
+    errcheck, workshop: Path, warm_llama: str
 ) -> None:
     text = LLAMA + "import hashlib\nprint(hashlib.md5(out.logits.numpy().tobytes()).hexdigest())\n"
     (workshop / "prog.py").write_text(text)
     plain = subprocess.run(
-        [sys.executable, "prog.py"], capture_output=True, text=True, check=True
+        [warm_llama, "prog.py"], capture_output=True, text=True, check=True
     ).stdout
     done = errcheck("--type", "all", "--headroom", "room.csv", text=text)
     assert done.code == 0, done.out + done.err

@@ -22,9 +22,9 @@ while not index.exists() or index.read_text().count("\\n") < 16:
 """Waits for the writing thread, which works every two seconds."""
 
 
-def test_the_programs_own_failure_wins_and_what_it_computed_is_kept(dump, workshop):
+def test_the_programs_own_failure_wins_and_what_it_computed_is_kept(quick, workshop):
     (workshop / "fails.py").write_text("from model import run\nrun()\nraise RuntimeError('boom')\n")
-    dumped = dump(run=["fails.py"])
+    dumped = quick(run=["fails.py"])
     assert dumped.code == 1
     assert "RuntimeError: boom" in dumped.err
     assert "the program ended with status 1" in dumped.err
@@ -112,18 +112,18 @@ def test_no_python_no_torch_and_no_module_are_told_apart(dump, workshop):
     assert "--level ops also sees operators" in dumped.err
 
 
-def test_filters_that_leave_nothing_are_named(dump, workshop):
-    dumped = dump("--site", "frist", run=["infer.py"])
+def test_filters_that_leave_nothing_are_named(quick, workshop):
+    dumped = quick("--site", "frist", run=["infer.py"])
     assert dumped.code == 2
     assert "--site 'frist' matches no module; did you mean 'first'" in dumped.err
-    dumped = dump("-er", "5,6", run=["infer.py", "2"])
+    dumped = quick("-er", "5,6", run=["infer.py", "2"])
     assert dumped.code == 2
     assert "steps 0-1 ran, and none of them is selected" in dumped.err
     assert "-er 0,1" in dumped.err
 
 
-def test_a_pattern_without_a_match_is_said_although_others_matched(dump):
-    dumped = dump("-opname", "linear,lstm", run=["infer.py"])
+def test_a_pattern_without_a_match_is_said_although_others_matched(quick):
+    dumped = quick("-opname", "linear,lstm", run=["infer.py"])
     assert dumped.code == 0
     assert "-opname 'lstm' matches no module" in dumped.err
 
@@ -157,14 +157,14 @@ def test_a_program_that_leaves_without_goodbye_loses_nothing(dump, workshop):
     assert [len([r for r in dumped.run.records if r.key.process == p]) for p in (0, 1)] == [16, 16]
 
 
-def test_a_tree_cut_short_by_the_disk_says_so_in_the_systems_words(dump, workshop):
+def test_a_tree_cut_short_by_the_disk_says_so_in_the_systems_words(quick, workshop):
     # A limit on the size of files is a full disk that needs no root.
     (workshop / "big.py").write_text(
         "import resource, torch\nfrom torch import nn\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
         "nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4000))(torch.ones(1, 2))\nprint('went on')\n"
     )
-    dumped = dump("--layout", "ait", run=["big.py"])
+    dumped = quick("--layout", "ait", run=["big.py"])
     assert dumped.code == 0 and "went on" in dumped.out
     assert "driftline: 4 tensors" in dumped.err
     assert "note: the ait tree is incomplete from here on: File too large" in dumped.err

@@ -39,14 +39,14 @@ def sites(run, port="output"):
     return [t.key.site for t in run.tensors() if t.key.port == port]
 
 
-def test_a_program_without_modules_is_captured_compared_and_its_fault_named(dump, workshop):
+def test_a_program_without_modules_is_captured_compared_and_its_fault_named(quick, workshop):
     (workshop / "bare.py").write_text(BARE)
     for name, words in (
         ("ref", ["float32"]),
         ("same", ["bfloat16"]),
         ("cand", ["bfloat16", "fault"]),
     ):
-        dumped = dump("--level", "ops", "-o", name, run=["bare.py", *words])
+        dumped = quick("--level", "ops", "-o", name, run=["bare.py", *words])
         assert dumped.code == 0, dumped.err
     run = driftline.open_run(workshop / "ref")
     assert sites(run)[:2] == ["(program)/aten.randn", "(program)/aten.mm"]
@@ -56,13 +56,13 @@ def test_a_program_without_modules_is_captured_compared_and_its_fault_named(dump
     assert table.first_site == "(program)/aten.cumsum"
 
 
-def test_a_training_program_prints_and_saves_the_same_and_shows_loss_and_optimizer(dump, workshop):
+def test_a_training_program_prints_and_saves_the_same_and_shows_loss_and_optimizer(quick, workshop):
     (workshop / "train.py").write_text(TRAIN)
     plain = subprocess.run(
         [sys.executable, "train.py"], capture_output=True, text=True, check=True, cwd=workshop
     )
     weights = (workshop / "net.pt").read_bytes()
-    dumped = dump("--level", "ops", "--level", "modules", "--step", "*", run=["train.py"])
+    dumped = quick("--level", "ops", "--level", "modules", "--step", "*", run=["train.py"])
     assert dumped.code == 0, dumped.err
     assert dumped.out == plain.stdout
     assert (workshop / "net.pt").read_bytes() == weights
@@ -77,18 +77,18 @@ def test_a_training_program_prints_and_saves_the_same_and_shows_loss_and_optimiz
     assert [t.key.step for t in outputs] == [0, 1, 2]
 
 
-def test_importing_torch_and_running_nothing_is_still_an_empty_dump(dump, workshop):
+def test_importing_torch_and_running_nothing_is_still_an_empty_dump(quick, workshop):
     (workshop / "idle.py").write_text("import torch\nprint(torch.__version__)\n")
-    dumped = dump("--level", "ops", run=["idle.py"])
+    dumped = quick("--level", "ops", run=["idle.py"])
     assert dumped.code == 2
     assert "no module was called and no operator ran" in dumped.err
     (workshop / "bare.py").write_text(BARE)
-    dumped = dump(run=["bare.py", "float32"])
+    dumped = quick(run=["bare.py", "float32"])
     assert dumped.code == 2
     assert "--level ops also sees operators" in dumped.err
 
 
-def test_children_that_only_compute_are_processes_of_their_own(dump, workshop):
+def test_children_that_only_compute_are_processes_of_their_own(quick, workshop):
     (workshop / "pool.py").write_text(
         "import multiprocessing, torch\n"
         "def work(n):\n    return float(torch.full((4,), float(n)).exp().sum())\n"
@@ -98,7 +98,7 @@ def test_children_that_only_compute_are_processes_of_their_own(dump, workshop):
         "        print(pool.map(work, range(4)))\n"
         "        pool.close(); pool.join()\n"
     )
-    dumped = dump("--level", "ops", run=["pool.py"])
+    dumped = quick("--level", "ops", run=["pool.py"])
     assert dumped.code == 0, dumped.err
     by_process = {}
     for tensor in dumped.run.tensors():
@@ -108,7 +108,7 @@ def test_children_that_only_compute_are_processes_of_their_own(dump, workshop):
     assert not any({"aten.neg", "aten.exp"} <= ops for ops in by_process.values())
 
 
-def test_of_a_collective_only_what_it_sends_is_read(dump, workshop):
+def test_of_a_collective_only_what_it_sends_is_read(quick, workshop):
     (workshop / "ranks.py").write_text(
         "import os, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', init_method='file://' + os.path.abspath('meet'),\n"
@@ -120,7 +120,7 @@ def test_of_a_collective_only_what_it_sends_is_read(dump, workshop):
         "print((t + out[0]).sum().item())\n"
         "dist.destroy_process_group()\n"
     )
-    dumped = dump("--level", "ops", run=["ranks.py"])
+    dumped = quick("--level", "ops", run=["ranks.py"])
     assert dumped.code == 0, dumped.err
     collective = [t.key for t in dumped.run.tensors() if "c10d" in t.key.site]
     assert {(key.site, key.port) for key in collective} == {("(program)/c10d.allreduce_", "input")}
