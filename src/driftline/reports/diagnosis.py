@@ -87,15 +87,15 @@ def _grid(found: Diagnosis, everything: bool, most: int) -> Grid:
         shown.sort(key=lambda site: site.order)
         title = "Sites" if guilty or rest else "Sites nearest to their limits"
     headings = (
-        Heading("site", stretch=True),
-        Heading("status"),
+        Heading("site", stretch=True, kept=True),
+        Heading("status", kept=True),
         Heading("error"),
         Heading("error in", essential=False),
         Heading("noise"),
         Heading("of limit"),
         Heading("lean", essential=False),
         Heading("z", essential=False),
-        Heading("cause"),
+        Heading("cause", kept=True),
         Heading("class", essential=False),
     )
     lines = tuple(Line(_cells(site), _TONES[site.status]) for site in shown)

@@ -31,6 +31,8 @@ _LEAST_STRETCH = 16
 _LEAST_LEGIBLE = 8
 _TELLING = 24
 _CURVE = 100
+_FACT_LINES = 3
+"""A fact takes no more; a command line of a kilobyte is cut in its middle."""
 _LABELS = 40
 """Labels of a tree line up as long as none is longer."""
 NOT_A_TERMINAL = 160
@@ -85,8 +87,11 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
     elif isinstance(block, Facts):
         longest = max((len(name) for name, _ in block.pairs), default=0)
         for name, value in block.pairs:
-            label = _toned(name.ljust(longest), "quiet", colour)
-            yield f"{label}  {shorten(printable(value), max(20, width - longest - 2))}"
+            room = max(20, width - longest - 2)
+            said = textwrap.wrap(shorten(printable(value), _FACT_LINES * room), room) or [""]
+            yield f"{_toned(name.ljust(longest), 'quiet', colour)}  {said[0]}"
+            for line in said[1:]:
+                yield f"{' ' * longest}  {line}"
     elif isinstance(block, Grid):
         yield from _grid(block, width, colour)
     elif isinstance(block, Curve):
