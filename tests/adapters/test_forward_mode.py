@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -261,6 +262,34 @@ def test_threads_differentiate_without_disturbing_each_other():
             thread.join()
     assert found == [expected] * 3 and left == [1] * 3
     assert not captured.faults()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole process", "one model"])
+def test_dual_tensors_that_a_watched_thread_is_handed_give_its_models_the_same_tangents(whole):
+    model, x, v = Normed(), numbers(1, 2, 4, 5), numbers(2, 2, 4, 5)
+    expected = bits(_duals(model, x, v))
+    handed, found, left = queue.Queue(), queue.Queue(), []
+
+    def work():
+        model(x)  # from here on the thread is watched, in a whole process
+        found.put(None)
+        found.put(model(handed.get()))
+        handed.get()
+        found.put(model(x))
+        left.append(len(_get_current_dispatch_mode_stack()))
+
+    with capturing("ops", model=None if whole else model) as captured:
+        thread = threading.Thread(target=work)
+        thread.start()
+        found.get()
+        with fwAD.dual_level():
+            handed.put(fwAD.make_dual(x, v))
+            assert bits(tuple(fwAD.unpack_dual(found.get()))) == expected
+        handed.put(None)
+        found.get()
+        thread.join()
+    assert left == [int(whole)]
+    assert len(captured.of("output", "norm/aten.native_group_norm", slot="0")) == 2
 
 
 def test_a_compiled_function_with_tangents_computes_the_same():

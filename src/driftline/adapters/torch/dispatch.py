@@ -69,7 +69,14 @@ def watching(watcher: Watcher, *, lasting: bool = False) -> Generator[None]:
         return
     if forward_mode.is_open():
         watcher.unseen(_TANGENTS)
-        yield
+        on = _sees(watcher)  # another thread may have opened the level since
+        if on:
+            end_watching(watcher)
+        try:
+            yield
+        finally:
+            if on:
+                begin_watching(watcher)
         return
     if not begin_watching(watcher):  # recomputation calls modules inside a backward pass
         yield
@@ -83,22 +90,30 @@ def watching(watcher: Watcher, *, lasting: bool = False) -> Generator[None]:
 def begin_watching(watcher: Watcher) -> bool:
     """Show every operator of this thread to `watcher` from now on; False when it sees them already.
 
-    Where a forward-mode level is open it begins when that is left.
+    Where a forward-mode level is open it begins when that is left; in a thread that did not open
+    it, and whose mode is taken off here if it is on, with the next call of a module.
 
     The mode goes below all modes of the program. A mode is taken off by whoever takes one off, not
     by name: ours, lying anywhere else, could go in place of the program's own.
     """
-    for index in range(_stack._len_torch_dispatch_stack()):
-        if _is_of(_stack._get_dispatch_stack_at(index), watcher):
-            return False
     if forward_mode.is_open():
         watcher.unseen(_TANGENTS)
+        if _sees(watcher):
+            end_watching(watcher)
         _waiting.add(watcher)
+        return False
+    _waiting.discard(watcher)
+    if _sees(watcher):
         return False
     above = _take_off()
     _stack._push_mode(_OperatorMode(watcher))
     _put_back(above)
     return True
+
+
+def _sees(watcher: Watcher) -> bool:
+    size = _stack._len_torch_dispatch_stack()
+    return any(_is_of(_stack._get_dispatch_stack_at(index), watcher) for index in range(size))
 
 
 def end_watching(watcher: Watcher) -> None:
@@ -243,7 +258,7 @@ def _level_closed() -> None:
             begin_watching(watcher)
 
 
-hide_from_compiler(watching, begin_watching, end_watching, _unwatched, delicate_node)
+hide_from_compiler(watching, begin_watching, end_watching, _sees, _unwatched, delicate_node)
 hide_from_compiler(_level_opened, _level_closed)
 hide_from_compiler(_run_backward, callees=False)  # a backward pass may call compiled regions
 
