@@ -60,12 +60,14 @@ _LAYOUT = {
 }
 
 _MOMENTS = struct.Struct("=2q8dq3d5q10d10q")
-_SUMMARY = struct.Struct(f"=q5d4q{SKETCH_BUCKETS}d")
-_SKETCH_AT = 10
+# In two parts: a tuple of all would be cut in two again.
+_SUMMARY = struct.Struct("=q5d4q")
+_SKETCH = struct.Struct(f"={SKETCH_BUCKETS}d")
 _MomentsBuffer = ctypes.c_char * _MOMENTS.size
-_SummaryBuffer = ctypes.c_char * _SUMMARY.size
+_SummaryBuffer = ctypes.c_char * (_SUMMARY.size + _SKETCH.size)
 _DigestBuffer = ctypes.c_char * 16
 _start_of = ctypes.c_char.from_buffer
+_address_of = ctypes.addressof
 _new_moments = PairMoments._make
 _new_summary = Summary._make
 _PREFIX = "xxh3-128:"
@@ -163,7 +165,7 @@ def code_of(dtype: DType) -> int:
 def _address(array: AnyArray) -> int:
     """Where the bytes are. Asking the buffer is twice as fast, where it can be written to."""
     if array.flags.writeable and array.size:
-        return ctypes.addressof(_start_of(cast("Any", array)))
+        return _address_of(_start_of(cast("Any", array)))
     return array.ctypes.data
 
 
@@ -296,8 +298,7 @@ def _summarize(library: ctypes.CDLL, address: int, dtype: str, count: int, numbe
     code, reals, mask = _LAYOUT[dtype]
     out = _SummaryBuffer()
     library.driftline_summary(address, code, count * reals, mask, number, out)
-    values = _SUMMARY.unpack(out)
-    return _new_summary((*values[:_SKETCH_AT], values[_SKETCH_AT:]))
+    return _new_summary((*_SUMMARY.unpack_from(out), _SKETCH.unpack_from(out, _SUMMARY.size)))
 
 
 def digest(data: AnyArray, *, path: str | None = None) -> str:
