@@ -248,6 +248,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, options in TWINS.items():
         atb_twin(folder / name, model, PROMPT, **options)
         atb_twin(folder / f"{name} turned", model, PROMPT, turned=True, **options)
+    for path in folder.glob("without parameters*/**/*.json"):  # topology and op_param
+        path.unlink()
     return folder
 
 
@@ -268,6 +270,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fused", "per token turned"),
         ("plain", "without parameters turned"),
         ("int8", "without parameters turned"),
+        ("fused", "without parameters turned"),
+        ("without parameters", "without parameters turned"),
     ],
 )
 def test_matrices_that_lie_the_other_way_are_turned_square_ones_too(

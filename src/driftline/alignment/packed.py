@@ -91,9 +91,7 @@ def _recipe(run: Run, parts: _Parts) -> Recipe | None:
     groups, wide = scales.shape
     zeros = parts.get(ZEROS)
     per_word = wide // zeros.shape[1] if zeros is not None else 8
-    if per_word not in (4, 8, 16) or (
-        zeros is not None and zeros.shape != (groups, wide // per_word)
-    ):
+    if per_word not in (4, 8) or (zeros is not None and zeros.shape != (groups, wide // per_word)):
         return None
     order = tuple(range(per_word))
     minus = 0.0
