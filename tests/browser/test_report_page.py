@@ -273,6 +273,34 @@ def test_both_passes_and_many_steps_are_shown(tab: Tab, tmp_path: Path) -> None:
     assert chosen(tab) == "layers.2"
 
 
+def test_nan_is_not_drawn_as_no_error(tab: Tab, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    ours = {TensorKey.of(f"l.{layer}", "output"): values for layer in range(5)}
+    theirs = dict(ours)
+    theirs[TensorKey.of("l.3", "output")] = np.full_like(values, np.nan)
+    theirs[TensorKey.of("l.4", "output")] = values[:4]
+    page = tmp_path / "nan.html"
+    report(run_of(ours), run_of(theirs), page)
+    opened(tab, page)
+    assert "Triangles at the top: NaN" in tab.text(".depth .remark")
+    # The floor below a site: the line's colour where there is no error, paper where all is NaN.
+    floor = """(place) => {
+      const canvas = document.querySelector('.plot canvas');
+      const over = document.querySelector('.u-over').getBoundingClientRect();
+      const box = canvas.getBoundingClientRect();
+      const ratio = canvas.width / box.width;
+      const x = (over.left - box.left + over.width * place) * ratio;
+      const y = (over.bottom - box.top) * ratio - 2;
+      const copy = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+      copy.drawImage(canvas, x, y, 1, 1, 0, 0, 1, 1);
+      return [...copy.getImageData(0, 0, 1, 1).data].join();
+    }"""
+    at = {site: tab.eval(f"({floor})({place})") for site, place in (("l.1", 0.4), ("l.3", 0.97))}
+    assert at["l.1"] != at["l.3"]
+    cut = "(cell) => cell.scrollWidth > cell.clientWidth"
+    assert not tab.eval(f"({cut})(document.querySelector('.is-incomparable .c-status'))")
+
+
 def test_a_page_without_its_data_says_so(tab: Tab, demo: Path, tmp_path: Path) -> None:
     text = demo.read_text(encoding="utf-8")
     start, _, rest = text.partition('id="data">')

@@ -62,7 +62,7 @@ export function columnViews(state: State): ColumnView[] {
   const usualMetrics = new Set(["relative_l2", "cosine", "max_abs_error"]);
   const standard = new Set(["mean_abs_error", "rmse", "max_rel_error", "mean_rel_error", "projection", "max_ulp", "outside_share", "different", "one_sided"]);
   return [
-    { ...text("status", "status", "6.2rem", rows.status), key: (row) => rank[rows.status(row)] ?? 9 },
+    { ...text("status", "status", "8.2rem", rows.status), key: (row) => rank[rows.status(row)] ?? 9 },
     {
       ...text("site", "site", "minmax(17rem, 3fr)", (row) => {
         const visit = rows.visit(row);

@@ -113,7 +113,8 @@ const { rows, data, choice } = state;
     ctx.beginPath();
     for (let k = from; k <= to; k++) {
       const value = read(places[k]);
-      if (value === null || shown[0].of(value) !== 0) continue;
+      // Metrics look at what is finite on both sides: where all is NaN they find no error, and that is none to show.
+      if (value === null || shown[0].of(value) !== 0 || rows.status(places[k]) === "fail") continue;
       const y = bbox.top + bbox.height - 1.5 * ratio;
       ctx.moveTo(u.valToPos(Math.max(k - 0.5, u.scales.x.min!), "x", true), y);
       ctx.lineTo(u.valToPos(Math.min(k + 0.5, u.scales.x.max!), "x", true), y);

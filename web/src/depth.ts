@@ -159,7 +159,7 @@ export class Depth {
       return;
     }
     const noise = line!.noise_from ? `Shaded: normal error, from ${line!.noise_from}. ` : "";
-    this.remark.textContent = `${noise}Dashed: limits. On the floor: no error at all. Drag to zoom, click to choose a site.`;
+    this.remark.textContent = `${noise}Dashed: limits. On the floor: no error at all.${this.places.some((row) => this.state.rows.decidedBy(row) === "one_sided") ? " Triangles at the top: NaN or infinite on one side, which has no size." : ""} Drag to zoom, click to choose a site.`;
     const xs = this.places.map((_, at) => at);
     const shown = this.metrics.filter((m) => this.shown.has(m.name));
     const series = shown.map((metric) => this.values(metric));
