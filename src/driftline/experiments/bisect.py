@@ -242,7 +242,7 @@ class _Search:
                     "inputs": list(inputs),
                 },
             )
-            self._require(run_with(self._argv, plan), sites)
+            self._require(run_with(self._argv, plan, aside=True), sites)
             if not (place / "run.json").is_file():
                 raise BadInput(
                     f"the program called no module '{self._end}'",

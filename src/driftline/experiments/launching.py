@@ -43,7 +43,11 @@ class Ended(NamedTuple):
 
 
 def run_with(
-    argv: Sequence[str], plan: CapturePlan, variables: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    plan: CapturePlan,
+    variables: Mapping[str, str] | None = None,
+    *,
+    aside: bool = False,
 ) -> Ended:
     """Run a command to its end with the plan's experiment in it.
 
@@ -51,6 +55,8 @@ def run_with(
         argv: The command, word by word.
         plan: With an experiment; captures what its selection takes.
         variables: Environment variables for the program, besides its usual ones.
+        aside: What the program prints goes to standard error. For programs that are run again and
+            again to find something out: the answer alone is printed.
 
     Raises:
         BadInput: The command cannot be started.
@@ -59,7 +65,7 @@ def run_with(
     require_command(argv, base)
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         doorstep = build_doorstep(Path(folder).resolve(), plan)
-        status = run_child(argv, doorstep.environment(base))
+        status = run_child(argv, doorstep.environment(base), aside=aside)
         marks = read_marks(doorstep.marks)
     return Ended(status, tuple(_read(marks.experiments)), marks)
 

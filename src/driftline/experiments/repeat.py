@@ -140,7 +140,8 @@ class _Desk:
             command=tuple(self._argv),
             experiment=experiment or {},
         )
-        ended = run_with(self._argv, plan, {"OMP_NUM_THREADS": str(threads)} if threads else None)
+        cores = {"OMP_NUM_THREADS": str(threads)} if threads else None
+        ended = run_with(self._argv, plan, cores, aside=True)
         self._require(ended, place)
         self._batch = max((int(r.get("batch", 0)) for r in ended.reports), default=0)
         return open_run(place)

@@ -19,6 +19,7 @@ from typing import Any
 from driftline.errors import BadInput
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+_STDERR = 2
 _LEFT_TO_THE_PROGRAM = (signal.SIGINT, signal.SIGQUIT)
 
 
@@ -43,10 +44,16 @@ def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
         raise NoSuchCommand(f"command not found: {argv[0]}", hint=hint)
 
 
-def run_child(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run to the end. Returns what a shell would report: its status, or 128 + the signal."""
+def run_child(argv: Sequence[str], env: Mapping[str, str], *, aside: bool = False) -> int:
+    """Run to the end. Returns what a shell would report: its status, or 128 + the signal.
+
+    Args:
+        argv: The command, word by word.
+        env: Its environment.
+        aside: What it prints goes to standard error: the output is for an answer about it.
+    """
     try:
-        child = subprocess.Popen(list(argv), env=dict(env))
+        child = subprocess.Popen(list(argv), env=dict(env), stdout=_STDERR if aside else None)
     except OSError as problem:
         raise NoSuchCommand(
             f"cannot run {argv[0]}: {problem.strerror or problem}",
