@@ -277,6 +277,13 @@ def test_what_cannot_be_shown_is_refused_in_a_sentence(
         report(driftline.compare(*runs[:2]), noise=[runs[2]])
 
 
+def test_a_file_of_something_else_is_refused_with_what_would_do(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("<!doctype html>")
+    with pytest.raises(BadFile, match="is no comparison") as refused:
+        page_of(tmp_path / "report.html")
+    assert "driftline compare" in str(refused.value.hint)
+
+
 def test_a_check_of_operators_becomes_a_page(tmp_path: Path) -> None:
     good = {"site": "a/aten.mm", "op_type": "aten.mm.default", "status": "pass", "output": "0"}
     good |= {"share": 100.0, "required": 99.6, "max_rel_error": 1e-3, "max_abs_error": 1e-3}

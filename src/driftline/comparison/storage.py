@@ -83,7 +83,10 @@ def open_table(folder: StrPath) -> Table:
     try:
         shown = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as trouble:
-        raise BadFile(f"{path} cannot be read as JSON: {trouble}") from trouble
+        raise BadFile(
+            f"{path} is no comparison: it cannot be read as JSON ({trouble})",
+            hint="`driftline compare REF CAND -o DIR` writes one",
+        ) from trouble
     return Table.from_json(shown, source=str(path))
 
 
