@@ -40,6 +40,8 @@ export function columnViews(state: State): ColumnView[] {
   const other = rows.text("candidate_site");
   const [here, there] = [rows.text("reference_dtype"), rows.text("candidate_dtype")];
   const [shape, otherShape] = [rows.text("reference_shape"), rows.text("candidate_shape")];
+  let longest = 0; // a phone has no room for a word that no row has
+  for (let row = 0; row < rows.count; row++) longest = Math.max(longest, rows.status(row).length);
   const rank: Record<string, number> = { fail: 0, incomparable: 1, missing: 2, extra: 3, unjudged: 4, pass: 5 };
   const figure = (id: string, label: string, title: string, get: (row: number) => number | null, show: (row: number) => string, usual: boolean): ColumnView => ({
     id,
@@ -62,7 +64,7 @@ export function columnViews(state: State): ColumnView[] {
   const usualMetrics = new Set(["relative_l2", "cosine", "max_abs_error"]);
   const standard = new Set(["mean_abs_error", "rmse", "max_rel_error", "mean_rel_error", "projection", "max_ulp", "outside_share", "different", "one_sided"]);
   return [
-    { ...text("status", "status", "8.2rem", rows.status), key: (row) => rank[rows.status(row)] ?? 9 },
+    { ...text("status", "status", longest > 8 ? "8.2rem" : "6.2rem", rows.status), key: (row) => rank[rows.status(row)] ?? 9 },
     {
       ...text("site", "site", "minmax(17rem, 3fr)", (row) => {
         const visit = rows.visit(row);
