@@ -121,6 +121,7 @@ def test_a_compiled_candidate_really_runs_compiled_and_agrees(
     torch._dynamo.reset()
 
 
+@pytest.mark.slow  # metrics and validate run through that backend in their own tests, too
 def test_the_aiu_target_hands_the_model_to_the_backend_of_that_name(
     reference: DecoderModel, prompts: list[Prompt], stand_in: list[Any]
 ) -> None:

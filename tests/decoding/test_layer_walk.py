@@ -258,6 +258,7 @@ def test_a_compiled_candidate_shows_what_lies_between_its_graphs(
         np.testing.assert_allclose(figures.abs_diff, eager[key].abs_diff, atol=2e-3)
 
 
+@pytest.mark.slow  # validate --explain shows such blocks in its own test, too
 def test_the_stand_in_compiler_of_a_device_is_given_graphs_of_blocks(
     batch: Padded, stand_in: list[Any]
 ) -> None:

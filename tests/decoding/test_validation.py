@@ -395,29 +395,20 @@ def test_a_rate_near_the_edge_says_that_a_percentile_does_that_to_its_own_baseli
         assert sum("near the edge" in line for line in lines) == told, failing
 
 
-def test_a_compiled_candidate_is_validated_like_any_other():
-    verdict, lines = run(
-        Subjects(),
-        CANDIDATE="device=cpu,dtype=fp16,compile=aot_eager",
-        FORCE_VALIDATION_LEVEL_1="1",
-        COMMON_MAX_NEW_TOKENS="2",
-        CUMULATIVE_TEST_TOKENS_PER_SEQUENCE="2",
-        TIMING="e2e",
-    )
-    assert verdict.passed
-    assert any(re.search(r"aiu generation took [\d.]+s", line) for line in lines)
-
-
-def test_layers_of_a_compiled_candidate_are_shown_without_its_compiler():
+def test_a_compiled_candidate_is_validated_and_its_layers_are_shown_without_its_compiler():
     own = Subjects()
-    verdict, _ = run(
+    verdict, lines = run(
         own,
         CANDIDATE="device=cpu,dtype=fp16,compile=aot_eager",
         FORCE_VALIDATION_LEVEL_1="1",
         COMMON_MAX_NEW_TOKENS="2",
         CUMULATIVE_TEST_TOKENS_PER_SEQUENCE="2",
         METRICS_THRESHOLD="4.0,1e-9",
+        TIMING="e2e",
     )
+    assert verdict.tokens_equal
+    assert 0 < verdict.variation < 0.003, "it is near, and not the same computation"
+    assert any(re.search(r"aiu generation took [\d.]+s", line) for line in lines)
     assert verdict.first is not None
     table = judge(explain(verdict.ask, verdict.first, own))
     assert any(row.site == "model.layers.1.mlp.down_proj" for row in table.rows)
