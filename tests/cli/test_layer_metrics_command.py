@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,7 +206,9 @@ def test_shapes_that_were_finished_stay_when_a_later_one_fails(
     assert not list((place / "out").glob(".driftline*"))
 
 
-def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing_half(place: Path) -> None:
+def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing_half(
+    place: Path, warm_llama: str
+) -> None:
     # In a process of its own: the limit would also cut short what torch writes when imported.
     program = (
         "import resource, sys\n"
@@ -219,7 +220,7 @@ def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing_half(place: Path
     words += ["--sharegpt_path", str(PROMPTS), "--max_new_tokens", "2", "--output_path", "out"]
     words += ["--seq_lengths", "24", "--batch_sizes", "6"]
     said = subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=place, capture_output=True, text=True
+        [warm_llama, "-c", program, *words], cwd=place, capture_output=True, text=True
     )
     assert said.returncode == 2
     assert "the results cannot be written to out: File too large" in said.stderr

@@ -40,11 +40,14 @@ def driftline(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dumps(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
     place = tmp_path_factory.mktemp("whole")
     (place / "infer.py").write_text(PROGRAM)
-    python = sys.executable
-    for name, options in (("ref", ""), ("cand", " --bf16"), ("bad", " --bf16 --fault")):
+    for name, python, options in (
+        ("ref", sys.executable, ""),
+        ("cand", warm_python, " --bf16"),
+        ("bad", warm_python, " --bf16 --fault"),
+    ):
         done = driftline("dump", "-o", name, "--exec", f"{python} infer.py{options}", cwd=place)
         assert done.returncode == 0, done.stderr
     return place
@@ -62,12 +65,12 @@ def test_the_faulty_layer_is_named_and_the_exit_code_is_1(dumps: Path) -> None:
     assert "'2.act'" in done.stdout.splitlines()[0]
 
 
-def test_the_ids_that_show_prints_are_the_ids_that_dump_takes(dumps: Path) -> None:
+def test_the_ids_that_show_prints_are_the_ids_that_dump_takes(
+    dumps: Path, warm_python: str
+) -> None:
     shown = driftline("show", "ref", "--all", cwd=dumps).stdout
     ids = next(line.split()[0] for line in shown.splitlines() if " SiLU " in line)
-    done = driftline(
-        *("dump", "-o", "one", "-ids", ids, "--", sys.executable, "infer.py"), cwd=dumps
-    )
+    done = driftline(*("dump", "-o", "one", "-ids", ids, "--", warm_python, "infer.py"), cwd=dumps)
     assert done.returncode == 0, done.stderr
     sites = driftline("show", "one", "--format", "csv", cwd=dumps).stdout
     assert {line.split(",")[3] for line in sites.splitlines()[1:]} == {"0.act"}

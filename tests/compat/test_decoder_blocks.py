@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 FIXTURES = Path(__file__).parents[1] / "data" / "aiu" / "fixtures"
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_documented_variables_and_command(tmp_path: Path) -> None:
+def test_the_documented_variables_and_command(tmp_path: Path, warm_llama: str) -> None:
     model = FIXTURES / "tiny-llama"
     tests = tmp_path / "tests" / "models"
     tests.mkdir(parents=True)
@@ -36,7 +35,7 @@ def test_the_documented_variables_and_command(tmp_path: Path) -> None:
             str(ROOT / part) for part in env["PYTHONPATH"].split(os.pathsep)
         )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/models/test_decoders.py", "-vv"],
+        [warm_llama, "-m", "pytest", "tests/models/test_decoders.py", "-vv"],
         cwd=tmp_path,
         env=env,
         capture_output=True,

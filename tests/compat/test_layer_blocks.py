@@ -43,8 +43,8 @@ def shell(*lines: str) -> str:
     return done.stdout
 
 
-def test_the_documented_command_writes_the_documented_files(place: Path) -> None:
-    said = shell(EXPORTS, "mkdir output", f"{sys.executable} {SCRIPT} --mode generate")
+def test_the_documented_command_writes_the_documented_files(place: Path, warm_llama: str) -> None:
+    said = shell(EXPORTS, "mkdir output", f"{warm_llama} {SCRIPT} --mode generate")
     start = (
         "ibm-granite--granite-3.2-8b-instruct_max-new-tokens-128_batch-size-1_seq-length-64"
         "_dtype-float16--"
@@ -57,11 +57,11 @@ def test_the_documented_command_writes_the_documented_files(place: Path) -> None
     assert "128 iterations (generate)" in said
 
 
-def test_one_call_of_the_model_and_several_values(place: Path) -> None:
+def test_one_call_of_the_model_and_several_values(place: Path, warm_llama: str) -> None:
     shell(
         EXPORTS,
         "export BATCH_SIZES=1,2 SEQ_LENGTHS=32,64 MAX_NEW_TOKENS=2",
-        f"{sys.executable} {SCRIPT} --mode model-forward",
+        f"{warm_llama} {SCRIPT} --mode model-forward",
     )
     for batch in (1, 2):
         for length in (32, 64):

@@ -28,7 +28,9 @@ export DS_PATH={prompts}
 """
 
 
-def test_the_baseline_of_the_document_comes_out_under_its_names(tmp_path: Path) -> None:
+def test_the_baseline_of_the_document_comes_out_under_its_names(
+    tmp_path: Path, warm_llama: str
+) -> None:
     assert SCRIPT.exists(), "driftline-compat is not installed: make install"
     (tmp_path / "generate_metrics.py").symlink_to(SCRIPT)
     model = tmp_path / "models" / "Mistral-7B-Instruct-v0.3"
@@ -36,7 +38,7 @@ def test_the_baseline_of_the_document_comes_out_under_its_names(tmp_path: Path) 
     model.symlink_to(FIXTURES / "tiny-llama")
     out = tmp_path / "output"
     line = BLOCK.format(
-        model=model, prompts=FIXTURES / "share_gpt_tiny.json", python=sys.executable, out=out
+        model=model, prompts=FIXTURES / "share_gpt_tiny.json", python=warm_llama, out=out
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

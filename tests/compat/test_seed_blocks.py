@@ -52,13 +52,14 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the commands on the path."""
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Path:
+    """The current folder, with the commands on the path; `python` has imported torch already."""
     for name in ("ait", "hook_result_checker.py"):
         assert (BIN / name).exists(), "driftline-compat is not installed: make install"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    places = (str(Path(warm_python).parent), str(BIN), os.environ["PATH"])
+    monkeypatch.setenv("PATH", os.pathsep.join(places))
     (tmp_path / "toy.py").write_text(MODEL)
     return tmp_path
 
@@ -161,7 +162,7 @@ def answer(query):
     def example(self, desk: Path) -> Path:
         (desk / "patches" / "models").mkdir(parents=True)
         (desk / "main_performance.py").write_text(self.SCRIPT)
-        (desk / "run_performance.sh").write_text(f"{sys.executable} main_performance.py\n")
+        (desk / "run_performance.sh").write_text("python main_performance.py\n")
         return desk
 
     def test_labels_in_the_model_are_compared_round_by_round(self, example: Path) -> None:
@@ -206,7 +207,7 @@ class TestDumpAndCompare:
     def test_a_program_is_dumped_into_the_tree_of_its_document(self, desk: Path) -> None:
         (desk / "patches" / "models").mkdir(parents=True)
         (desk / "patches" / "models" / "modeling_toy.py").write_text(self.PROGRAM)
-        (desk / "run.sh").write_text(f'PYTHONPATH=".:$PYTHONPATH" {sys.executable} "$1"\n')
+        (desk / "run.sh").write_text('PYTHONPATH=".:$PYTHONPATH" python "$1"\n')
         shell('ait llm dump --exec "bash run.sh patches/models/modeling_toy.py"')
         (process,) = (desk / "ait_dump" / "torch_tensors").iterdir()
         assert re.fullmatch(r"cpu_\d+", process.name)
@@ -223,7 +224,7 @@ class TestDumpAndCompare:
             "register_hook(model, dump_config)  # model is the instance to be dumped\n"
             "model(torch.ones(2, 8))\n"
         )
-        shell(f"{sys.executable} infer.py")
+        shell("python infer.py")
         (process,) = (desk / "ait_dump" / "ait_dump" / "torch_tensors").iterdir()
         assert (process / "0" / "root" / "output.pth").is_file()
         assert "layers.2.norm" in {r.key.site for r in open_run(process / "0").records}
@@ -361,10 +362,10 @@ trainer.train()
 
     def test_two_trainings_are_hooked_and_checked(self, desk: Path) -> None:
         (desk / "train.py").write_text(self.TRAINING)
-        shell(f"{sys.executable} train.py ./tmp_tensors")
-        shell(f"{sys.executable} train.py ./tmp_tensors_0 scaled")
+        shell("python train.py ./tmp_tensors")
+        shell("python train.py ./tmp_tensors_0 scaled")
         checker = BIN / "hook_result_checker.py"
-        shell(f"{sys.executable} {checker} --pathA tmp_tensors --pathB tmp_tensors_0")
+        shell(f"python {checker} --pathA tmp_tensors --pathB tmp_tensors_0")
         rows = rows_of(desk / "tmp_tensors" / "tensors" / "compare_rst" / "rank_0_rst.csv")
         assert list(rows[0]) == [
             "tensor_name",
@@ -408,7 +409,7 @@ print("went on")
     def test_an_overflow_leaves_the_documents_file_and_the_program_goes_on(
         self, infer: Path
     ) -> None:
-        said = shell(f'ait llm errcheck --exec "{sys.executable} infer.py overflow"', code=1)
+        said = shell('ait llm errcheck --exec "python infer.py overflow"', code=1)
         (path,) = infer.glob("ait_overflow_res_*.txt")
         assert path.read_text().startswith(
             "Overflow detected! Operator name: layers.1.linear/aten.addmm"
@@ -428,7 +429,7 @@ print("went on")
 
     def test_without_an_overflow_there_is_no_file(self, infer: Path) -> None:
         before = sorted(infer.iterdir())
-        shell(f'ait llm errcheck --exec "{sys.executable} infer.py"')
+        shell('ait llm errcheck --exec "python infer.py"')
         assert [p for p in sorted(infer.iterdir()) if p.name != "__pycache__"] == before
 
 

@@ -21,7 +21,7 @@ AGAIN = "please re-run the tests without --capture_expectation"
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_llama: str) -> Path:
     """An empty folder, and two models outside of it."""
     announced = {entry.name for entry in entry_points(group="pytest11")}
     assert "driftline" in announced, "this driftline is not installed: make install"
@@ -30,7 +30,11 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    quick = tmp_path / "bin" / "pytest"  # the command itself, where torch is imported already
+    quick.parent.mkdir()
+    quick.write_text(f'#!/bin/sh\nexec "{warm_llama}" "{BIN}/pytest" "$@"\n')
+    quick.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{quick.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:cacheprovider")
     for variable in ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER"):
         monkeypatch.delenv(variable, raising=False)

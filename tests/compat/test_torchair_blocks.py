@@ -109,9 +109,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def inferred(desk: Path, config: str, code: int = 0) -> str:
+def inferred(python: str, desk: Path, config: str, code: int = 0) -> str:
     (desk / "infer.py").write_text(PROGRAM.format(config=config))
-    done = subprocess.run([sys.executable, "infer.py"], capture_output=True, text=True)
+    done = subprocess.run([python, "infer.py"], capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     return done.stderr
 
@@ -125,31 +125,33 @@ def compared(mine: Path, golden: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if not row["cmp_fail_reason"]]
 
 
-def test_a_graph_dump_is_compared_with_its_fx_dump(desk: Path) -> None:
-    inferred(desk, GE)
-    inferred(desk, FX)
+def test_a_graph_dump_is_compared_with_its_fx_dump(desk: Path, warm_llama: str) -> None:
+    inferred(warm_llama, desk, GE)
+    inferred(warm_llama, desk, FX)
     (ge,), (fx,) = (desk / "dump").glob("dump_*"), desk.glob("gm_*_dump")
     rows = compared(ge, fx)
     assert rows and all(float(row["cosine_similarity"]) > 0.999999 for row in rows)
 
 
 @pytest.mark.slow
-def test_a_fused_graph_dump_is_compared_with_one_without_fusions(desk: Path) -> None:
-    inferred(desk, GE)
+def test_a_fused_graph_dump_is_compared_with_one_without_fusions(
+    desk: Path, warm_llama: str
+) -> None:
+    inferred(warm_llama, desk, GE)
     (fused,) = (desk / "dump").glob("dump_*")
-    inferred(desk, PLAIN)
+    inferred(warm_llama, desk, PLAIN)
     (plain,) = set((desk / "dump").glob("dump_*")) - {fused}
     rows = compared(fused, plain)
     assert any("AddRelu" in row["my_data_path"] or "Add" in row["my_data_path"] for row in rows)
     assert all(float(row["cosine_similarity"]) > 0.999999 for row in rows)
 
 
-def test_what_is_wrong_is_said_in_a_sentence(desk: Path) -> None:
+def test_what_is_wrong_is_said_in_a_sentence(desk: Path, warm_llama: str) -> None:
     assert "no fusion switch file 'nowhere.json'" in inferred(
-        desk, PLAIN.replace("fusion_switch.json", "nowhere.json"), code=1
+        warm_llama, desk, PLAIN.replace("fusion_switch.json", "nowhere.json"), code=1
     )
     assert "dump_mode is one of" in inferred(
-        desk, 'config = torchair_dump.get_ge_dump_config(dump_mode="some")', code=1
+        warm_llama, desk, 'config = torchair_dump.get_ge_dump_config(dump_mode="some")', code=1
     )
     (desk / "torchair.py").write_text("raise ImportError('no NPU here')")
     (desk / "alone.py").write_text(
