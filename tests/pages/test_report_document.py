@@ -226,6 +226,13 @@ def test_what_could_not_be_compared_is_not_said_to_agree() -> None:
     assert "What could be compared agrees" in head and "The two runs agree" not in head
 
 
+def test_where_nothing_was_compared_the_headline_is_short_and_why_stands_below() -> None:
+    ours, theirs = np.ones((2, 3), np.float32), np.ones((5, 7), np.float32)
+    head = text_of(run_of({"a": ours}), run_of({"a": theirs})).partition("<main")[0]
+    assert "<h1>Nothing could be compared</h1>" in head
+    assert '<p class="lede">0 of 1 tensors compared' in head
+
+
 def test_a_table_alone_is_enough_and_its_runs_are_found_again(tmp_path: Path) -> None:
     for name, scale in (("ref", 1.0), ("cand", 3.0)):
         np.savez(tmp_path / f"{name}.npz", layer=np.full((4, 8), scale, np.float32))

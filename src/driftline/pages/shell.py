@@ -152,7 +152,7 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
         if coverage.get("incomparable") or coverage.get("missing"):
             return "What could be compared agrees"  # a stranger must not read that all of it does
         return "The two runs agree"
-    text = str(verdict["sentence"]) or "nothing was compared"
+    text = str(verdict["sentence"]).partition(": ")[0] or "nothing was compared"
     return escape(text[:1].upper() + text[1:])
 
 
@@ -177,7 +177,8 @@ def _lede(verdict: Mapping[str, Any]) -> str:
     if verdict["status"] == "pass" and sum(verdict["coverage"].values()):
         text = str(verdict["sentence"])
         return f'<p class="lede">{escape(text[:1].upper() + text[1:])}</p>'
-    return ""
+    rest = str(verdict["sentence"]).partition(": ")[2]  # the rest of a long headline
+    return f'<p class="lede">{escape(rest[:1].upper() + rest[1:])}</p>' if rest else ""
 
 
 def _cause(verdict: Mapping[str, Any]) -> str:
