@@ -121,8 +121,8 @@ TARGET static int64_t first_error(const uint8_t *r_at, const uint8_t *c_at, int 
 }
 
 /* Where the greatest error stands, and which it is: in float64, among those that are the greatest to float32. */
-TARGET static void greatest_error(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
-                                  int64_t n, float most) {
+LANE_FN void greatest_error(Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t base,
+                            int64_t n, float most) {
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   const VF top = OP(set1_ps)(most);
   for (int64_t i = 0; i < n; i += WIDTH) {
@@ -140,6 +140,14 @@ TARGET static void greatest_error(Pair *s, const uint8_t *r_at, const uint8_t *c
       s->m.max_abs_e_at = base + i + lane;
     }
   }
+}
+
+TARGET static void greatest_kinds(Pair *s, const uint8_t *r, const uint8_t *c, int r_kind, int c_kind, int64_t base,
+                                  int64_t n, float most) {
+  if (r_kind == LANES_F32 && c_kind == LANES_F32) greatest_error(s, r, c, LANES_F32, LANES_F32, base, n, most);
+  else if (r_kind == LANES_BF16 && c_kind == LANES_BF16) greatest_error(s, r, c, LANES_BF16, LANES_BF16, base, n, most);
+  else if (r_kind == LANES_F16 && c_kind == LANES_F16) greatest_error(s, r, c, LANES_F16, LANES_F16, base, n, most);
+  else greatest_error(s, r, c, r_kind, c_kind, base, n, most);
 }
 
 /* A piece with something infinite, not a number or a sentinel in it, made fit for the lanes: such pairs are measured
@@ -210,7 +218,7 @@ LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t b
   /* Rarely news, so looked up again. Errors alike to float32 are alike: the first keeps the place. */
   if (b->differ && (m->first_different_at < 0 || m->first_different_at >= base))
     note_first(&m->first_different_at, base + first_error(r, c, r_kind, c_kind, n));
-  if (b->max_ae > (float)m->max_abs_e) greatest_error(s, r, c, r_kind, c_kind, base, n, b->max_ae);
+  if (b->max_ae > (float)m->max_abs_e) greatest_kinds(s, r, c, r_kind, c_kind, base, n, b->max_ae);
 }
 
 /* Returns how many elements were taken; if none, `odd` says that something is not finite among the first ones. */

@@ -240,6 +240,19 @@ TARGET static void sum_kinds(const uint8_t *r, const uint8_t *c, int64_t n, int 
 
 /* The candidate's extremes; wanted only when the reference's and the greatest error cannot rule out new ones. */
 LANE_FN void extremes(const uint8_t *p, int64_t n, int kind, double *low, double *high) {
+  if (WORD_ENDS && kind != LANES_F32) {
+    VI word = OP(set1_epi32)((int)0x80008000u), code = OP(set1_epi32)(0);
+    for (int64_t i = 0; i < n; i += 2 * WIDTH) {
+      VI v = load_bits(p + 2 * i);
+      word = OP(max_epi16)(word, v);
+      code = OP(max_epu16)(code, v);
+    }
+    Sums ends;
+    word_ends(p, n, kind, word, code, &ends);
+    *low = ends.min_r;
+    *high = ends.max_r;
+    return;
+  }
   VF lo = OP(set1_ps)(INFINITY), hi = OP(set1_ps)(-INFINITY);
   const int size = kind == LANES_F32 ? 4 : 2;
   for (int64_t i = 0; i < n; i += WIDTH) {

@@ -43,6 +43,7 @@
 #define finish_block NAME(finish_block)
 #define first_error NAME(first_error)
 #define greatest_error NAME(greatest_error)
+#define greatest_kinds NAME(greatest_kinds)
 #define recount NAME(recount)
 #define recount_kinds NAME(recount_kinds)
 #define fast_block NAME(fast_block)
