@@ -106,8 +106,11 @@ def test_the_line_along_the_depth_has_every_output_once_and_its_noise(
     band = line["noise"]["relative_l2"]
     at = sites.index(f"model.layers.{FAULTY}.mlp")
     own = page.table.rows[line["rows"][at]].metrics["relative_l2"]
-    assert band["low"][at] <= band["high"][at] < own
+    assert 0 < band["high"][at] < own and np.isnan(band["low"][at])  # shaded from the floor
     assert line["noise_from"] == "1 trusted run"
+    two = page_of(*runs[:2], noise=[runs[2], runs[2]]).document["depth"]["forward"]
+    band = two["noise"]["relative_l2"]
+    assert 0 < band["low"][at] <= band["high"][at] and two["noise_from"] == "2 trusted runs"
     assert page.document["depth"]["backward"] is None
 
 

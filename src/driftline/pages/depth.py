@@ -113,4 +113,6 @@ class _Bands:
             ]
             if found:
                 low[at], high[at] = min(found), max(found)
+        if len(self._trusted) == 1:  # a band between a run and itself could not be seen
+            low[:] = np.nan
         return low, high
