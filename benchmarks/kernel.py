@@ -36,7 +36,7 @@ GOALS = {
 Row = dict[str, Any]
 
 
-WINDOW = 1 << 21
+WINDOW = 1 << 22
 ROUNDS = 8
 Pair = Callable[[np.ndarray, np.ndarray], object]
 
