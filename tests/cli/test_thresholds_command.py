@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from driftline.cli.main import PIPE_CLOSED
 
 DATA = Path(__file__).parents[1] / "data" / "aiu"
 SHAPE = "_max-new-tokens-128_batch-size-1_seq-length-64_dtype-fp16"
@@ -52,6 +56,21 @@ def test_the_documented_lines_and_the_file_beside_the_metric_files(driftline, to
         "ce": 2.6112808652876995,
     }
     assert "acme--tiny-v1-thresholds.json" in said.err
+
+
+def test_a_reader_who_leaves_early_does_not_take_the_file_along(tokens):
+    words = ["thresholds", "--models", "acme/tiny-v1", "--metrics", "diff_mean", "ce"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "driftline", *words, "--file_base", str(tokens)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.close()
+    child.communicate()
+    shown = json.loads((tokens / "acme--tiny-v1-thresholds.json").read_text())
+    assert {"diff_mean", "ce"} <= shown.keys()
+    assert child.returncode == PIPE_CLOSED
 
 
 def test_every_layer_has_its_line_and_tokens_and_layers_share_the_file(driftline, layers):

@@ -66,7 +66,8 @@ def thresholds(
     if not script.asked() and found.hashed and found.files:
         _said(found.passed_over)
     complaints: list[str] = []
-    say = Say(_result, complaints.append)
+    lines = _Lines()
+    say = Say(lines.print, complaints.append)
     unusable: list[str] = []
     unmade: list[DriftlineError] = []
     all_made: list[Made] = []
@@ -107,6 +108,7 @@ def thresholds(
             _said(str(trouble))
         unmade += made.refused
     script.end(*all_made)
+    lines.end()
     if unusable:
         one = len(unusable) == 1
         raise BadInput(
@@ -129,10 +131,24 @@ def _complain(complaints: list[str]) -> None:
     complaints.clear()
 
 
-def _result(line: str) -> None:
-    from driftline.reports.terminal import printable
+class _Lines:
+    """What is found, line by line. A reader who leaves (`| head`) has not asked for no file."""
 
-    print(printable(line), flush=True)
+    def __init__(self) -> None:
+        self._left: BrokenPipeError | None = None
+
+    def print(self, line: str) -> None:
+        from driftline.reports.terminal import printable
+
+        if self._left is None:
+            try:
+                print(printable(line), flush=True)
+            except BrokenPipeError as left:
+                self._left = left
+
+    def end(self) -> None:
+        if self._left is not None:
+            raise self._left
 
 
 def _said(line: str) -> None:
