@@ -86,6 +86,11 @@ def bytes_of(slots: Slots) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, _, tensor in slots)
 
 
+def in_bytes(size: int) -> str:
+    """A limit in words; small ones are not called zero."""
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size} bytes"
+
+
 def is_pure(module: nn.Module) -> bool:
     """One of torch's own layers that computes from its inputs and weights alone."""
     kind = type(module)

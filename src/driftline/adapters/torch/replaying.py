@@ -46,6 +46,7 @@ from driftline.adapters.torch.replay_calls import (
     Part,
     Slots,
     bytes_of,
+    in_bytes,
     in_short,
     is_pure,
     is_table,
@@ -208,7 +209,7 @@ class Replayer:
     def _require_room(self, tensors: Iterable[torch.Tensor]) -> None:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if self._held + size > self._most_held:
-            raise NotReplayed(f"holding its tensors takes more than {self._most_held >> 20} MiB")
+            raise NotReplayed(f"holding its tensors takes more than {in_bytes(self._most_held)}")
 
     # --- after it
 
@@ -238,7 +239,7 @@ class Replayer:
         size = bytes_of(slots)
         if self._held + size > self._most_held:
             parent.reason = (
-                f"holding what its parts gave takes more than {self._most_held >> 20} MiB"
+                f"holding what its parts gave takes more than {in_bytes(self._most_held)}"
             )
             return
         keep: dict[int, torch.Tensor] = {}
