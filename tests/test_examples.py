@@ -58,9 +58,9 @@ def test_the_three_commands_of_the_readme_work_on_a_script_that_knows_nothing(
     ],
 )
 def test_each_fault_the_demo_can_plant_is_named_at_its_module(
-    tmp_path: Path, fault: str, culprit: str
+    tmp_path: Path, fault: str, culprit: str, warm_python: str
 ) -> None:
-    script = f"{sys.executable} {DEMO / 'infer.py'} --tokens 1"
+    script = f"{warm_python} {DEMO / 'infer.py'} --tokens 1"
     reference = run_words(["driftline", "dump", "-o", "ref", "--exec", script], tmp_path)
     assert reference.returncode == 0, reference.stderr
     broken = f"{script} --dtype bfloat16 --fault {fault} --fault-layer 2"
@@ -92,11 +92,9 @@ def test_every_page_the_readme_links_to_exists() -> None:
     assert [page for page in pages if not (ROOT / page).exists()] == []
 
 
-def test_the_python_example_tells_the_ported_model_from_the_broken_one() -> None:
+def test_the_python_example_tells_the_ported_model_from_the_broken_one(warm_python: str) -> None:
     script = ROOT / "examples" / "python" / "two_models.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([warm_python, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("ported: pass")
@@ -104,12 +102,12 @@ def test_the_python_example_tells_the_ported_model_from_the_broken_one() -> None
     assert any("rank0/step0/3/output/0 float32 (4, 8)" in line for line in lines)
 
 
-def test_the_commands_of_the_examples_page_find_the_fault(tmp_path: Path) -> None:
+def test_the_commands_of_the_examples_page_find_the_fault(tmp_path: Path, warm_python: str) -> None:
     shutil.copytree(DEMO, tmp_path / "demo")
     commands = shell_blocks(ROOT / "examples" / "README.md")[0].strip().splitlines()
     codes = [
         run_words(
-            [word.replace("python ", f"{sys.executable} ") for word in shlex.split(command)],
+            [word.replace("python ", f"{warm_python} ") for word in shlex.split(command)],
             tmp_path,
         ).returncode
         for command in commands

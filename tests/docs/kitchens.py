@@ -71,11 +71,14 @@ NODES = [
 ]
 
 
-def tools(place: Path) -> Path:
+def tools(place: Path, python: str) -> Path:
     """`python`, `bash` scripts and `driftline` as in an environment that is activated."""
     place.mkdir(parents=True)
-    for name, words in (("driftline", "-m driftline"), ("python", "")):
-        (place / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+    for name, words in (
+        ("driftline", f'"{sys.executable}" -m driftline'),
+        ("python", f'"{python}"'),
+    ):
+        (place / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         (place / name).chmod(0o755)
     return place
 

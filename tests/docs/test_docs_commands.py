@@ -155,15 +155,14 @@ def cases(names: Iterable[str]) -> list[object]:
 
 @pytest.mark.parametrize("name", cases(WITH_COMMANDS))
 def test_every_command_of_the_page_works(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str
 ) -> None:
     place = tmp_path / "here"
     place.mkdir()
     COOKED[name](place)
     monkeypatch.chdir(place)
-    monkeypatch.setenv(
-        "PATH", f"{kitchens.tools(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}"
-    )
+    tools = kitchens.tools(tmp_path / "bin", warm_python)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     for block in SHOWN[name]:
