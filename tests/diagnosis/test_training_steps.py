@@ -1,0 +1,31 @@
+"""Several iterations of training: what an optimizer has learnt is not a module's fault."""
+
+from __future__ import annotations
+
+import torch
+
+import driftline
+from driftline.diagnosis.door import diagnose
+from driftline.runs.memory import MemorySink
+from driftline.runs.run import Run
+
+
+def test_weights_that_training_made_different_are_no_module_s_fault() -> None:
+    runs: list[Run] = []
+    for activation in (torch.nn.SiLU(), torch.nn.GELU()):
+        torch.manual_seed(0)
+        parts = [torch.nn.Linear(16, 32), activation, torch.nn.Linear(32, 32)]
+        model = torch.nn.Sequential(*parts, torch.nn.LayerNorm(32), torch.nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sink = MemorySink()
+        with driftline.capture(model, sink, levels=("modules", "gradients"), steps="*"):
+            for _ in range(3):
+                loss = model(torch.randn(8, 16)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        runs.append(sink.run())
+    found = diagnose(*runs)
+    assert (found.first_site, found.cause) == ("1", "activation")
+    (note,) = found.evidence["notes"]
+    assert "from step 1 on the two models have different weights" in note
