@@ -63,6 +63,21 @@ def test_a_gross_bug_is_found_at_its_module(
         assert any("driftline replay" in need for need in found.needs)
 
 
+def test_code_between_two_parts_of_a_module_is_not_acquitted_by_the_part_that_ends_first(
+    trusted: dict[str, Any],
+) -> None:
+    reference, ids, ours, _ = trusted["llama"]
+
+    def too_sharp(model: Any) -> None:
+        model.model.layers[2].self_attn.scaling *= 8.0
+
+    found = diagnose(ours, run_of(twin(reference, torch.bfloat16, too_sharp), ids))
+    assert (found.verdict, found.first_site) == ("fail", "model.layers.2.self_attn")
+    last = next(site for site in found.sites if site.site.endswith("layers.2.self_attn.o_proj"))
+    assert last.status == "inherited"
+    assert found.explains is not None and found.explains > 0.5
+
+
 @pytest.mark.parametrize("evidence", ["two runs", "noise"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_clean_pair_passes(model: str, evidence: str) -> None:

@@ -352,3 +352,18 @@ def parts_of(names: Iterable[str]) -> Mapping[str, int]:
         for outer in ancestors(name):
             counts[outer] = counts.get(outer, 0) + 1
     return counts
+
+
+def over_before(sites: Mapping[Place, Site], first: Place) -> list[Site]:
+    """Sites that were over before another one, in its direction.
+
+    Its own parts are not among them: one that runs after code of the whole (an attention's last
+    product) ends before the whole does, and may hold the whole's fault.
+    """
+    return [
+        site
+        for place, site in sites.items()
+        if place.direction == first.direction
+        and site.order < sites[first].order
+        and not contains(first.site, place.site)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from driftline.diagnosis.calls import ROOTS, Place, Site
+from driftline.diagnosis.calls import ROOTS, Place, Site, over_before
 from driftline.diagnosis.floor import Floor
 
 
@@ -27,13 +27,9 @@ def final_error(
         return error, math.nan
     # Rounding adds up along the depth as a random walk does: what was there before the first
     # culprit, carried on to the end.
-    before = [
-        site.error
-        for site in forward
-        if site.order < sites[first].order and math.isfinite(site.error)
-    ]
-    further = min(math.sqrt(len(forward) / max(len(before), 1)), 4.0)
-    return error, max(further * max(before, default=0.0), call.unit)
+    errors = [site.error for site in over_before(sites, first) if math.isfinite(site.error)]
+    further = min(math.sqrt(len(forward) / max(len(errors), 1)), 4.0)
+    return error, max(further * max(errors, default=0.0), call.unit)
 
 
 def explained(final: float, noise: float) -> float | None:

@@ -18,6 +18,7 @@ from driftline.diagnosis.calls import (
     ancestors,
     contains,
     innermost,
+    over_before,
     parts_of,
 )
 from driftline.diagnosis.finding import Status
@@ -96,7 +97,8 @@ def standings(
     level = _level(sites, guilty)
     found = {
         place: standing
-        if standing.status == "unknown"
+        if place == guilty
+        or standing.status == "unknown"
         or standing.by == "noise"
         or (standing.by == "replay" and standing.status == "introduced")
         or standing.call.outs[0].key.port == "input"
@@ -256,15 +258,14 @@ def _first(found: Mapping[Place, Standing], sites: Mapping[Place, Site]) -> Plac
 
 def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
     """Largest relative error of what was over before the guilty one: known to be without fault."""
-    culprit = sites[guilty]
-    before = [
+    begun = min(call.order for call in sites[guilty].calls)
+    errors = [
         call.error
-        for place, site in sites.items()
-        if place.direction == guilty.direction and site.order < culprit.order
+        for site in over_before(sites, guilty)
         for call in site.calls
-        if call.order < min(each.order for each in culprit.calls) and math.isfinite(call.error)
+        if call.order < begun and math.isfinite(call.error)
     ]
-    return max(before, default=0.0)
+    return max(errors, default=0.0)
 
 
 def _handed_on(standing: Standing, level: float, parts: int, around: bool) -> Standing:
