@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -126,7 +125,7 @@ def test_in_a_with_block_everything_is_captured_from_its_begin():
     assert "2/aten.addmm" in found
 
 
-def test_a_long_program_without_modules_is_written_while_it_runs():
+def test_a_long_program_without_modules_is_written_while_it_runs(warm_python):
     program = """
 import torch
 from driftline.adapters.torch import held
@@ -143,7 +142,7 @@ session.stop()
 found = [t.key.visit for t in sink.run().tensors() if t.key.site.endswith("mul")]
 assert found == [visit for visit in range(20) for _ in ("self", "0")], found
 """
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert subprocess.run([warm_python, "-c", program], check=False).returncode == 0
 
 
 def test_a_large_model_is_not_held_in_memory_while_it_is_built(monkeypatch):

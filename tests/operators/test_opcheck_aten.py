@@ -185,10 +185,10 @@ with torch.no_grad(), driftline.capture(model, {run!r}, levels="ops"):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_kernel_that_computes_something_else_is_named(tmp_path, kind):
+def test_a_kernel_that_computes_something_else_is_named(tmp_path, kind, warm_python):
     run = str(tmp_path / "run")
     text = PLANTED.format(path=sys.path, kind=kind, run=run)
-    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True)
+    subprocess.run([warm_python, "-c", text], check=True, capture_output=True, text=True)
     found = check(run)
     assert {r.call.op_type for r in found.failing} == {f"aten.{kind}.default"}, found.rows
     assert "outside the bound" in found.failing[0].figures.reason

@@ -90,10 +90,10 @@ def custom(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_launched_program_is_captured_and_checked(tmp_path, capsys, monkeypatch):
+def test_a_launched_program_is_captured_and_checked(tmp_path, capsys, monkeypatch, warm_python):
     (tmp_path / "net.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
-    words = ["dump", "--level", "ops", "-o", "run", "--", sys.executable, "net.py"]
+    words = ["dump", "--level", "ops", "-o", "run", "--", warm_python, "net.py"]
     assert subprocess.run([sys.executable, "-m", "driftline", *words]).returncode == 0
     status, out, _ = opcheck(capsys, "-i", "run", "-o", "result")
     assert status == 0
@@ -161,12 +161,12 @@ def test_rerun_says_that_the_operator_does_not_give_what_the_run_holds(wrong):
     assert "the operator does not give what the run holds" in rows[0].figures.reason
 
 
-def test_a_custom_operator_that_nothing_defines_here_has_a_reason(custom):
+def test_a_custom_operator_that_nothing_defines_here_has_a_reason(custom, warm_python):
     model, x = Given(lambda x: torch.ops.dltest.double(x) + 1), torch.randn(4)
     with torch.no_grad():
         captured(custom / "run", model, lambda: model(x))
     env = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
-    words = [sys.executable, "-m", "driftline", "opcheck", "-i", "run", "--format", "json"]
+    words = [warm_python, "-m", "driftline", "opcheck", "-i", "run", "--format", "json"]
     done = subprocess.run(words, cwd=custom, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     reasons = json.loads(done.stdout)["coverage"]["reasons"]
