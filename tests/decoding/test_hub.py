@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,26 @@ from driftline.decoding.weights import weights_of
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CLOSED = "http://127.0.0.1:9"
 """An address where nobody listens: the hub cannot be reached, whatever this machine is on."""
+Run = Callable[..., subprocess.CompletedProcess[str]]
 SHAPE = ("--sharegpt_path", str(PROMPTS), "--batch_sizes=1", "--seq_lengths=32")
 
 
-def run(words: tuple[str, ...], home: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": CLOSED, **more}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "driftline", *words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=200,
-    )
+@pytest.fixture
+def run(warm_python: str) -> Run:
+    """A command of ours; torch is there before, the hub's library is not: it reads variables."""
+
+    def run(words: tuple[str, ...], home: Path, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": CLOSED, **more}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [warm_python, "-m", "driftline", *words],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=200,
+        )
+
+    return run
 
 
 @pytest.fixture
@@ -54,7 +62,7 @@ def home(tmp_path: Path) -> Path:
     ],
     ids=lambda words: words[0],
 )
-def test_a_model_that_nobody_has_is_said_at_once(words, home, monkeypatch):
+def test_a_model_that_nobody_has_is_said_at_once(words, home, run, monkeypatch):
     monkeypatch.chdir(home)
     start = time.monotonic()
     done = run(words, home)
@@ -66,7 +74,7 @@ def test_a_model_that_nobody_has_is_said_at_once(words, home, monkeypatch):
     assert took < 20, "a library's own tries take 25 s and more"
 
 
-def test_a_model_that_was_downloaded_needs_no_hub(home):
+def test_a_model_that_was_downloaded_needs_no_hub(home, run):
     words = ("validate", "--model_paths=acme/tiny", "--max_new_tokens=2", *SHAPE)
     done = run((*words, "--candidate=dtype=fp32"), home)
     assert done.returncode == 0, done.stderr
@@ -74,7 +82,7 @@ def test_a_model_that_was_downloaded_needs_no_hub(home):
     assert done.stderr == ""
 
 
-def test_a_hub_that_is_switched_off_is_named(home):
+def test_a_hub_that_is_switched_off_is_named(home, run):
     done = run(
         ("validate", "--model_paths=acme/none", "--max_new_tokens=2", *SHAPE),
         home,
@@ -84,7 +92,7 @@ def test_a_hub_that_is_switched_off_is_named(home):
     assert "the hub is switched off (HF_HUB_OFFLINE)" in done.stderr
 
 
-def test_a_missing_tokenizer_is_called_a_tokenizer(home):
+def test_a_missing_tokenizer_is_called_a_tokenizer(home, run):
     words = ("validate", f"--model_paths={LLAMA}", "--tokenizer=acme/none", *SHAPE)
     done = run(words, home)
     assert done.returncode == 2
