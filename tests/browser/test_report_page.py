@@ -267,6 +267,7 @@ def test_both_passes_and_many_steps_are_shown(tab: Tab, tmp_path: Path) -> None:
     # Nothing says that these steps are tokens: they may as well be iterations of training.
     assert tab.text("#decoder h2") == "Steps" and "Token" not in tab.text("#decoder")
     assert "layers.1, step 5" in tab.text("#decoder .told")
+    assert tab.place("#decoder .map-y")[3] <= tab.place("#decoder canvas")[3] + 1  # no empty rows
     assert "outside" in tab.text("#decoder .told")
     tab.click("#decoder canvas", across=0.9, down=0.9)
     assert chosen(tab) == "layers.2"

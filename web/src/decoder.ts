@@ -349,7 +349,8 @@ function map(
   const canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": `${title}: ${tall} by ${wide}. Arrow keys read cells.` });
   const { low, high } = paintMap(canvas, tall, wide, values as Float64Array);
   const told = h("p", { class: "remark told", "aria-live": "polite" }, pick ? "Point at a cell; click to choose its layer." : "Point at a cell.");
-  canvas.style.height = `${Math.min(420, Math.max(110, tall * 12))}px`;
+  // As tall as the words beside it: a gap below would look like rows that are empty.
+  canvas.style.height = `${Math.min(420, Math.max(110, down.length * 7.2, tall * 12))}px`;
   let [cy, cx] = [0, 0];
   const place = (event: PointerEvent) => {
     const box = canvas.getBoundingClientRect();
