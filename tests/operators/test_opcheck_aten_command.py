@@ -56,6 +56,12 @@ with torch.no_grad():
 """
 
 
+@pytest.fixture(autouse=True)
+def desk(tmp_path, monkeypatch):
+    """Without -o the table is written where the command is given."""
+    monkeypatch.chdir(tmp_path)
+
+
 def opcheck(capsys, *words):
     status = main(["opcheck", *map(str, words)])
     said = capsys.readouterr()
