@@ -32,6 +32,8 @@ INSERTED = 256
 """The longest list of greatest elements that is worth inserting into; longer ones go by numpy."""
 _LINE = 16
 """Elements of a cache line."""
+_SHARE_ROWS = 16
+"""Rows a thread takes at a time: few, so that none is left alone with many at the end."""
 _THREAD_ROWS = 8
 """Rows below which a thread more costs what it saves."""
 
@@ -163,29 +165,32 @@ def score_rows(
     tokens = np.ascontiguousarray(tokens, np.int64)
     workers = threads or len(os.sched_getaffinity(0))
     workers = max(1, min(workers, rows // _THREAD_ROWS))
-    cuts = [rows * i // workers for i in range(workers + 1)]
+    shares = iter(range(0, rows, _SHARE_ROWS))  # whoever is free takes the next
     codes = kernel.code_of(reference_dtype), kernel.code_of(candidate_dtype)
     size = 3 * (-(-vocabulary // STRIP) * STRIP) + _LINE
-    rooms = [np.empty(size, np.float32) for _ in range(workers)]
+    rooms = [_room(size) for _ in range(workers)]
 
-    def work(share: int) -> None:
+    parts = (reference, candidate, tokens, figures, top, r_top, c_top)
+    places = [(part.ctypes.data, part.strides[0]) for part in parts]
+
+    def work(room: AnyArray) -> None:
         # The kernel's vectors should not lie across two cache lines.
-        scratch = rooms[share].ctypes.data
+        scratch = room.ctypes.data
         scratch += -scratch % (4 * _LINE)
-        first, last = cuts[share], cuts[share + 1]
-        parts = (reference, candidate, tokens, figures, top, r_top, c_top)
-        r, c, t, *rest = (part[first:last].ctypes.data for part in parts)
-        library.driftline_score(
-            *(r, codes[0], c, codes[1], last - first, vocabulary, t, k, number),
-            *(scratch, *rest),
-        )
+        for first in shares:
+            r, c, t, *rest = (begin + first * stride for begin, stride in places)
+            library.driftline_score(
+                *(r, codes[0], c, codes[1], min(_SHARE_ROWS, rows - first), vocabulary, t, k),
+                *(number, scratch, *rest),
+            )
 
-    others = [threading.Thread(target=work, args=(share,)) for share in range(1, workers)]
+    others = [threading.Thread(target=work, args=(room,)) for room in rooms[1:]]
     for thread in others:
         thread.start()
-    work(0)
+    work(rooms[0])
     for thread in others:
         thread.join()
+    _ROOMS[:] = rooms
     counts = figures.view(np.int64)
     columns: list[AnyArray] = [
         *(figures[:, at].copy() for at in range(5)),
@@ -195,6 +200,20 @@ def score_rows(
         c_top,
     ]
     return RowScores._make(columns)
+
+
+_ROOMS: list[AnyArray] = []
+"""Scratch rows of the last call. Memory that is new each time costs as much as the scores do: every
+page of it is a fault."""
+
+
+def _room(size: int) -> AnyArray:
+    """Scratch rows of at least so many elements; nobody else has them until they are put back."""
+    try:
+        room = _ROOMS.pop()
+    except IndexError:
+        room = np.empty(0, np.float32)
+    return room if room.size >= size else np.empty(size, np.float32)
 
 
 def _check(reference: AnyArray, candidate: AnyArray, tokens: I64, k: int) -> None:
