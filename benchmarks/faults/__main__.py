@@ -12,9 +12,11 @@ loud faults, and counted by kind.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.jobs import FORMATS, REPORTED, clean_jobs, fault_jobs, run, set_jobs
 from benchmarks.faults.report import report
@@ -62,13 +64,21 @@ def main() -> int:
     ][:: given.every]
     jobs += list(set_jobs(first, given.clean_sets))[:: given.every]
     print(f"{len(jobs)} trials, {given.workers} workers", flush=True)
-    results = run(jobs, given.workers)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(given.write.open("w")) if given.write else None
+
+        def keep(result: dict[str, Any]) -> None:
+            if file is not None:
+                file.write(json.dumps(result) + "\n")
+                file.flush()
+
+        results = run(jobs, given.workers, keep)
     if given.peers:
         from benchmarks.faults.msprobe import beside
 
         beside(results, given.peers)
-    if given.write:
-        given.write.write_text("".join(json.dumps(r) + "\n" for r in results))
+        if given.write:  # again: now with what msprobe said
+            given.write.write_text("".join(json.dumps(r) + "\n" for r in results))
     return 0 if report(results) else 1
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from driftline.testing.faults.scoring import Job
@@ -145,8 +145,13 @@ def trial(job: Job) -> dict[str, Any]:
     return result
 
 
-def run(jobs: Sequence[Job], workers: int) -> list[dict[str, Any]]:
-    """All trials, in processes of their own; those with many tokens by fewer, which need 7 GB."""
+def run(
+    jobs: Sequence[Job], workers: int, keep: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """All trials, in processes of their own; those with many tokens by fewer, which need 7 GB.
+
+    Each result is handed to `keep` as it comes: a run that is cut short has not been for nothing.
+    """
     done: list[dict[str, Any]] = []
     start = time.monotonic()
     large = [job for job in jobs if job.batch * job.length >= LARGE]
@@ -160,6 +165,7 @@ def run(jobs: Sequence[Job], workers: int) -> list[dict[str, Any]]:
         with context.Pool(hands) as pool:
             for result in pool.imap_unordered(trial, some, chunksize=4 if len(some) > 200 else 1):
                 done.append(result)
+                keep(result)
                 if len(done) % 50 == 0:
                     spent = time.monotonic() - start
                     print(f"  {len(done)} of {len(jobs)} trials, {spent:.0f} s", flush=True)
