@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,12 @@ def _trace(tab: Any, selector: str) -> list[dict[str, Any]]:
     ]
 
 
+def between_frames(trace: list[dict[str, Any]]) -> float:
+    """Longest time between two frames that were drawn, in ms."""
+    drawn = sorted(event["ts"] for event in trace if event.get("name") == "DrawFrame")
+    return max((later - one for one, later in pairwise(drawn)), default=0) / 1000.0
+
+
 def frames(trace: list[dict[str, Any]]) -> tuple[float, float, int]:
     """Longest task of the page's main thread and its processor time, in ms; frames drawn."""
     names = {
@@ -200,6 +207,7 @@ def run(keep: Path | None = None) -> list[dict[str, object]]:
             opened = [_opened(tab, page) for _ in range(ROUNDS)]
             found = [_trace(tab, ".grid") for _ in range(_SCROLLS)]
             measured = [frames(trace) for trace in found]
+            gaps = [between_frames(trace) for trace in found]
             if keep is not None:
                 best = min(range(_SCROLLS), key=lambda at: measured[at][0])
                 keep.write_text(json.dumps({"traceEvents": found[best]}))
@@ -210,10 +218,12 @@ def run(keep: Path | None = None) -> list[dict[str, object]]:
     cpu = max(each[1] for each in measured)
     drawn = sum(each[2] for each in measured)
     walls = ", ".join(f"{each[0]:.0f}" for each in measured)
+    waits = ", ".join(f"{gap:.0f}" for gap in gaps)
     size = f"{len(text) / 1e6:.1f} MB"
     return [
         _figure(f"report of {ROWS} rows opens", min(opened), 2.0, "s", f"a file of {size}"),
         _figure("longest task while scrolling", wall, 50.0, "ms", f"all rounds: {walls}"),
+        _figure("longest time between frames", min(gaps), 50.0, "ms", f"all rounds: {waits}"),
         _figure("  processor time of the worst", cpu, 50.0, "ms", f"of {drawn} frames"),
         _figure("code in the page", code / 1000.0, 150.0, "kB", "script, style and HTML"),
     ]

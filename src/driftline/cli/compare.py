@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from driftline.cli import script
 from driftline.cli.parsing import Option
@@ -141,25 +141,21 @@ def compare(
     their_steps, mapped = _mapped_steps(steps, step_map)
     ours = _some(script.part(open_run, ref), steps, ranks)
     theirs = _some(script.part(open_run, cand), their_steps, ranks)
-    pairing: Plan | Path | None = plan
+    pairing: Plan | None = None
+    pairs_by: dict[str, Any] = {
+        "sites": site or (),
+        "ports": port or (),
+        "maps": map or (),
+        "mapping": op_mapping_file,
+        "placements": placement or (),
+        "masks": mask or (),
+        "step_map": mapped,
+        "plan": plan,
+        "structural": not no_structure,
+    }
     if save_plan is not None or dry_run or seed:
-        pairing = script.step(
-            "plan",
-            align,
-            ours,
-            theirs,
-            sites=site or (),
-            ports=port or (),
-            maps=map or (),
-            mapping=op_mapping_file,
-            placements=placement or (),
-            masks=mask or (),
-            step_map=mapped,
-            plan=plan,
-            structural=not no_structure,
-        )
-        site = port = map = placement = mask = op_mapping_file = mapped = None
-        no_structure = False
+        pairing = script.step("plan", align, ours, theirs, **pairs_by)
+        pairs_by = {"plan": pairing}  # all of it is in the plan now
         if save_plan is not None:
             _save(pairing, save_plan, ref, cand, quiet)
         if dry_run:
@@ -194,15 +190,7 @@ def compare(
             atol=atol,
             min_coverage=min_coverage,
             thresholds=thresholds,
-            sites=site or (),
-            ports=port or (),
-            maps=map or (),
-            mapping=op_mapping_file,
-            placements=placement or (),
-            masks=mask or (),
-            step_map=mapped,
-            plan=pairing,
-            structural=not no_structure,
+            **pairs_by,
             threads=threads,
             planned=_telling(log_level, quiet),
             progress=progress,
