@@ -6,6 +6,8 @@ JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEV_PACKAGES := pytest pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash transformers accelerate onnx ibm-fms
+# The engines and the services that tests run for real.
+ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton ray s3fs "moto[s3]" flask flask-cors
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
@@ -23,7 +25,7 @@ $(VENV)/.packages: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "driftline needs Python 3.11 or newer: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(BUILD_PACKAGES) $(DEV_PACKAGES)
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(BUILD_PACKAGES) $(DEV_PACKAGES) $(ENGINE_PACKAGES)
 	touch $@
 
 # Not an editable install: its import hook would add 40 ms to every Python that is started here,
