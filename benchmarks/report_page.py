@@ -119,6 +119,7 @@ def _trace(tab: Any, selector: str) -> list[dict[str, Any]]:
             "includedCategories": [
                 *("devtools.timeline", "toplevel", "disabled-by-default-devtools.timeline.frame"),
                 *("disabled-by-default-devtools.timeline", "__metadata"),
+                *("latencyInfo", "blink.user_timing"),
             ]
         },
     )
@@ -136,9 +137,15 @@ def _trace(tab: Any, selector: str) -> list[dict[str, Any]]:
           const box = document.querySelector({json.dumps(selector)});
           let left = 15;
           const move = () => {{
-            box.scrollTop = Math.random() * box.scrollHeight;
-            if (left-- > 0) requestAnimationFrame(move); else done(true);
+            if (left-- > 0) {{
+              box.scrollTop = Math.random() * box.scrollHeight;
+              requestAnimationFrame(move);
+            }} else {{
+              performance.mark("jumped");
+              requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
+            }}
           }};
+          performance.mark("jumping");
           requestAnimationFrame(move);
         }})"""
     )
@@ -157,9 +164,33 @@ def _trace(tab: Any, selector: str) -> list[dict[str, Any]]:
 
 
 def between_frames(trace: list[dict[str, Any]]) -> float:
-    """Longest time between two frames that were drawn, in ms."""
-    drawn = sorted(event["ts"] for event in trace if event.get("name") == "DrawFrame")
-    return max((later - one for one, later in pairwise(drawn)), default=0) / 1000.0
+    """Longest time that somebody who scrolls waits for the next drawn frame, in ms.
+
+    Counted from the first turn of the wheel to the last, and from the first jump to the last. What
+    lies before and between them is no wait: the page stands still and Chromium draws nothing (the
+    first gesture of a page begins 30 to 40 ms after the frame before it, which was drawn when the
+    table was brought into view).
+    """
+
+    def when(name: str, kinds: str) -> list[float]:
+        return sorted(
+            event["ts"] for event in trace if event.get("name") == name and event["ph"] in kinds
+        )
+
+    drawn = when("DrawFrame", "I")
+    wheel = when("InputLatency::MouseWheel", "b")
+    jumping, jumped = when("jumping", "IR"), when("jumped", "IR")
+    if not (drawn and wheel and jumping and jumped):
+        raise RuntimeError("Chromium's trace lacks the frames, the wheel or the jumps")
+    longest = 0.0
+    for start, stop, most in (
+        (wheel[0], wheel[-1], jumping[0]),
+        (jumping[0], jumped[-1], math.inf),
+    ):
+        inside = [at for at in drawn if start < at < stop]
+        last = next((at for at in drawn if stop <= at < most), stop)
+        longest = max(longest, *(b - a for a, b in pairwise([start, *inside, last])))
+    return longest / 1000.0
 
 
 def frames(trace: list[dict[str, Any]]) -> tuple[float, float, int]:
@@ -204,8 +235,11 @@ def run(keep: Path | None = None) -> list[dict[str, object]]:
             page = Path(folder) / "report.html"
             page.write_text(text, encoding="utf-8")
             tab = browser.tab(width=1440, height=900)
-            opened = [_opened(tab, page) for _ in range(ROUNDS)]
-            found = [_trace(tab, ".grid") for _ in range(_SCROLLS)]
+            opened, firsts = [], []
+            for _ in range(ROUNDS):
+                opened.append(_opened(tab, page))
+                firsts.append(_trace(tab, ".grid"))
+            found = [*firsts, *(_trace(tab, ".grid") for _ in range(_SCROLLS - ROUNDS))]
             measured = [frames(trace) for trace in found]
             gaps = [between_frames(trace) for trace in found]
             if keep is not None:
@@ -223,7 +257,14 @@ def run(keep: Path | None = None) -> list[dict[str, object]]:
     return [
         _figure(f"report of {ROWS} rows opens", min(opened), 2.0, "s", f"a file of {size}"),
         _figure("longest task while scrolling", wall, 50.0, "ms", f"all rounds: {walls}"),
-        _figure("longest time between frames", min(gaps), 50.0, "ms", f"all rounds: {waits}"),
+        _figure("longest wait for a frame", min(gaps), 50.0, "ms", f"all rounds: {waits}"),
+        _figure(
+            "  in the first scroll after loading",
+            min(gaps[:ROUNDS]),
+            50.0,
+            "ms",
+            f"the first {ROUNDS} of these rounds",
+        ),
         _figure("  processor time of the worst", cpu, 50.0, "ms", f"of {drawn} frames"),
         _figure("code in the page", code / 1000.0, 150.0, "kB", "script, style and HTML"),
     ]
