@@ -27,5 +27,28 @@ def test_weights_that_training_made_different_are_no_module_s_fault() -> None:
         runs.append(sink.run())
     found = diagnose(*runs)
     assert (found.first_site, found.cause) == ("1", "activation")
+    # Nor is the optimizer's: what it was given came out of backward passes that were off.
+    taken = {site.status for site in found.sites if site.direction == "optimizer"}
+    assert taken == {"inherited"}
     (note,) = found.evidence["notes"]
     assert "from step 1 on the two models have different weights" in note
+
+
+def test_a_gradient_that_changes_on_its_way_to_the_optimizer_is_found_there() -> None:
+    runs: list[Run] = []
+    for factor in (1.0, 2.0):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sink = MemorySink()
+        with driftline.capture(model, sink, levels=("modules", "gradients"), steps="*"):
+            for _ in range(2):  # gradients of two batches are gathered
+                model(torch.randn(4, 8)).square().mean().backward()
+            assert isinstance(model[2].weight.grad, torch.Tensor)
+            model[2].weight.grad *= factor
+            optimizer.step()
+        runs.append(sink.run())
+    found = diagnose(*runs)
+    assert (found.first_site, found.cause) == ("2", "scale")
+    guilty = [(site.site, site.direction) for site in found.sites if site.status == "introduced"]
+    assert guilty == [("2", "optimizer")]

@@ -47,7 +47,8 @@ class Call:
     Attributes:
         order: Place of its last output in the execution order.
         begin: Place of its first tensor.
-        ins: Rows of floating tensors that went in.
+        ins: Rows of floating tensors that went in; for an optimizer, gradients of the same
+            parameters from all backward passes of its step.
         outs: Rows of floating tensors that came out.
         changed_codes: An integer or boolean that went in differs (token ids, masks, routes).
         error_in: Largest relative error that went in; NaN when nothing is known.
@@ -194,6 +195,7 @@ def sites_of(
             call.order = max(call.order, row.order)
     found = [site for site in sites.values() if _kept(site)]
     found.sort(key=lambda site: site.order)
+    _give_gradients(found)
     _fill(found, flow or {})
     if lengths is not None:
         for site in found:
@@ -224,6 +226,25 @@ def _longest_inside(sites: Sequence[Site]) -> None:
 def _kept(site: Site) -> bool:
     site.calls = [call for call in site.calls if call.outs]
     return bool(site.calls)
+
+
+def _give_gradients(sites: Sequence[Site]) -> None:
+    """What goes into an optimizer's gradient is what backward passes made of that parameter."""
+    made: dict[tuple[str, str, int, int, int], list[Row]] = {}
+
+    def of(row: Row) -> tuple[str, str, int, int, int]:
+        key = row.key
+        return key.site, key.slot, key.rank, key.process, key.step
+
+    for site in sites:
+        for call in site.calls:
+            for row in call.outs:
+                if row.key.port == "param_grad":
+                    made.setdefault(of(row), []).append(row)
+    for site in sites:
+        if site.place.direction == "optimizer":
+            for call in site.calls:
+                call.ins += [each for row in call.outs for each in made.get(of(row), ())]
 
 
 def _fill(sites: Sequence[Site], flow: Flow) -> None:
