@@ -34,6 +34,8 @@ PROFILER_LOG_LEVEL = "KINETO_LOG_LEVEL"
 """How much the library behind torch's profiler says; set for programs that `dump` profiles."""
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """Set by GitHub Actions: the file that the summary of a step is appended to."""
+RAY_ADDRESS = "RAY_ADDRESS"
+"""Set by whoever runs a Ray cluster: where `--executor ray` finds it."""
 NO_COLOR = "NO_COLOR"
 """Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
 
@@ -45,6 +47,33 @@ def environment() -> Mapping[str, str]:
 
 def kernel_choice() -> str:
     return environment().get(KERNEL, "")
+
+
+def ray_address() -> str:
+    return environment().get(RAY_ADDRESS, "").strip()
+
+
+def ray_tells_nobody() -> None:
+    """Keep a Ray that we start from reporting its use over the network, unless that is wanted."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def worker_environment(home: str, kernel: str) -> dict[str, str]:
+    """The environment of a worker process: ours, with this package on its path.
+
+    Args:
+        home: Folder that holds the package.
+        kernel: Path of the kernel that it must take; empty: as it likes.
+    """
+    env = dict(environment())
+    env.pop(LAUNCH, None)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (home, env.get("PYTHONPATH", ""))))
+    return {**env, KERNEL: kernel} if kernel else env
+
+
+def take_kernel(path: str) -> None:
+    """Have this process take a path of the kernel; before it is first asked for."""
+    os.environ[KERNEL] = path
 
 
 def one_blas_thread() -> None:

@@ -10,11 +10,13 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.assembling import assembled
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
+from driftline.comparison.repeats import repeated, repeats_of
 from driftline.comparison.row import LOST, Row
 from driftline.comparison.small import FAR_OFF, SmallPairs
 from driftline.comparison.summaries import (
@@ -23,8 +25,8 @@ from driftline.comparison.summaries import (
     from_statistics,
     measure_summaries,
 )
-from driftline.comparison.table import Side, Table
-from driftline.comparison.unmeasured import clash, has_recipe, lone, paired
+from driftline.comparison.table import Table
+from driftline.comparison.unmeasured import clash, has_recipe, paired
 from driftline.comparison.values import blocks_of, measure_moments, measure_values, open_values
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
@@ -34,6 +36,9 @@ from driftline.numerics.summary import Summary
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
+if TYPE_CHECKING:
+    from driftline.executors.work import Executor
+
 Progress = Callable[[int, int], None]
 """Called with (pairs done, pairs in all); from any thread, one call at a time."""
 
@@ -42,8 +47,6 @@ Elementwise = Callable[[str, str], tuple[float, float]]
 
 _LARGE = 64 << 20
 """Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
-_ABOUT = ("id", "command", "argv", "created", "git")
-_ABOUT_PROCESS = ("versions", "framework", "devices", "default_dtype", "seed")
 _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
 
 
@@ -62,6 +65,7 @@ def measure(
     elementwise: Elementwise = exactly,
     threads: int | None = None,
     progress: Progress | None = None,
+    executor: Executor | None = None,
 ) -> Table:
     """Measure every pair of a plan.
 
@@ -73,33 +77,53 @@ def measure(
         elementwise: What `outside_share` counts as outside, by the dtypes of a pair.
         threads: Worker threads; one per usable core when not given.
         progress: Told how far it is.
+        executor: Who does it instead of this process.
 
     Returns:
         A table whose compared rows are `unjudged`, in the reference's execution order, extra last.
     """
-    work = _Work(plan.pairs, reference, candidate, tuple(metrics), elementwise, progress)
-    rows = work.run(threads or _cores())
-    why = plan.reasons
-    alone = [
-        lone(record, "missing", why.get(("reference", record.key), "only in the reference"))
-        for record in plan.missing
-    ]
-    extra = [
-        lone(record, "extra", why.get(("candidate", record.key), "only in the candidate"))
-        for record in plan.extra
-    ]
-    if alone:
-        rows = sorted([*rows, *alone], key=lambda row: (row.key.rank, row.key.process, row.order))
-    return Table(
-        rows=(*rows, *extra),
-        columns=tuple(metric.column for metric in metrics),
-        reference=_side(reference),
-        candidate=_side(candidate),
-        notes=plan.notes,
-    )
+    if executor is not None:
+        from driftline.comparison.sharing import share_out
+
+        found = share_out(
+            plan.pairs,
+            reference,
+            candidate,
+            executor,
+            metrics=metrics,
+            elementwise=elementwise,
+            threads=threads,
+            progress=progress,
+        )
+    else:
+        found = measure_pairs(
+            plan.pairs,
+            reference,
+            candidate,
+            metrics=metrics,
+            elementwise=elementwise,
+            threads=threads,
+            progress=progress,
+        )
+    return assembled(plan, found, reference, candidate, metrics)
 
 
-def _cores() -> int:
+def measure_pairs(
+    pairs: Sequence[Pair],
+    reference: Run,
+    candidate: Run,
+    *,
+    metrics: Sequence[Metric] = STANDARD,
+    elementwise: Elementwise = exactly,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Measure pairs in this process; as `measure`. The rows come in the order of the pairs."""
+    work = _Work(pairs, reference, candidate, tuple(metrics), elementwise, progress)
+    return work.run(threads or cores())
+
+
+def cores() -> int:
     """Cores this process may use; a container is often given fewer than the machine has."""
     usable = getattr(os, "sched_getaffinity", None)  # not on every system
     return len(usable(0)) if usable is not None else os.cpu_count() or 1
@@ -124,7 +148,7 @@ class _Work:
         self.elementwise = elementwise
         self.progress = progress
         self.rows: list[Row | None] = [None] * len(pairs)
-        self.repeats = _repeats(pairs)
+        self.repeats = repeats_of(pairs)
         measured_once = {later for repeats in self.repeats.values() for later in repeats}
         self.quick = SmallPairs(reference, candidate, metrics, elementwise)
         self.small: list[int] = []
@@ -187,7 +211,7 @@ class _Work:
                 self.rows[at] = row
                 repeats = self.repeats.get(at, ())
                 for later in repeats:
-                    self.rows[later] = _repeated(self.pairs[later], row)
+                    self.rows[later] = repeated(self.pairs[later], row)
                 self.done += 1 + len(repeats)
                 if self.progress is not None:
                     self.progress(self.done, len(self.pairs))
@@ -260,46 +284,6 @@ class _Work:
             notes += filter(None, [said_of_a_square(pair, values.arrays(), off)])
         measured = row.measured("values" if values.shape is not None else "sample", found)
         return measured._replace(reason="; ".join(notes)) if notes else measured
-
-
-def _repeats(pairs: Sequence[Pair]) -> dict[int, list[int]]:
-    """First pair of the same bytes → the later ones: a layer's output is the next one's input.
-
-    37 % of a Llama's module dump. Same place and same digest: a place alone says little in memory
-    and in foreign files, and a digest alone is only what an index claims.
-    """
-    first: dict[tuple[object, ...], int] = {}
-    repeats: dict[int, list[int]] = {}
-    for at, pair in enumerate(pairs):
-        if pair.reference_recipe is not None or pair.candidate_recipe is not None:
-            continue
-        ours = _bytes_of(pair.reference)
-        theirs = _bytes_of(pair.candidate) if ours is not None else None
-        if theirs is None:
-            continue
-        place = (ours, theirs)
-        earlier = first.setdefault(place, at)
-        if earlier != at:
-            repeats.setdefault(earlier, []).append(at)
-    return repeats
-
-
-def _bytes_of(record: Record) -> tuple[object, ...] | None:
-    if not record.digest or record.blob is None or record.kept != "full":
-        return None
-    key, blob = record.key, record.blob
-    where = (key.rank, key.process, blob.shard, blob.offset, blob.length, record.digest)
-    return (*where, record.dtype, record.shape, record.placement)
-
-
-def _repeated(pair: Pair, measured: Row) -> Row:
-    """The row of a pair whose bytes were measured under another name."""
-    row = paired(pair)
-    if measured.status != "unjudged":
-        return row._replace(status=measured.status, reason=measured.reason, basis=measured.basis)
-    return row.measured(
-        measured.basis, measured.metrics, estimated=measured.estimated, reason=measured.reason
-    )
 
 
 def _blocks(pair: Pair) -> list[tuple[int, int]]:
@@ -378,13 +362,3 @@ def _summary(run: Run, record: Record) -> Summary | None:
         count = math.prod(record.shape)
         return kernel.summarize(run.raw(record), DTYPES[record.dtype], count=count)
     return None
-
-
-def _side(run: Run) -> Side:
-    manifest: Mapping[str, Any] = run.manifest
-    processes = run.processes()
-    # What the program said of itself goes before what its launcher said.
-    said: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
-    about = {name: manifest[name] for name in _ABOUT if name in manifest}
-    about |= {name: said[name] for name in _ABOUT_PROCESS if name in said}
-    return Side(run.name, about, tuple(str(loss) for loss in run.losses), run.ordered)

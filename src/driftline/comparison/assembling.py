@@ -1,0 +1,70 @@
+"""Measured rows become a table: lone tensors take their places, and the sides say who they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from driftline.alignment.plan import Plan
+from driftline.comparison.metrics.catalogue import Metric
+from driftline.comparison.row import Row
+from driftline.comparison.table import Side, Table
+from driftline.comparison.unmeasured import lone
+from driftline.runs.run import Run
+
+_ABOUT = ("id", "command", "argv", "created", "git")
+_ABOUT_PROCESS = ("versions", "framework", "devices", "default_dtype", "seed")
+
+
+def assembled(
+    plan: Plan, rows: Sequence[Row], reference: Run, candidate: Run, metrics: Sequence[Metric]
+) -> Table:
+    """The table of a plan.
+
+    Args:
+        plan: What was set against what.
+        rows: A row for each of its pairs, in their order.
+        reference: The one run.
+        candidate: The other.
+        metrics: What was measured.
+    """
+    missing, extra = lone_rows(plan)
+    if missing:
+        rows = in_order([*rows, *missing])
+    return Table(
+        rows=(*rows, *extra),
+        columns=tuple(metric.column for metric in metrics),
+        reference=side_of(reference),
+        candidate=side_of(candidate),
+        notes=plan.notes,
+    )
+
+
+def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
+    """The rows of tensors that only the reference has, and of those that only the candidate has."""
+    why = plan.reasons
+    missing = [
+        lone(record, "missing", why.get(("reference", record.key), "only in the reference"))
+        for record in plan.missing
+    ]
+    extra = [
+        lone(record, "extra", why.get(("candidate", record.key), "only in the candidate"))
+        for record in plan.extra
+    ]
+    return missing, extra
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows in the reference's execution order, rank after rank."""
+    return sorted(rows, key=lambda row: (row.key.rank, row.key.process, row.order))
+
+
+def side_of(run: Run) -> Side:
+    """Where a side of a table came from."""
+    manifest: Mapping[str, Any] = run.manifest
+    processes = run.processes()
+    # What the program said of itself goes before what its launcher said.
+    said: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
+    about = {name: manifest[name] for name in _ABOUT if name in manifest}
+    about |= {name: said[name] for name in _ABOUT_PROCESS if name in said}
+    return Side(run.name, about, tuple(str(loss) for loss in run.losses), run.ordered)

@@ -1,0 +1,100 @@
+"""Work cut into slices of about the same weight: the shards of a comparison, the tasks of a job.
+
+Deterministic: the same weights give the same slices, on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from driftline.errors import BadInput
+
+MOST_SHARDS = 100_000
+
+
+class Shard(NamedTuple):
+    """One of `of` slices, counted from 1."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
+WHOLE = Shard(1, 1)
+
+
+def parse_shard(text: str) -> Shard:
+    """`3/8`.
+
+    >>> parse_shard("3/8")
+    Shard(number=3, of=8)
+
+    Raises:
+        BadInput: It is no such thing.
+    """
+    number, slash, of = text.partition("/")
+    if not slash or not _is_number(number) or not _is_number(of):
+        raise BadInput(f"'{text}' is no shard", hint="write --shard 3/8 for the third of eight")
+    shard = Shard(int(number), int(of))
+    if not 1 <= shard.number <= shard.of:
+        raise BadInput(
+            f"there is no shard {text}",
+            hint=f"shards are counted from 1/{shard.of} to {shard.of}/{shard.of}"
+            if shard.of
+            else "there must be one at least",
+        )
+    if shard.of > MOST_SHARDS:
+        raise BadInput(f"{shard.of} shards are more than anybody has machines for")
+    return shard
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < 12
+
+
+def slice_of(weights: Sequence[int], shard: Shard) -> list[int]:
+    """Places of the things that belong to a shard: neighbours, of about the same weight in all.
+
+    A thing belongs where its middle lies on the way from the first to the last.
+
+    >>> [slice_of([1, 1, 1, 3], Shard(n, 2)) for n in (1, 2)]
+    [[0, 1, 2], [3]]
+    """
+    total = sum(weights)
+    found: list[int] = []
+    before = 0
+    for at, weight in enumerate(weights):
+        middle = 2 * before + weight  # twice, so that it is a whole number
+        owner = middle * shard.of // (2 * total) if total else 0
+        if min(owner, shard.of - 1) == shard.number - 1:
+            found.append(at)
+        before += weight
+    return found
+
+
+def groups(
+    weights: Sequence[int], places: Sequence[str], *, least: int, most: int, count: int
+) -> list[list[int]]:
+    """Neighbours of one place, together until they weigh enough.
+
+    Args:
+        weights: Of each thing.
+        places: Where each thing lies; a group lies in one place.
+        least: No group needs to be smaller than this.
+        most: None is larger, but for a single thing.
+        count: About how many groups there should be.
+    """
+    goal = min(max(sum(weights) // max(count, 1), least), most)
+    found: list[list[int]] = []
+    group: list[int] = []
+    weighs = 0
+    for at, weight in enumerate(weights):
+        if group and (weighs + weight > goal or places[at] != places[group[0]]):
+            found.append(group)
+            group, weighs = [], 0
+        group.append(at)
+        weighs += weight
+    return [*found, group] if group else found

@@ -1,0 +1,163 @@
+"""What an executor is given and gives back. Knows no kind of work: a workshop is found by its name.
+
+A job is what every worker must know; tasks are what is shared out among them. Both are plain values
+(see `wire`), and so is what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from driftline import errors
+from driftline.errors import DriftlineError
+from driftline.registry import Address
+
+WORKSHOPS: dict[str, Address] = {
+    "pairs": Address("driftline.comparison.workshop:PairsWorkshop"),
+    "operators": Address("driftline.operators.workshop:OperatorsWorkshop"),
+    "metrics": Address("driftline.decoding.workshop:MetricsWorkshop"),
+    "validate": Address("driftline.decoding.workshop:ValidateWorkshop"),
+}
+"""Every kind of work. A worker does nothing else, whatever it is sent."""
+
+Say = Callable[[str], None]
+Finished = Callable[[int, Any], None]
+"""Called with the place of a task and its result, once for each, in the thread that asked."""
+Said = Callable[[int, str], None]
+"""Called with the place of a task and a line that it has to say."""
+
+
+class Job(NamedTuple):
+    """What every worker must know.
+
+    Attributes:
+        workshop: A name of `WORKSHOPS`.
+        about: What the workshop is opened with.
+        folder: Where relative paths begin.
+        kernel: Which path of the C kernel must be taken, so that all digits agree; empty: any.
+    """
+
+    workshop: str
+    about: Any
+    folder: str
+    kernel: str = ""
+
+
+class Task(NamedTuple):
+    """A piece of work.
+
+    Attributes:
+        work: What the workshop is asked to do.
+        weight: How much that is, in bytes; larger ones are begun first.
+        near: Tasks of one place are given to the same machine where that is possible.
+        needs: Places whose data the machine must have, as `Workshop.absent` calls them.
+        called: How messages call it.
+    """
+
+    work: Any
+    weight: int = 0
+    near: str = ""
+    needs: tuple[str, ...] = ()
+    called: str = "a task"
+
+
+class Workshop(Protocol):
+    """Does the tasks of one job, one after the other; lives in a worker."""
+
+    def __init__(self, about: Any) -> None: ...
+
+    def absent(self) -> list[tuple[str, str]]:
+        """What this machine does not have: places and, for each, a sentence."""
+        ...
+
+    def do(self, work: Any, say: Say) -> Any:
+        """The result of one task.
+
+        Raises:
+            DriftlineError: It cannot be done; ends the whole job.
+        """
+        ...
+
+
+class Executor(Protocol):
+    """Somebody who does tasks."""
+
+    @property
+    def workers(self) -> int:
+        """How many tasks are done at a time."""
+        ...
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the work is done on machines that may not have what this one has."""
+        ...
+
+    def run(
+        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+    ) -> None:
+        """Do every task once.
+
+        Raises:
+            DriftlineError: One cannot be done. Those that are under way are ended.
+        """
+        ...
+
+
+class WorkerFailed(DriftlineError):
+    """A worker that ended, or met something that nobody had foreseen."""
+
+
+def open_workshop(name: str, about: Any) -> Workshop:
+    """The workshop of a job.
+
+    Raises:
+        DriftlineError: It cannot be opened here.
+    """
+    return WORKSHOPS[name].load()(about)
+
+
+def done(workshop: Workshop, work: Any, say: Say) -> list[Any]:
+    """The answer of a worker to one task, whatever happens."""
+    try:
+        return ["done", workshop.do(work, say)]
+    except Exception as trouble:
+        return failed(trouble)
+
+
+def failed(trouble: BaseException) -> list[Any]:
+    """An exception as an answer."""
+    if isinstance(trouble, DriftlineError):
+        return ["failed", type(trouble).__name__, str(trouble), trouble.hint]
+    if isinstance(trouble, MemoryError):
+        return ["failed", "WorkerFailed", "a worker has not enough memory", "try fewer --jobs"]
+    if isinstance(trouble, OSError) and trouble.strerror:
+        where = f"{trouble.filename}: " if trouble.filename else ""
+        return ["failed", "WorkerFailed", f"{where}{trouble.strerror}", ""]
+    import traceback
+
+    lines = traceback.format_exception(trouble)
+    return ["broke", f"{type(trouble).__name__}: {trouble}", "".join(lines)]
+
+
+def result_of(answer: Sequence[Any], called: str, where: str = "") -> Any:
+    """What a worker's answer holds.
+
+    Raises:
+        DriftlineError: The worker could not do it; what it raised, if that was for users.
+    """
+    if answer[0] == "done":
+        return answer[1]
+    if answer[0] == "failed":
+        _, name, message, hint = answer
+        kind = getattr(errors, name, WorkerFailed)
+        ours = isinstance(kind, type) and issubclass(kind, DriftlineError)
+        raise (kind if ours else WorkerFailed)(message, hint=hint)
+    from driftline import settings
+
+    first = str(answer[1]).partition("\n")[0]
+    hint = "without --jobs and --executor it happens here, where more can be seen of it"
+    if settings.debug():
+        hint = str(answer[2])
+    at = f" on {where}" if where else ""
+    raise WorkerFailed(f"a worker{at} failed at {called}: {first}", hint=hint)
