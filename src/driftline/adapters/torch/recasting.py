@@ -68,13 +68,13 @@ class Shelf:
             self._free.clear()
             self._bytes = 0
 
-    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in another format; itself where it has that already."""
-        if tensor.dtype == dtype:
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype, *, own: bool = False) -> torch.Tensor:
+        """A tensor in another format; itself where it has that already, unless a copy is wanted."""
+        if tensor.dtype == dtype and not own:
             return tensor
         size = tensor.numel() * dtype.itemsize
         if not tensor.is_contiguous() or not tensor.is_cpu or size > MOST_SHELVED:
-            return tensor.to(dtype)
+            return tensor.to(dtype, copy=own)
         free = self._free.get((dtype, tensor.numel()))
         if free:
             place = free.pop()
@@ -186,12 +186,10 @@ class Recast:
     def _value(
         self, record: Record, like: torch.Tensor, *, exact: bool, own: bool = True
     ) -> torch.Tensor:
-        dtype = torch_dtype(record.dtype)
-        if exact and dtype is not None and dtype.is_floating_point and dtype not in _WIDE:
-            there = self._candidate.tensor(record, like.device, own=False)
-            value = self._shelf.cast(there, torch.float32)
-        else:
-            value = self._candidate.tensor(record, like.device, own=own)
+        there = self._candidate.tensor(record, like.device, own=False)
+        narrow = there.is_floating_point() and there.dtype not in _WIDE
+        format_ = torch.float32 if exact and narrow else there.dtype
+        value = self._shelf.cast(there, format_, own=own)
         # Where a row ends in memory shows in the last bits: lie as the program's own does.
         return value if like.is_contiguous() else laid_out(value, like)
 
