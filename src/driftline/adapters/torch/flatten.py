@@ -1,220 +1,33 @@
-"""What a module was given and what it returned, as a flat list of named tensors.
+"""Calls of torch modules as flat lists of named tensors; the rule is `adapters.flatten`'s."""
 
-A slot is an argument's name, or a path through nested containers (`past_key_values.3.0`); its alias
-is the same path by position, so that a call by position and a call by name, a tuple and a
-`ModelOutput`, meet. Containers are walked by their stored contents only: no property or iterator of
-the program is run.
-"""
-
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
-
-import dataclasses
-import inspect
-import types
-from collections import UserDict, deque
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from driftline.adapters.flatten import (
+    MAX_DEPTH,
+    MAX_TENSORS,
+    NO_CACHE,
+    WHOLE_CACHE,
+    Binding,
+    Flatten,
+    binding_of,
+)
+
 Tensors = list[tuple[str, str, torch.Tensor]]
 
-MAX_DEPTH = 8
-MAX_TENSORS = 4096
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_CACHE_HOME = "transformers.cache_utils"
-WHOLE_CACHE = -1
-NO_CACHE = -2
+_FLATTEN = Flatten(torch.Tensor, (torch.dtype, torch.device, torch.Size))
+inputs = _FLATTEN.inputs
+outputs = _FLATTEN.outputs
 
-
-class Binding:
-    """How the arguments of one forward function are called."""
-
-    __slots__ = ("names", "positions")
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-        self.positions = {name: str(i) for i, name in enumerate(names)}
-
-
-_BINDINGS: dict[types.CodeType, Binding] = {}
-_NO_NAMES = Binding(())
-
-
-def binding_of(forward: Callable[..., Any]) -> Binding:
-    """The names of a bound forward's positional arguments, looked up once per function."""
-    function = getattr(forward, "__func__", forward)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return _read_binding(forward)
-    # A decorator's wrapper shares its code with every function it wraps: those are told apart
-    # below.
-    if hasattr(function, "__wrapped__"):
-        inner = inspect.unwrap(function)
-        code = getattr(inner, "__code__", code)
-    known = _BINDINGS.get(code)
-    if known is None:
-        known = _BINDINGS[code] = _read_binding(forward)
-    return known
-
-
-def _read_binding(forward: Callable[..., Any]) -> Binding:
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):
-        return _NO_NAMES
-    return Binding(
-        tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-    )
-
-
-def inputs(
-    binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any], cache: int = WHOLE_CACHE
-) -> Tensors:
-    """The tensors of a call's arguments.
-
-    Args:
-        binding: Names of the positional arguments.
-        args: As called.
-        kwargs: As called.
-        cache: Which layer of a key-value cache object to look at, WHOLE_CACHE or NO_CACHE.
-    """
-    found: Tensors = []
-    names = binding.names
-    for i, value in enumerate(args):
-        position = str(i)
-        slot = names[i] if i < len(names) else position
-        if isinstance(value, torch.Tensor):
-            found.append((slot, "" if slot == position else position, value))
-        elif not isinstance(value, _PLAIN):
-            _walk(value, slot, position, found, 0, cache)
-    for name, value in kwargs.items():
-        alias = binding.positions.get(name)
-        if isinstance(value, torch.Tensor):
-            found.append((name, alias or "", value))
-        elif not isinstance(value, _PLAIN):
-            _walk(value, name, alias, found, 0, cache)
-    return _distinct(found) if len(found) > 1 else found
-
-
-def outputs(value: Any, cache: int = WHOLE_CACHE) -> Tensors:
-    """The tensors of a returned value; a lone tensor has slot `0`."""
-    if isinstance(value, torch.Tensor):
-        return [("0", "", value)]
-    found: Tensors = []
-    if not isinstance(value, _PLAIN):
-        _walk(value, "", "", found, 0, cache)
-    return _distinct(found) if len(found) > 1 else found
-
-
-def _distinct(found: Tensors) -> Tensors:
-    """The same with a name for each: `{"a": {"b": x}, "a.b": y}` gives `a.b` and `a.b~1`."""
-    if len({slot for slot, _, _ in found}) == len(found):
-        return found
-    taken: set[str] = set()
-    renamed: Tensors = []
-    for slot, alias, tensor in found:
-        name, count = slot, 0
-        while name in taken:
-            count += 1
-            name = f"{slot}~{count}"
-        taken.add(name)
-        renamed.append((name, alias if name == slot else "", tensor))
-    return renamed
-
-
-def _walk(value: Any, slot: str, alias: str | None, found: Tensors, depth: int, cache: int) -> None:
-    """Collect the tensors inside a value; `alias` is None where there is no position."""
-    if isinstance(value, torch.Tensor):
-        found.append((slot or "0", "" if alias is None or alias == slot else alias, value))
-        return
-    if isinstance(value, _PLAIN) or depth >= MAX_DEPTH or len(found) >= MAX_TENSORS:
-        return
-    for name, position, item in _items(value, cache):
-        if item is not None:
-            below = None if alias is None else _join(alias, position)
-            _walk(item, _join(slot, name), below, found, depth + 1, cache)
-
-
-def _join(path: str, part: str) -> str:
-    return f"{path}.{part}" if path else part
-
-
-def _items(value: Any, cache: int) -> list[tuple[str, str, Any]]:
-    """(name, position, item) of what a container stores."""
-    kind = type(value)
-    if issubclass(kind, tuple):
-        fields = getattr(kind, "_fields", None)
-        named = fields is not None and len(fields) == tuple.__len__(value)
-        return [
-            (fields[i] if fields is not None and named else str(i), str(i), item)
-            for i, item in enumerate(tuple.__iter__(value))
-        ]
-    if issubclass(kind, list | deque):
-        base: Any = list if issubclass(kind, list) else deque
-        return [(str(i), str(i), item) for i, item in enumerate(base.__iter__(value))]
-    if _is_cache(kind):
-        return _cache_items(value, cache)
-    if issubclass(kind, dict):
-        present = [(k, v) for k, v in dict.items(value) if v is not None]
-        return [(str(k), str(i), v) for i, (k, v) in enumerate(present)]
-    if issubclass(kind, UserDict):
-        return [(str(k), str(i), v) for i, (k, v) in enumerate(value.__dict__["data"].items())]
-    names = _field_names(value, kind)
-    stored = [(name, _stored(value, name)) for name in names]
-    present = [(name, item) for name, item in stored if item is not None]
-    return [(name, str(i), item) for i, (name, item) in enumerate(present)]
-
-
-def _field_names(value: Any, kind: type) -> list[str]:
-    """The declared fields of a record; none for other objects, which are not ours to open."""
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind)]
-    if kind is types.SimpleNamespace:
-        return list(vars(value))
-    attributes = kind.__dict__.get("__attrs_attrs__", ())
-    return [attribute.name for attribute in attributes]
-
-
-def _stored(thing: Any, name: str) -> Any:
-    """An attribute as stored in the instance or a slot of its class; never a property."""
-    table = getattr(thing, "__dict__", None)
-    if table is not None and name in table:
-        return table[name]
-    member = inspect.getattr_static(type(thing), name, None)
-    if isinstance(member, types.MemberDescriptorType):
-        try:
-            return member.__get__(thing, type(thing))
-        except AttributeError:
-            return None
-    return None
-
-
-def _is_cache(kind: type) -> bool:
-    return any(base.__module__ == _CACHE_HOME for base in kind.__mro__)
-
-
-def _cache_items(value: Any, cache: int) -> list[tuple[str, str, Any]]:
-    """A key-value cache of transformers as the nested tuples it used to be: layer, then 0 keys, 1
-    values.
-
-    Every layer is handed the whole cache; its own part is all that concerns it. Walking the rest
-    for each layer would cost layers squared.
-    """
-    if cache == NO_CACHE:
-        return []
-    stored: dict[str, Any] = vars(value)
-    if "layers" in stored and isinstance(stored["layers"], list):
-        layers = list(enumerate(stored["layers"]))
-        return [(str(i), str(i), one) for i, one in layers if cache in (WHOLE_CACHE, i)]
-    if "keys" in stored and "values" in stored:
-        return [("0", "0", stored["keys"]), ("1", "1", stored["values"])]
-    if "key_cache" in stored and "value_cache" in stored:
-        pairs = list(enumerate(zip(stored["key_cache"], stored["value_cache"], strict=False)))
-        return [(str(i), str(i), pair) for i, pair in pairs if cache in (WHOLE_CACHE, i)]
-    return [
-        (name, str(i), item)
-        for i, (name, item) in enumerate(stored.items())
-        if isinstance(item, (torch.Tensor, list, tuple, dict)) or _is_cache(type(item))
-    ]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_TENSORS",
+    "NO_CACHE",
+    "WHOLE_CACHE",
+    "Binding",
+    "Tensors",
+    "binding_of",
+    "inputs",
+    "outputs",
+]

@@ -78,7 +78,7 @@ def _watched(
     # Inside a compiled program Dynamo looks at every frame it meets: not at those of the capture
     # itself.
     compiler = _set_eval_frame(None)
-    stack = session._thread.stack
+    stack = session.thread.stack
     depth = len(stack)
     frame: Frame | None = None
     try:
@@ -135,7 +135,7 @@ def _unwatched(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a module that is no part of the watched model; its class is kept in mind meanwhile."""
-    thread = session._thread
+    thread = session.thread
     before = thread.stranger
     thread.stranger = before or type(module).__name__
     try:
@@ -217,7 +217,7 @@ def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
     """A module has run: take its outputs, and its inputs again where asked."""
     look = frame.place.look
     taps = session.taps
-    outermost = len(session._thread.stack) == 1
+    outermost = len(session.thread.stack) == 1
     if not (look.outputs or look.inputs_after or taps):
         if outermost:
             session.root_done()
@@ -225,7 +225,7 @@ def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
     wanted = session.selection.takes_step(frame.step)
     if look.inputs_after and wanted and frame.inputs:
         _take_all(session, frame, "input", frame.inputs, "after")
-    found = flatten.outputs(result, cache_part(frame.module, session._thread.stack))
+    found = flatten.outputs(result, cache_part(frame.module, session.thread.stack))
     if look.outputs and wanted and found:
         _take_all(session, frame, "output", found, "after")
     for tap in taps:
@@ -258,6 +258,8 @@ def is_unwelcome() -> bool:
 
 
 def _explain_compiled(session: CaptureSession, place: Place) -> None:
+    if session.sees_graphs:
+        return
     session.event_once(
         "compiled",
         "this module is compiled: its inputs and outputs are captured, the modules inside only "
@@ -269,7 +271,7 @@ def _explain_compiled(session: CaptureSession, place: Place) -> None:
 
 def _note_failure(session: CaptureSession, frame: Frame, error: BaseException) -> None:
     """Say where an exception came from; on its way through the outer modules it is known."""
-    thread = session._thread
+    thread = session.thread
     first = thread.failure != id(error)
     thread.failure = id(error) if len(thread.stack) > 1 else 0
     if frame.recompute or not first:  # checkpointing stops its recomputation with an exception

@@ -1,37 +1,33 @@
-"""One capture: which models are watched, what is wanted of them, and where it goes.
+"""One capture of torch modules.
 
-The session owns the decisions and the sink. How calls are noticed is the business of the taps:
+What a session decides is `adapters.session`'s. How calls are noticed is the business of the taps:
 `modules.py` for module calls, `ops.py`, `gradients.py` and `parameters.py` for the rest, loaded by
-level. Nothing here raises into the program that is watched: what goes wrong becomes an event of the
-run.
+level.
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import nn
 
 from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection, patterns
-from driftline.adapters.torch.intake import Intake
-from driftline.adapters.torch.names import ModuleNames, Place
-from driftline.adapters.torch.snapshot import undisturbed
+from driftline.adapters.selection import Selection
+from driftline.adapters.session import LEVELS, Session, known_levels
+from driftline.adapters.torch.names import FAMILY
+from driftline.adapters.torch.snapshot import snapshot, undisturbed
 from driftline.adapters.torch.steps import StepClock, StepsBy
-from driftline.adapters.torch.taps import Frame, Look, Tap
-from driftline.errors import BadInput, did_you_mean
-from driftline.runs.key import usual_moment, usual_phase
+from driftline.adapters.torch.tree import module_tree
+from driftline.runs.sink import JSON
 
 if TYPE_CHECKING:
     from driftline.runs.sink import Sink
 
-LEVELS = ("modules", "ops", "gradients", "params")
+__all__ = ["LEVELS", "CaptureSession", "known_levels"]
+
 _TAPS = {
     "ops": ("driftline.adapters.torch.ops", "OperatorTap"),
     "gradients": ("driftline.adapters.torch.gradients", "GradientTap"),
@@ -39,24 +35,8 @@ _TAPS = {
 }
 
 
-def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
-    """Levels as given, one or several, each of which exists."""
-    chosen = patterns(levels)
-    for level in chosen:
-        if level not in LEVELS:
-            raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
-    return chosen
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Frame] = []
-        self.stranger = ""  # class of the outermost module under way that is not watched
-        self.failure = 0  # id of the exception that is passing through the stack
-
-
-class CaptureSession:
-    """Captures until it is stopped.
+class CaptureSession(Session):
+    """Captures torch modules until it is stopped.
 
     Args:
         sink: Where tensors go, or a function that makes the sink when there is something to write.
@@ -83,315 +63,57 @@ class CaptureSession:
         steps_by: StepsBy = "auto",
         module_types: tuple[type, ...] = (),
     ) -> None:
-        self.levels = known_levels(levels)
-        self.selection = selection or Selection()
-        self.reduction = reduction or Reduction()
-        self.rank = rank
-        self.process = process
-        self._module_types = module_types
-        self.intake = Intake(sink, self.selection, self.reduction, rank, process)
-        self.shielded = self.intake.shielded
-        self.take = self.intake.take
-        self._thread = _Thread()
-        self._rank_wanted = self.selection.takes_rank(rank)
-        self.names = ModuleNames(model, self._decide)
-        self.clock = StepClock(steps_by, self.names.roots, self._step_done)
-        self.global_scope = model is None
-        self.taps: list[Tap] = []
-        self.running = False
-        # Carries out every watched call in place of the plain one: (frame, call, args, kwargs) to
-        # the result. For experiments; exceptions it raises are the program's.
-        self.stand_in: Callable[[Frame, Callable[..., Any], Any, Any], Any] | None = None
-        self._visits: dict[tuple[str, bool], tuple[int, int]] = {}
-        self._wanted: dict[tuple[str, str, str], bool] = {}
-        self.execution_order: dict[str, None] = {}
-        self.bytes_in_first_step: int | None = None
-        self.steps_seen: set[int] = set()
-        # Operators of this capture are to be executed again from what it leaves.
-        self.for_replay = False
-        self._topology_places = 0
+        super().__init__(
+            sink,
+            selection,
+            reduction,
+            levels,
+            model=model,
+            rank=rank,
+            process=process,
+            module_types=module_types,
+            family=FAMILY,
+            look=snapshot,
+            clock=lambda roots, done: StepClock(steps_by, roots, done),
+        )
         self._graphs_before = 0
-        self.outside = 0
+        self.sees_graphs = False  # a tap looks into compiled graphs
 
-    # --- life
-
-    def start(self) -> CaptureSession:
-        """Begin to watch. The module watch is always on: it is what knows the current site."""
+    def watch(self) -> None:
         from driftline.adapters.torch import modules
 
-        with self.intake.lock:
-            if self.running:
-                return self
-            self.running = True
-            for level in LEVELS[1:]:
-                if level in self.levels:
-                    where, name = _TAPS[level]
-                    self.taps.append(getattr(importlib.import_module(where), name)(self))
-            self._graphs_before = modules.compiled_graphs()
-            modules.watch(self)
-            for tap in self.taps:
-                tap.install()
-        return self
+        for level in LEVELS[1:]:
+            if level in self.levels:
+                where, name = _TAPS[level]
+                self.taps.append(getattr(importlib.import_module(where), name)(self))
+        self._graphs_before = modules.compiled_graphs()
+        modules.watch(self)
 
-    def stop(self) -> None:
-        """Stop watching, say what was not found, write the module tree and close the sink."""
+    def unwatch(self) -> None:
         from driftline.adapters.torch import modules
 
-        with self.intake.lock:
-            if not self.running:
-                return
-            self.running = False
-            modules.unwatch(self)
-            for tap in self.taps:
-                self.shielded("stopping", tap.remove)
-            self.shielded("closing", self._finish)
+        modules.unwatch(self)
 
-    def _finish(self) -> None:
-        from driftline.adapters.torch import modules
+    def undisturbed(self) -> AbstractContextManager[None]:
+        return undisturbed()
 
-        for kind, text, hint in self._unmatched():
-            self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
+    def tree(self) -> dict[str, JSON]:
+        with undisturbed():  # even reading a shape shows in the program's own modes
+            return cast("dict[str, JSON]", module_tree(self.names, self.execution_order).to_json())
+
+    def say_at_end(self) -> None:
+        from driftline.adapters.torch import awaited, modules
+
+        if never := awaited.forget():
+            self.event(
+                "never-awaited",
+                f"{never} results of collectives were never waited for; they were not captured",
+            )
         graphs = modules.compiled_graphs() - self._graphs_before
-        if graphs > 0 and not self.intake.has_said("compiled"):
+        if graphs > 0 and not self.sees_graphs and not self.intake.has_said("compiled"):
             self.event(
                 "compiled",
                 f"torch.compile made {graphs} graphs; modules inside them are not seen: run the "
                 "program with TORCHDYNAMO_DISABLE=1 to see them",
                 graphs=graphs,
             )
-        skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
-        if skipped:
-            taken = len(self.steps_seen) - len(skipped)
-            self.event(
-                "steps-skipped",
-                f"{len(self.steps_seen)} steps ran, {taken} of them selected",
-                ran=len(self.steps_seen),
-                taken=taken,
-            )
-        if self.intake.sink is not None:
-            self._write_topology()
-            self.intake.sink.close()
-
-    def places(self) -> list[tuple[str, str, str | None]]:
-        """Site, class and ids of every module, then those of operators and parameters seen."""
-        named = [(p.site, p.class_name, p.ids) for p in self.names.places()]
-        seen = dict.fromkeys((site, class_name, None) for site, class_name, _ in self._wanted)
-        return [*named, *seen]
-
-    def _unmatched(self) -> list[tuple[str, str, str]]:
-        return self.selection.unmatched(self.places())
-
-    def complaints(self) -> list[str]:
-        """What a person who asked for this capture would want to hear at its end."""
-        found = [
-            f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
-            for kind, text, hint in self._unmatched()
-        ]
-        if not self._rank_wanted:
-            return found
-        if self.tensors:
-            if not self.execution_order and not self.global_scope:
-                found.append("the model was not called; only operators outside it were captured")
-            return found
-        if not self.execution_order and not self.outside:
-            reason = "the model was not called"
-        elif found:
-            reason = found.pop(0)
-        elif not any(self.selection.takes_step(step) for step in self.steps_seen):
-            reason = f"{len(self.steps_seen)} steps ran, and none of them is selected"
-        else:
-            reason = "the filters left no tensor, or none could be stored; the run's events say why"
-        return [f"nothing was captured: {reason}", *found]
-
-    @property
-    def replayable(self) -> bool:
-        """Whether operators are captured so that they can be executed again from the run."""
-        takes = self.selection.takes_port
-        whole = self.reduction.kept == "full" and takes("input") and takes("output")
-        return whole and "ops" in self.levels
-
-    def step_over(self) -> None:
-        """The program says that a step is over; from now on only this counts steps."""
-        self.clock.step()
-
-    # --- what taps ask
-
-    @property
-    def step(self) -> int:
-        """The current step: that of the model called last."""
-        return self.clock.now
-
-    @property
-    def sink(self) -> Sink | None:
-        """Where tensors go; None until there was something to write."""
-        return self.intake.sink
-
-    @property
-    def tensors(self) -> int:
-        """How many tensors were captured so far."""
-        return self.intake.tensors
-
-    def current_frame(self) -> Frame | None:
-        """The innermost module call under way in this thread."""
-        stack = self._thread.stack
-        return stack[-1] if stack else None
-
-    def frames(self) -> list[Frame]:
-        """All module calls under way in this thread, outermost first; the live list."""
-        return self._thread.stack
-
-    def is_stranger(self, module: nn.Module) -> bool:
-        """Whether a module is no part of the one model to watch."""
-        return not self.global_scope and self.names.known(module) is None
-
-    def unwatched_module(self) -> str:
-        """Class of the outermost module under way that is not watched; empty without one."""
-        return self._thread.stranger
-
-    def site_of(self, module: nn.Module) -> str:
-        """The site of a module; its class name when it is not part of a known model."""
-        place = self.names.known(module)
-        return place.site if place is not None else type(module).__name__
-
-    def wants(self, site: str, class_name: str, port: str) -> bool:
-        """Whether anything of this port of this place is wanted in any step: a cheap pre-check."""
-        key = (site, class_name, port)
-        wanted = self._wanted.get(key)
-        if wanted is None:
-            place = self.names.site(site) or self.names.site(site.split("/", 1)[0])
-            wanted = self._wanted[key] = (
-                self._rank_wanted
-                and self.selection.takes_port(port)
-                and self.selection.takes_place(site, class_name, place.ids if place else None)
-            )
-        return wanted
-
-    def wants_step(self, step: int) -> bool:
-        return self.selection.takes_step(step)
-
-    # --- what taps tell
-
-    def ran_outside(self, step: int) -> None:
-        """An operator ran in no module; a program without modules has its steps from them."""
-        self.outside += 1
-        self.clock.ran_outside = True
-        if not self.execution_order:
-            self.steps_seen.add(step)
-
-    def emit(
-        self,
-        site: str,
-        port: str,
-        slot: str,
-        tensor: torch.Tensor,
-        *,
-        alias: str = "",
-        class_name: str = "",
-        visit: int = 0,
-        phase: str | None = None,
-        moment: str | None = None,
-        step: int | None = None,
-    ) -> None:
-        """Take one tensor, if it is wanted. Never raises; the program's modes see nothing of it."""
-        if not self.wants(site, class_name, port):
-            return
-        now = self.step if step is None else step
-        if not self.selection.takes_step(now):
-            return
-        with undisturbed():
-            self.shielded(
-                site,
-                self.take,
-                site,
-                port,
-                slot,
-                tensor,
-                alias,
-                class_name,
-                visit,
-                phase or usual_phase(port),
-                moment or usual_moment(port),
-                now,
-            )
-
-    def event(self, kind: str, message: str, **details: Any) -> None:
-        """Note something for the reader of the run."""
-        self.intake.event(kind, message, **details)
-
-    def event_once(self, kind: str, message: str, **details: Any) -> None:
-        """The same, but only the first time for this message and site."""
-        self.intake.event_once(kind, message, **details)
-
-    # --- calls
-
-    def _decide(self, place: Place) -> None:
-        """Whether a place is wanted is asked once, when it gets its name."""
-        module = place.ref()
-        taken = (
-            "modules" in self.levels
-            and (not self._module_types or isinstance(module, self._module_types))
-            and self._rank_wanted
-            and self.selection.takes_place(place.site, place.class_name, place.ids)
-        )
-        moments = self.selection.moments("input") if self.selection.takes_port("input") else ()
-        place.look = Look(
-            taken and "before" in moments,
-            taken and "after" in moments,
-            taken and self.selection.takes_port("output"),
-        )
-
-    def count_visit(self, site: str, step: int, *, recompute: bool) -> int:
-        key = (site, recompute)
-        last_step, count = self._visits.get(key, (step, -1))
-        visit = count + 1 if last_step == step else 0
-        self._visits[key] = (step, visit)
-        return visit
-
-    def _step_done(self, step: int) -> None:
-        self.shielded("step", self._note_step, step)
-
-    def _note_step(self, step: int) -> None:
-        if self.intake.sink is None:
-            return
-        if self.bytes_in_first_step is None and self.tensors:
-            taken = self.bytes_in_first_step = self.intake.sink.bytes_written
-            steps, once = self.selection.step_count(), self.intake.weight_bytes
-            self.event(
-                "estimate",
-                f"the first step took {taken} bytes in {self.tensors} tensors",
-                bytes=taken,
-                tensors=self.tensors,
-                steps=steps,
-                once=once,
-                total=None if steps is None else once + (taken - once) * steps,
-            )
-        self._write_topology()
-        self.intake.sink.step_done(step)
-
-    def root_done(self) -> None:
-        """A model has run: its tree is kept now, since the model may be gone when capture ends.
-
-        So may the process, if it is a worker of a multiprocessing pool: its parent kills it without
-        a word once it has the results.
-        """
-        if len(self.names.roots) + self.names.count != self._topology_places:
-            self.shielded("topology", self._write_topology)
-        sink = self.intake.sink
-        if sink is not None and multiprocessing.current_process().daemon:
-            self.shielded("flush", sink.flush)
-
-    def _write_topology(self) -> None:
-        from driftline.adapters.torch.tree import module_tree
-
-        places = len(self.names.roots) + self.names.count
-        if self.intake.sink is not None and places != self._topology_places:
-            self._topology_places = places
-            with undisturbed():  # even reading a shape shows in the program's own modes
-                tree = module_tree(self.names, self.execution_order)
-            self.intake.sink.topology(tree.to_json())
-
-    def after_fork(self) -> None:
-        """This is a forked child: nothing is under way, and its sink begins anew by itself."""
-        self.intake.after_fork()
-        self._thread = _Thread()
-        self._topology_places = 0

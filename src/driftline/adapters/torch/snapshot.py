@@ -10,19 +10,32 @@ modes; callers hold `undisturbed()` around a group of snapshots. Knows nothing o
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from driftline.adapters.snapshot import Pending, Refusal, Snapshot, every_nth
+from driftline.adapters.torch.awaited import when_there
+from driftline.adapters.torch.placed import (
+    is_awaited,
+    is_distributed,
+    placement_of,
+    placement_of_plain,
+)
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.kernel import bytes_at
 
-Bytes = npt.NDArray[np.uint8]
+__all__ = [
+    "Pending",
+    "Refusal",
+    "Snapshot",
+    "dtype_name",
+    "every_nth",
+    "is_zero",
+    "snapshot",
+    "undisturbed",
+]
 
 _NAMES: dict[torch.dtype, str] = {}
 """torch dtype to our name, filled as dtypes are met; an empty name is a refusal."""
@@ -42,39 +55,6 @@ _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = -1
-
-
-class Snapshot(NamedTuple):
-    """One tensor's description and, unless only described, its bytes in C order.
-
-    Attributes:
-        address: Where its bytes are, possibly in live memory.
-        length: How many bytes; negative when only the description was wanted.
-        elements: How many, logically.
-        placement: For a shard: how the whole lies over its ranks.
-        owner: Keeps the memory alive.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    address: int
-    length: int
-    device: str
-    device_index: int | None
-    elements: int
-    placement: str
-    owner: torch.Tensor
-
-    @property
-    def data(self) -> Bytes | None:
-        """The flat bytes, not copied; None when only the description was wanted."""
-        return bytes_at(self.address, self.length) if self.length >= 0 else None
-
-
-class Refusal(NamedTuple):
-    """Why a tensor cannot be stored, as the end of the sentence "not stored: ..."."""
-
-    reason: str
 
 
 class undisturbed:
@@ -125,7 +105,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal:
+def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal | Pending:
     """Look at one tensor.
 
     Args:
@@ -147,7 +127,7 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
                     _CPU,
                     None,
                     count,
-                    "",
+                    placement_of_plain(tensor),
                     tensor,
                 )
     return _any_snapshot(tensor, values=values)
@@ -168,11 +148,13 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     )
 
 
-def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal:
+def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal | Pending:
     placement = ""
-    if type(tensor) not in _ORDINARY:
+    if type(tensor) in _ORDINARY:
+        placement = placement_of_plain(tensor)
+    else:
         plain = _plain(tensor)
-        if isinstance(plain, Refusal):
+        if isinstance(plain, Refusal | Pending):
             return plain
         tensor, placement = plain
     reason = _refusal(tensor, values=values)
@@ -211,21 +193,6 @@ def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal:
     )
 
 
-def every_nth(shot: Snapshot, stride: int) -> Bytes:
-    """The bytes of elements 0, stride, 2*stride, ... of a snapshot."""
-    data = shot.data
-    assert data is not None
-    width = DTYPES[shot.dtype].bits
-    if stride == 1:
-        return data
-    if width < 8:  # two elements a byte: a sample of bytes is a sample of pairs, so unpack first
-        codes = np.stack((data & 0x0F, data >> 4), axis=1).reshape(-1)[::stride]
-        padded = np.append(codes, np.uint8(0)) if codes.size % 2 else codes
-        return (padded[0::2] | (padded[1::2] << 4)).astype(np.uint8)
-    size = width // 8
-    return np.ascontiguousarray(data.reshape(-1, size)[::stride]).reshape(-1)
-
-
 def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
     if tensor.is_nested:
         return "a nested tensor has no single shape"
@@ -245,30 +212,25 @@ def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
     return ""
 
 
-def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, str] | Refusal:
+def _plain(tensor: Any) -> tuple[torch.Tensor, str] | Refusal | Pending:
     """The ordinary tensor behind a subclass."""
     kind = type(tensor)
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        text = f"{_placements(tensor)} of {tuple(tensor.shape)} over mesh {_mesh(tensor)}"
-        local = tensor._local_tensor
+    if is_distributed(tensor):
+        text = placement_of(tensor)
+        local: Any = tensor._local_tensor
+        if is_awaited(local):
+            return Pending(when_there(local), text)
         if type(local) not in _ORDINARY:
             return Refusal(f"a DTensor whose local part is a {type(local).__name__}")
         return local, text
+    if is_awaited(tensor):
+        return Pending(when_there(tensor), placement_of_plain(tensor))
     if torch.nn.parameter.is_lazy(tensor):
         return Refusal("a lazy parameter has no values yet")
     dispatch = getattr(kind, "__torch_dispatch__", None)
     if dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl:
         return Refusal(f"a {kind.__name__} decides itself what its values are")
     return torch.Tensor.as_subclass(tensor, torch.Tensor), ""
-
-
-def _placements(tensor: Any) -> str:
-    return "[" + ", ".join(str(p) for p in tensor.placements) + "]"
-
-
-def _mesh(tensor: Any) -> str:
-    return str(tuple(tensor.device_mesh.shape))
 
 
 def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from driftline.adapters.torch.names import Place
-from driftline.runs.key import Phase
+from driftline.adapters.frames import Frame, Look
+
+__all__ = ["Frame", "Look", "Tap", "Tensors"]
 
 Tensors = list[tuple[str, str, torch.Tensor]]
 """Tensors of one port: (slot, alias, tensor)."""
-
-
-class Frame:
-    """A module call that is under way."""
-
-    __slots__ = (
-        "around",
-        "class_name",
-        "inputs",
-        "module",
-        "phase",
-        "place",
-        "recompute",
-        "site",
-        "step",
-        "visit",
-    )
-
-    def __init__(
-        self, place: Place, module: nn.Module, visit: int, step: int, *, recompute: bool
-    ) -> None:
-        self.place = place
-        self.site = place.site
-        self.module = module
-        self.class_name = place.class_name
-        self.visit = visit
-        self.step = step
-        self.phase: Phase = "recompute" if recompute else "forward"
-        self.recompute = recompute
-        self.inputs: Tensors = []
-        self.around: ExitStack | None = None
-
-
-class Look(NamedTuple):
-    """What is wanted of one place's own calls."""
-
-    inputs_before: bool
-    inputs_after: bool
-    outputs: bool
 
 
 class Tap(Protocol):

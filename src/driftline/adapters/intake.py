@@ -1,10 +1,9 @@
 """From a wanted tensor to the sink: reduce, describe, hand over; and the events of a run.
 
-The last stop of every capture. What is wanted was decided before; how a run is stored is not
-known here.
+The last stop of every capture, whatever the framework: how its tensors are looked at is handed in.
+What is wanted was decided before; how a run is stored is not known here.
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import threading
@@ -13,11 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
-from driftline.adapters.torch import snapshot as snapshots
+from driftline.adapters.snapshot import Pending, Refusal, Snapshot, every_nth
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.summary import Summary
@@ -25,8 +22,11 @@ from driftline.runs.key import Moment, Phase, Port, TensorKey
 from driftline.runs.record import Kept, Record
 
 if TYPE_CHECKING:
-    from driftline.adapters.torch.taps import Frame
+    from driftline.adapters.frames import Frame
     from driftline.runs.sink import Sink
+
+Look = Callable[..., Snapshot | Refusal | Pending]
+"""Looks at one tensor; `values=False` describes it only."""
 
 _REMEMBERED_SUMMARIES = 512
 
@@ -48,7 +48,9 @@ class Intake:
         reduction: Reduction,
         rank: int,
         process: int,
+        look: Look,
     ) -> None:
+        self._look = look
         self._make_sink = sink if callable(sink) else None
         self.sink: Sink | None = None if callable(sink) else sink
         self.lock = threading.RLock()
@@ -100,7 +102,7 @@ class Intake:
             self.broken = True
 
     def take_all(
-        self, frame: Frame, port: str, tensors: Sequence[tuple[str, str, torch.Tensor]], moment: str
+        self, frame: Frame, port: str, tensors: Sequence[tuple[str, str, Any]], moment: str
     ) -> None:
         """`take`, shielded, for the tensors of one port of a module call."""
         site, class_name, visit = frame.site, frame.class_name, frame.visit
@@ -116,20 +118,25 @@ class Intake:
         site: str,
         port: str,
         slot: str,
-        tensor: torch.Tensor,
+        tensor: Any,
         alias: str,
         class_name: str,
         visit: int,
         phase: str,
         moment: str,
         step: int,
+        placement: str = "",
     ) -> None:
         """Reduce a wanted tensor and hand it to the sink. May raise: call it shielded."""
         if self.broken:
             return
         kept = self._reduction.kept
-        shot = snapshots.snapshot(tensor, values=kept != "describe")
-        if isinstance(shot, snapshots.Refusal):
+        shot = self._look(tensor, values=kept != "describe")
+        if isinstance(shot, Pending):
+            rest = (alias, class_name, visit, phase, moment, step, shot.placement)
+            shot.when_there(lambda t: self.shielded(site, self.take, site, port, slot, t, *rest))
+            return
+        if isinstance(shot, Refusal):
             self.event_once(
                 "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
             )
@@ -147,12 +154,12 @@ class Intake:
             cast(Phase, phase),
             cast(Moment, moment),
         )
+        if placement:
+            shot = shot._replace(placement=placement)
         with self.lock:
             self._put(key, shot, kept, alias, class_name)
 
-    def _put(
-        self, key: TensorKey, shot: snapshots.Snapshot, kept: Kept, alias: str, class_name: str
-    ) -> None:
+    def _put(self, key: TensorKey, shot: Snapshot, kept: Kept, alias: str, class_name: str) -> None:
         digest, summary, data, stride = "", None, None, 1
         if kept == "full":
             data = shot.data
@@ -162,7 +169,7 @@ class Intake:
                 summary = self._summary(digest, shot)  # at once: the bytes are still in the cache
             elif kept == "sample":
                 stride = self._reduction.stride(shot.elements)
-                data = snapshots.every_nth(shot, stride)
+                data = every_nth(shot, stride)
         record = Record(
             key,
             0,
@@ -187,7 +194,7 @@ class Intake:
             sink.put(record, data)
         self.tensors += 1
 
-    def _summary(self, digest: str, shot: snapshots.Snapshot) -> Summary:
+    def _summary(self, digest: str, shot: Snapshot) -> Summary:
         """One module's output is the next one's input: what was summarised is not read again."""
         key = (digest, shot.dtype, shot.elements)
         known = self._summaries.get(key)

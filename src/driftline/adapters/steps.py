@@ -1,0 +1,144 @@
+"""Which step a call belongs to.
+
+Each model counts its own calls: the second call of a model begins its second step. In training the
+optimizer's step is the boundary, so the calls of gradient accumulation are visits of one step; and
+once the program says `driftline.step()`, only that counts. Losses and other helpers take the step
+of the model that was called last. A part that runs by itself before its model (the encoder in
+`generate`) belongs to the step that the model's call then completes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, Literal
+
+from driftline.adapters.names import Place, Root
+
+StepsBy = Literal["auto", "call", "optimizer", "manual"]
+_OPTIMIZER_SEARCHES = 3
+
+
+class StepClock:
+    """Counts steps for all models of a session.
+
+    Args:
+        by: auto, or what alone is a boundary: call, optimizer or manual.
+        roots: The session's models, in order of appearance; the list grows.
+        on_done: Called with the number of a step that is over.
+        grad_enabled: Whether the framework records what a backward pass needs.
+        optimizer: The class of the framework's optimizers.
+    """
+
+    def __init__(
+        self,
+        by: StepsBy,
+        roots: list[Root],
+        on_done: Callable[[int], None],
+        *,
+        grad_enabled: Callable[[], bool],
+        optimizer: type,
+    ) -> None:
+        self._grad_enabled = grad_enabled
+        self._optimizer = optimizer
+        self._by: StepsBy = by
+        self._roots = roots
+        self._on_done = on_done
+        self._current: Root | None = None
+        self._base = 0
+        self._optimizer_seen = False
+        self._searches = 0
+        self._last_done = -1
+        self.highest = 0
+        self.ran_outside = False
+
+    @property
+    def now(self) -> int:
+        return self._current.step if self._current is not None else self._base
+
+    def step_of(self, root: Root) -> int:
+        return self.now if root.helper else root.step
+
+    def enter(self, place: Place, module: Any) -> None:
+        """A module is called from outside any other module; called before its step is asked for."""
+        root = place.root
+        if root.helper:
+            return
+        if self._current is not root:
+            self._current = root
+            if not root.ever_called and not root.opened:
+                root.step = max(root.step, self._base)
+        if self._by in ("manual", "optimizer"):
+            return
+        if place.is_root:
+            training = self._is_training(module)
+            # Micro-batches share a step; an evaluation between training steps shares it with none.
+            if root.called and not (training and root.training):
+                self._advance(root)
+            root.called = root.ever_called = True
+            root.training = training
+            return
+        if not root.ever_called and root.step == self._base:
+            root.openers.add(place.site)
+        begins = root.called and place.site in root.openers
+        repeats = not root.ever_called and place.site in root.opened
+        if (begins or repeats) and not self._is_training(module):
+            self._advance(root)
+        root.opened.add(place.site)
+
+    def optimizer_stepped(self) -> None:
+        self._optimizer_seen = True
+        if self._by in ("manual", "call"):
+            return
+        without_models = self.ran_outside and not self._roots
+        ran = without_models or any(root.called or root.opened for root in self._roots)
+        if self._by == "optimizer" or ran:
+            self._advance_all()
+
+    def step(self) -> None:
+        """The program itself says that a step is over."""
+        self._by = "manual"
+        self._advance_all()
+
+    def _advance(self, root: Root) -> None:
+        done = root.step
+        root.step += 1
+        root.called = False
+        root.opened.clear()
+        self.highest = max(self.highest, root.step)
+        self._done(done)
+
+    def _advance_all(self) -> None:
+        done = max([self._base, *(root.step for root in self._roots)])
+        self._base = done + 1
+        for root in self._roots:
+            root.step = self._base
+            root.called = False
+            root.opened.clear()
+        self.highest = max(self.highest, self._base)
+        self._done(done)
+
+    def _done(self, step: int) -> None:
+        if step > self._last_done:
+            self._last_done = step
+            self._on_done(step)
+
+    def _is_training(self, module: Any) -> bool:
+        """Whether an optimizer will say when this step is over."""
+        return (
+            self._by == "auto"
+            and module.training
+            and self._grad_enabled()
+            and self._has_optimizer()
+        )
+
+    def _has_optimizer(self) -> bool:
+        # An optimizer may be older than the session, and accumulation asks before its first step:
+        # so the living objects are searched, a few times at most because it takes tens of
+        # milliseconds.
+        if not self._optimizer_seen and self._searches < _OPTIMIZER_SEARCHES:
+            self._searches += 1
+            self._optimizer_seen = any(
+                issubclass(type(thing), self._optimizer) for thing in gc.get_objects()
+            )
+        return self._optimizer_seen
