@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from driftline.errors import DriftlineError
 from driftline.formats.atb_sheets import read_profile
 from driftline.registry import Address
-from driftline.runs.calls import CALLS, Call, CallTensor, read_calls
+from driftline.runs.calls import CALLS, GRAPHS, Call, CallTensor, read_calls
 from driftline.runs.run import Run
 from driftline.runs.sheets import FOLDERS, OPERATIONS, kind_of_sheet, operation_sheet
 
@@ -91,7 +91,7 @@ def convert_sheets(run: Run, rank: int, process: int, folder: Path) -> int:
     sheets = {
         name: run.sheet(name, rank, process)
         for name in names
-        if name != CALLS and kind_of_sheet(name) != "operation_tensors"
+        if name not in (CALLS, GRAPHS) and kind_of_sheet(name) != "operation_tensors"
     }
     operations = any(kind_of_sheet(name) == "operation_tensors" for name in names)
     find: Any = FIND_FILE.load()

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, cast
 
 CALLS = "calls.jsonl"
 """The file, in the folder of a process."""
+GRAPHS = "graphs.jsonl"
+"""Its neighbour, which lists compiled graphs; see `runs.graphs`."""
 LARGEST_CALLS = 1 << 29
 _LONGEST_LINE = 1 << 20
 _LARGEST_NUMBER = 1 << 62

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from driftline.runs.calls import CALLS, Call, CallTensor
+from driftline.runs.calls import CALLS, GRAPHS, Call, CallTensor
 
 OPERATIONS = "operation_tensors_{}.csv"
 KERNELS = "kernel_tensors_{}.csv"
@@ -44,13 +43,9 @@ def kind_of_sheet(name: str) -> str | None:
     return found[1] if found else None
 
 
-def sheets_in(folder: Path) -> list[str]:
-    """Names of the sheets in a process's folder, the list of calls first; links are none."""
-    try:
-        names = sorted(path.name for path in folder.iterdir() if not path.is_symlink())
-    except OSError:
-        return []
-    listed = [name for name in names if name == CALLS]
+def sheets_among(names: Sequence[str]) -> list[str]:
+    """Names of the sheets among the files of a process, lists of calls and graphs first."""
+    listed = [name for name in names if name in (CALLS, GRAPHS)]
     return listed + [name for name in names if kind_of_sheet(name) is not None]
 
 

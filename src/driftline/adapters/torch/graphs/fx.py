@@ -1,0 +1,128 @@
+"""Graphs executed node by node: what a program compiles, run by torch's own operators.
+
+The graph that Dynamo found is split into forward and backward by AOTAutograd, without taking
+operators apart, and each node is then executed as the operator it names, in order. The backend that
+the program asked for is not called: this says what the graph means, not what a compiler made of it.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from driftline.adapters.torch.dispatch import hide_from_compiler
+from driftline.adapters.torch.graphs.recorder import Compiled, Execution, Recorder
+
+Announce = Callable[[], Sequence[Recorder]]
+
+
+def compile_by_nodes(
+    graph: fx.GraphModule, inputs: Sequence[Any], backend: str, recorders: Announce
+) -> Callable[..., Any]:
+    """What stands in for a backend.
+
+    Args:
+        graph: As Dynamo gives it to backends.
+        inputs: Its example inputs.
+        backend: Name of the backend that the program asked for.
+        recorders: Who is shown the values, asked when a graph is described.
+    """
+    common: Any = importlib.import_module("torch._dynamo.backends.common")
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
+    bases = [(one, one.base()) for one in recorders()]
+
+    def kind(name: str, *, backward: bool = False) -> Callable[..., Any]:
+        def compiler(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+            shown = [
+                (
+                    one,
+                    one.add(
+                        one.describe(module.graph, compile_id(), base, backward=backward),
+                        compile_id(),
+                        name,
+                        "fx",
+                        backend,
+                    ),
+                )
+                for one, base in bases
+            ]
+            return _boxed(ByNodes(module, shown))
+
+        return compiler
+
+    compiler = common.aot_autograd(
+        fw_compiler=kind("forward"),
+        bw_compiler=kind("backward", backward=True),
+        inference_compiler=kind("inference"),
+        partition_fn=partitioners.default_partition,
+        keep_inference_input_mutations=True,
+    )
+    return compiler(graph, inputs)
+
+
+def compile_id() -> str:
+    """Dynamo's name of what is compiled now: `0/0`, `0/1` for its recompilation, `1/0`, ..."""
+    guards: Any = importlib.import_module("torch._guards")
+    found = guards.CompileContext.current_compile_id()
+    return str(found) if found is not None else "-"
+
+
+def _boxed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes its arguments as one list, which is emptied: so nothing lives longer than it must."""
+
+    def boxed(arguments: list[Any]) -> Any:
+        given = list(arguments)
+        arguments.clear()
+        return call(*given)
+
+    boxed._boxed_call = True
+    hide_from_compiler(boxed)
+    return boxed
+
+
+class ByNodes(fx.Interpreter):
+    """Executes a graph and shows every value."""
+
+    def __init__(self, module: fx.GraphModule, shown: list[tuple[Recorder, Compiled]]) -> None:
+        super().__init__(module)
+        self._shown = shown
+        self._plain = module
+
+    def __call__(self, *arguments: Any) -> Any:
+        executions = [
+            (execution, compiled)
+            for one, compiled in self._shown
+            if (execution := one.execution()) is not None
+        ]
+        if not executions:
+            return self._plain(*arguments)
+        return _Run(self.module, executions).run(*arguments)
+
+
+class _Run(fx.Interpreter):
+    """One execution; a graph may be under way in two threads."""
+
+    def __init__(self, module: Any, executions: list[tuple[Execution, Compiled]]) -> None:
+        super().__init__(module)
+        self._executions = executions
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "output" or n.target is operator.getitem:
+            return value
+        for execution, compiled in self._executions:
+            node = compiled.nodes[n.name]
+            if n.op == "placeholder" and node.origins:
+                continue  # saved by the forward pass, where it was recorded
+            execution.take(node, value, node.target)
+        return value
+
+
+hide_from_compiler(ByNodes.__call__, _Run.run_node)

@@ -1,0 +1,357 @@
+"""What inductor's kernels compute, read where each kernel has written it.
+
+The scheduler writes a program that calls one kernel after the other. Right behind each call, before
+memory is given back, a line is added that shows us the kernel's results; the kernels and the order
+of their calls stay what they are. Which node of the graph a result is the value of, inductor itself
+says: `origin_node`, if one has exactly this value, and `origins`, all that went into it.
+
+Everything here leans on private parts of inductor, each of which is looked for first; where one is
+missing nothing is recorded, and the run says so. Programs that inductor writes in C++ have no place
+for such a line. Its caches of compiled graphs are off meanwhile: a graph that is found there is
+never scheduled, and one that is put there would take our lines with it.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from driftline.adapters.torch.dispatch import hide_from_compiler
+from driftline.adapters.torch.graphs.fx import compile_id
+from driftline.adapters.torch.graphs.recorder import Compiled, Execution, Recorder
+from driftline.runs.graphs import GraphNode, Kept, Kernel
+
+_LINE = "__import__('sys').modules[{module!r}].kept({graph}, {buffer!r}, {variable})"
+_CACHES = (
+    ("torch._inductor.config", "fx_graph_cache"),
+    ("torch._inductor.config", "fx_graph_remote_cache"),
+    ("torch._functorch.config", "enable_autograd_cache"),
+    ("torch._functorch.config", "enable_remote_autograd_cache"),
+)
+_lock = threading.Lock()
+_watchers: tuple[Watcher, ...] = ()
+_settings: list[tuple[Any, str, Any]] = []
+_replaced: list[tuple[Any, str, Any, Any]] = []
+_under_way: weakref.WeakKeyDictionary[Any, _Scheduled] = weakref.WeakKeyDictionary()
+_graphs: dict[int, _Programme] = {}
+
+
+class Watcher(Protocol):
+    """Whose recorder is shown what kernels compute."""
+
+    session: Any
+    recorder: Recorder
+    fusion: bool
+
+
+class _Programme:
+    """One compiled graph: what to call the results of its kernels."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[str, Kept]] = {}  # by buffer: kernel, and what it is
+        self.shown: list[tuple[Recorder, Compiled]] = []
+        self.first = ""
+        self._executions = threading.local()
+
+    def executions(self, buffer: str) -> list[tuple[Execution, Compiled]]:
+        """Of this thread; the first buffer of the graph begins a new one."""
+        found: list[tuple[Execution, Compiled]] | None = getattr(self._executions, "now", None)
+        if found is None or buffer == self.first:
+            found = [
+                (execution, compiled)
+                for one, compiled in self.shown
+                if (execution := one.execution()) is not None
+            ]
+            self._executions.now = found
+        return found
+
+
+class _Scheduled:
+    """A graph that is being scheduled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.waiting: list[Any] = []
+        self.lines = 0
+        self.kernels: list[tuple[str, list[tuple[str, str, tuple[str, ...]]]]] = []
+
+
+def kept(graph: int, buffer: str, value: Any) -> None:
+    """Called by compiled programs: a kernel has written this. Never raises."""
+    programme = _graphs.get(graph)
+    if programme is None or not _watchers:
+        return
+    kernel, what = programme.kept.get(buffer, ("", None))
+    if what is None:
+        return
+    for execution, compiled in programme.executions(buffer):
+        execution.session.shielded(what.site, _show, execution, compiled, kernel, what, value)
+
+
+def _show(execution: Execution, compiled: Compiled, kernel: str, what: Kept, value: Any) -> None:
+    node = compiled.nodes.get(what.node or what.nodes[-1]) if what.node or what.nodes else None
+    if node is not None:
+        execution.take(node, value, kernel, what.site)
+
+
+# --- switching on and off
+
+
+def install(watcher: Watcher) -> bool:
+    """Show a watcher the kernels of graphs that are compiled from now on."""
+    global _watchers
+    with _lock:
+        if not _watchers:
+            scheduler: Any = importlib.import_module("torch._inductor.scheduler").Scheduler
+            graph: Any = importlib.import_module("torch._inductor.graph").GraphLowering
+            places = (
+                (scheduler, "enter_context", _enter),
+                (scheduler, "free_buffers", _free),
+                (graph, "codegen", _codegen),
+                (graph, "run_node", _run_node),
+            )
+            if not all(hasattr(owner, name) for owner, name, _ in places):
+                return False
+            for module, name in _CACHES:
+                _set(importlib.import_module(module), name, False)
+            for owner, name, make in places:
+                original = getattr(owner, name)
+                ours = make(original)
+                _replaced.append((owner, name, original, ours))
+                setattr(owner, name, ours)
+        if not watcher.fusion:
+            config: Any = importlib.import_module("torch._inductor.config")
+            _set(config, "max_fusion_size", 1)
+            _set(config.cpp, "max_horizontal_fusion_size", 1)
+            _set(config, "epilogue_fusion", False)
+            _set(config, "prologue_fusion", False)
+        _watchers = (*_watchers, watcher)
+    return True
+
+
+def remove(watcher: Watcher) -> None:
+    global _watchers
+    with _lock:
+        _watchers = tuple(one for one in _watchers if one is not watcher)
+        if _watchers:
+            return
+        for owner, name, original, ours in reversed(_replaced):
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+        _replaced.clear()
+        for config, name, before in reversed(_settings):
+            setattr(config, name, before)
+        _settings.clear()
+        _graphs.clear()
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    if hasattr(config, name):
+        _settings.append((config, name, getattr(config, name)))
+        setattr(config, name, value)
+
+
+# --- what stands in for inductor's own
+
+
+def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A whole graph is turned into a program."""
+
+    def codegen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _watchers:
+            return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        for watcher in _watchers:
+            watcher.session.shielded("inductor", _describe, self)
+            break
+        return result
+
+    return codegen
+
+
+def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The scheduler comes to the next of its nodes."""
+
+    def enter_context(self: Any, node: Any) -> Any:
+        if _watchers:
+            if not all(watcher.fusion for watcher in _watchers):
+                self.flush()  # what was scheduled so far becomes a kernel of its own
+            _watchers[0].session.shielded("inductor", _comes, self, node)
+        return original(self, node)
+
+    return enter_context
+
+
+def _free(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel was called: memory that nobody reads any more is about to be given back."""
+
+    def free_buffers(self: Any) -> Any:
+        if _watchers:
+            _watchers[0].session.shielded("inductor", _called, self)
+        return original(self)
+
+    return free_buffers
+
+
+def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A node of the graph is translated; without fusion its value is to be in memory."""
+
+    def run_node(self: Any, node: Any) -> Any:
+        result = original(self, node)
+        if _watchers and not all(watcher.fusion for watcher in _watchers):
+            _watchers[0].session.shielded("inductor", _realise, result)
+        return result
+
+    return run_node
+
+
+def _realise(value: Any) -> None:
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            _realise(part)
+    elif type(value).__name__ == "TensorBox":
+        value.realize()
+
+
+# --- scheduling
+
+
+def _comes(scheduler: Any, node: Any) -> None:
+    scheduled = _under_way.get(scheduler)
+    if scheduled is None:
+        number = len(_graphs)
+        while number in _graphs:
+            number += 1
+        _graphs[number] = _Programme()
+        scheduled = _under_way[scheduler] = _Scheduled(number)
+    scheduled.waiting.append(node)
+
+
+def _called(scheduler: Any) -> None:
+    """Add lines for the results of all nodes whose kernel has been called by now."""
+    scheduled = _under_way.get(scheduler)
+    if scheduled is None:
+        return
+    virtual: Any = importlib.import_module("torch._inductor.virtualized").V
+    graph = virtual.graph
+    wrapper = graph.wrapper_code
+    if graph.cpp_wrapper or not hasattr(wrapper, "lines"):
+        for watcher in _watchers:
+            watcher.session.event_once(
+                "kernels-unseen",
+                "inductor writes this program in C++ (cpp_wrapper), where kernels are not recorded",
+            )
+        return
+    done = [node for node in scheduled.waiting if _is_called(scheduler, node)]
+    if not done:
+        return
+    scheduled.waiting = [node for node in scheduled.waiting if node not in done]
+    name = _kernel_name(wrapper.lines, done)
+    found: list[tuple[str, str, tuple[str, ...]]] = []
+    for node in done:
+        for buffer, variable, exact, origins in _results(graph, wrapper, node):
+            found.append((buffer, exact, origins))
+            wrapper.writeline(
+                _LINE.format(
+                    module=__name__, graph=scheduled.number, buffer=buffer, variable=variable
+                )
+            )
+    scheduled.kernels.append((name, found))
+
+
+def _is_called(scheduler: Any, node: Any) -> bool:
+    if node is scheduler.current_node:
+        return True
+    names = node.get_buffer_names()
+    return all(name in scheduler.available_buffer_names for name in names)
+
+
+def _kernel_name(lines: list[Any], done: list[Any]) -> str:
+    for line in reversed(lines):
+        if type(line).__name__ == "KernelCallLine":
+            if not any(node.is_extern() for node in done):
+                return str(line.kernel_name)
+            break
+    for node in done:
+        inner = getattr(node, "node", None)
+        for attribute in ("python_kernel_name", "op_overload"):
+            name = getattr(inner, attribute, None)
+            if name:
+                return str(name)
+    return type(getattr(done[0], "node", done[0])).__name__
+
+
+def _results(graph: Any, wrapper: Any, node: Any) -> list[tuple[str, str, str, tuple[str, ...]]]:
+    """Buffer, variable, exact origin and all origins of what a scheduled node left in memory."""
+    ir: Any = importlib.import_module("torch._inductor.ir")
+    places = {one.name: index for index, one in enumerate(graph.module.graph.nodes)}
+    found: list[tuple[str, str, str, tuple[str, ...]]] = []
+    for output in node.get_outputs():
+        buffer = output.node
+        name = buffer.get_name()
+        gone = (graph.removed_buffers, graph.inplaced_to_remove, wrapper.freed)
+        if any(name in names for names in gone):
+            continue
+        layout = buffer.layout
+        if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
+            continue
+        variable = name
+        if isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
+            variable = layout.get_buffer().get_name()
+        exact = buffer.get_origin_node()
+        origins = sorted(
+            {one.name for one in buffer.get_origins() if one.name in places}, key=places.__getitem__
+        )
+        named = exact.name if exact is not None and exact.name in places else ""
+        if named or origins:
+            found.append((name, variable, named, tuple(origins)))
+    return found
+
+
+def _describe(lowering: Any) -> None:
+    """A graph has become a program: say which results its kernels keep, and of which nodes."""
+    scheduled = _under_way.pop(getattr(lowering, "scheduler", None), None)
+    if scheduled is None:
+        return
+    programme = _graphs[scheduled.number]
+    kind = "backward" if lowering.is_backward else "forward"
+    if lowering.is_inference:
+        kind = "inference"
+    for watcher in _watchers:
+        recorder = watcher.recorder
+        nodes = recorder.describe(
+            lowering.module.graph, compile_id(), recorder.base(), backward=lowering.is_backward
+        )
+        by_name = {node.name: node for node in nodes}
+        kernels = tuple(
+            Kernel(
+                name,
+                tuple(
+                    Kept(buffer, _site(by_name, buffer, exact, origins), exact, origins)
+                    for buffer, exact, origins in found
+                ),
+            )
+            for name, found in scheduled.kernels
+        )
+        compiled = recorder.add(nodes, compile_id(), kind, "inductor", "inductor", kernels)
+        programme.shown.append((recorder, compiled))
+        for kernel in kernels:
+            for one in kernel.kept:
+                programme.kept[one.buffer] = (kernel.name, one)
+    programme.first = next(iter(programme.kept), "")
+
+
+def _site(nodes: dict[str, GraphNode], buffer: str, exact: str, origins: tuple[str, ...]) -> str:
+    """A node's own site where it has exactly this value, else that of the last with the buffer."""
+    if exact:
+        return nodes[exact].site
+    return f"{nodes[origins[-1]].site}:{buffer}"
+
+
+hide_from_compiler(kept)

@@ -1,0 +1,164 @@
+"""Sees the graphs of `torch.compile`: node by node (`fx`), or kernel by kernel (`inductor`)."""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from torch import nn
+
+from driftline.adapters.torch.graphs import compiling, stamps
+from driftline.adapters.torch.graphs.recorder import Recorder, Write
+
+GraphEngine = Literal["fx", "inductor"]
+WHAT_RAN = {
+    "fx": "every compiled graph was executed node by node by torch's own operators; the backend of "
+    "the program ({backends}) compiled none of them",
+    "inductor": "kernels ran as inductor made them; each result was read where its kernel had "
+    "written it",
+    "inductor --no-fusion": "inductor was told to fuse nothing: every node has a kernel of its "
+    "own, which is not what the program runs otherwise",
+}
+
+
+class GraphTap:
+    """Records compiled graphs of one session.
+
+    Args:
+        session: The capture.
+        engine: `fx` or `inductor`.
+        write: Takes the lines of the list of graphs.
+        fusion: For inductor: whether kernels may be fused, as they are without us.
+        afresh: What was compiled before and what is compiled meanwhile is forgotten: for a capture
+            of a part of a program.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        engine: GraphEngine,
+        write: Write | None,
+        *,
+        fusion: bool = True,
+        afresh: bool = False,
+    ) -> None:
+        self.session = session
+        self.engine = engine
+        self.fusion = fusion
+        self.recorder = Recorder(session, write)
+        self._afresh = afresh
+        self._backends: dict[str, int] = {}
+        self._failures = 0
+        session.sees_graphs = True
+
+    def install(self) -> None:
+        if self._afresh:
+            _forget_compiled()
+        whole = stamps.install()
+        whole = compiling.install(self) and whole
+        if self.engine == "inductor":
+            from driftline.adapters.torch.graphs import inductor
+
+            whole = inductor.install(self) and whole
+        if not whole:
+            self.session.event_once(
+                "graphs-unseen",
+                "this version of torch does not show its graphs where they are looked for; some "
+                "are not recorded",
+            )
+
+    def remove(self) -> None:
+        if self.engine == "inductor":
+            from driftline.adapters.torch.graphs import inductor
+
+            inductor.remove(self)
+        compiling.remove(self)
+        stamps.remove()
+        if self._afresh:
+            _forget_compiled()
+        self._say_what_ran()
+
+    def _say_what_ran(self) -> None:
+        recorder, session = self.recorder, self.session
+        said = f"--graph {self.engine}" + ("" if self.fusion else " --no-fusion")
+        if not recorder.graphs:
+            asked = ", ".join(sorted(self._backends))
+            why = (
+                f"the program compiled with {asked}, not with inductor"
+                if asked and self.engine == "inductor"
+                else "the program compiled no graph"
+            )
+            if not self._failures:
+                session.event("no-graph", f"{said}: {why}")
+            return
+        names = ", ".join(sorted(self._backends)) or "unknown"
+        what = WHAT_RAN[said.removeprefix("--graph ")].format(backends=names)
+        counts = f"{recorder.graphs} graphs, {recorder.nodes} nodes"
+        if self.engine == "inductor":
+            counts += f", {recorder.kernels} kernels"
+        session.event("graphs", f"{said}: {what} ({counts})", **self.counts())
+
+    def counts(self) -> dict[str, Any]:
+        recorder = self.recorder
+        return {
+            "engine": self.engine,
+            "fusion": self.fusion,
+            "graphs": recorder.graphs,
+            "nodes": recorder.nodes,
+            "kernels": recorder.kernels,
+        }
+
+    # --- a graph is compiled
+
+    def backend(self, name: str) -> Callable[..., Any] | None:
+        self._backends[name] = self._backends.get(name, 0) + 1
+        if self.engine != "fx":
+            return None
+        from driftline.adapters.torch.graphs.fx import compile_by_nodes
+
+        def by_nodes(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return compile_by_nodes(graph, inputs, name, lambda: (self.recorder,))
+
+        return by_nodes
+
+    def not_recorded(self, error: Exception) -> None:
+        self.session.event_once(
+            "graph-unseen",
+            f"a graph could not be executed node by node ({_first_line(error)}); the program's own "
+            "backend compiled it, and its nodes are not recorded",
+        )
+
+    def failed(self, name: str, error: BaseException) -> None:
+        self._failures += 1
+        self.session.event_once(
+            "compile-failed",
+            f"{name} could not compile a graph, which is not recorded: {_first_line(error)}",
+        )
+
+    # --- module calls are not our business
+
+    def around_root(self, module: nn.Module) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def before_forward(self, frame: Any, inputs: Any) -> None:
+        """Graphs are seen where they are compiled and run."""
+
+    def on_forward(self, frame: Any, inputs: Any, outputs: Any) -> None:
+        """The same."""
+
+
+def _first_line(error: BaseException) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _forget_compiled() -> None:
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()

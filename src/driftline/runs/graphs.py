@@ -1,0 +1,209 @@
+"""One line of `graphs.jsonl`: a compiled graph, its nodes and, if kernels ran, what each one kept.
+
+Descriptions only. The value of a node is the tensor of the node's site; how a graph is compiled or
+executed is not known here. Files come from strangers: what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_LONGEST_LINE = 1 << 27
+
+
+class Origin(NamedTuple):
+    """The call of an operator whose result a node gives, counted while the program was traced.
+
+    Attributes:
+        operator: With its overload: `aten.silu.default`.
+        number: The nth call of this operator in the whole trace, forward and backward.
+        slot: Which of its results.
+        nth: The nth call of this operator in its module; -1 where that is not known (backward).
+    """
+
+    operator: str
+    number: int
+    slot: str = "0"
+    nth: int = -1
+
+
+class GraphNode(NamedTuple):
+    """One node.
+
+    Attributes:
+        name: As the compiler calls it; unique in its graph.
+        site: Where its value is in the run: module, a slash, and its name.
+        module: The module whose forward made it.
+        target: The operator, `placeholder`, or what else it calls.
+        phase: forward, backward, or recompute for what a backward graph computes again.
+        inputs: Nodes it takes, in order.
+        shape: Of its value; None where it has none or one that varies.
+        dtype: Of its value.
+        line: The program's line: `file:number in function`.
+        origins: Operator calls whose results it gives.
+        of: For one part of a result of several: the node that gives all, and which part.
+        axes: For a view that only moves axes: their order.
+        calls: Modules whose calls it is part of, the outermost first, each with `@n` from its
+            second call on.
+        leaves: It is given back to the program, not only kept for the backward pass.
+    """
+
+    name: str
+    site: str
+    module: str
+    target: str
+    phase: str = "forward"
+    inputs: tuple[str, ...] = ()
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
+    line: str = ""
+    origins: tuple[Origin, ...] = ()
+    of: tuple[str, int] | None = None
+    axes: tuple[int, ...] | None = None
+    calls: tuple[str, ...] = ()
+    leaves: bool = False
+
+
+class Kept(NamedTuple):
+    """A result that a kernel left in memory.
+
+    Attributes:
+        buffer: The compiler's name of the memory.
+        site: Where its value is in the run.
+        node: The node whose value it is; empty where no node has exactly this value.
+        nodes: All nodes that were computed on the way.
+    """
+
+    buffer: str
+    site: str
+    node: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+class Kernel(NamedTuple):
+    """A kernel, generated or of a library, and what it kept."""
+
+    name: str
+    kept: tuple[Kept, ...] = ()
+
+
+class Graph(NamedTuple):
+    """One compiled graph.
+
+    Attributes:
+        number: In order of compilation, in its process.
+        compile_id: Dynamo's name: which piece of code, and the how manieth time it was compiled.
+        kind: forward, backward, or inference.
+        engine: `fx`: nodes were executed one by one; `inductor`: kernels ran.
+        backend: What the program asked to compile with.
+        nodes: In order.
+        kernels: In order; empty for `fx`.
+    """
+
+    number: int
+    compile_id: str
+    kind: str
+    engine: str
+    backend: str = ""
+    nodes: tuple[GraphNode, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def piece(self) -> str:
+        """Which piece of the program: recompilations of one are the same piece."""
+        return self.compile_id.partition("/")[0]
+
+    def to_line(self) -> str:
+        data: dict[str, Any] = {
+            "graph": self.number,
+            "compile_id": self.compile_id,
+            "kind": self.kind,
+            "engine": self.engine,
+            "backend": self.backend,
+            "nodes": [_short(node) for node in self.nodes],
+        }
+        if self.kernels:
+            data["kernels"] = [
+                {"name": kernel.name, "kept": [_short(kept) for kept in kernel.kept]}
+                for kernel in self.kernels
+            ]
+        return _encode(data) + "\n"
+
+
+def _short(value: Any) -> dict[str, Any]:
+    """Fields that say more than their default."""
+    defaults = value._field_defaults
+    return {
+        name: part
+        for name, part in zip(value._fields, value, strict=True)
+        if name not in defaults or part != defaults[name]
+    }
+
+
+def read_graphs(text: str) -> Iterator[Graph]:
+    """The graphs of a file, in order; damaged lines are passed over."""
+    for line in text.splitlines():
+        if not line.strip() or len(line) > _LONGEST_LINE:
+            continue
+        try:
+            yield _graph(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+
+
+def _graph(data: Mapping[str, Any]) -> Graph:
+    return Graph(
+        int(data["graph"]),
+        str(data["compile_id"]),
+        str(data["kind"]),
+        str(data["engine"]),
+        str(data.get("backend", "")),
+        tuple(_node(node) for node in data.get("nodes", ())),
+        tuple(
+            Kernel(str(kernel["name"]), tuple(_kept(kept) for kept in kernel.get("kept", ())))
+            for kernel in data.get("kernels", ())
+        ),
+    )
+
+
+def _node(data: Mapping[str, Any]) -> GraphNode:
+    shape, of, axes = data.get("shape"), data.get("of"), data.get("axes")
+    return GraphNode(
+        str(data["name"]),
+        str(data["site"]),
+        str(data["module"]),
+        str(data["target"]),
+        str(data.get("phase", "forward")),
+        _texts(data.get("inputs", ())),
+        None if shape is None else _numbers(shape),
+        str(data.get("dtype", "")),
+        str(data.get("line", "")),
+        tuple(
+            Origin(str(one[0]), int(one[1]), str(one[2]), int(one[3]))
+            for one in data.get("origins", ())
+        ),
+        None if of is None else (str(of[0]), int(of[1])),
+        None if axes is None else _numbers(axes),
+        _texts(data.get("calls", ())),
+        bool(data.get("leaves", False)),
+    )
+
+
+def _kept(data: Mapping[str, Any]) -> Kept:
+    return Kept(
+        str(data["buffer"]),
+        str(data["site"]),
+        str(data.get("node", "")),
+        _texts(data.get("nodes", ())),
+    )
+
+
+def _texts(values: object) -> tuple[str, ...]:
+    return tuple(str(value) for value in cast("Sequence[object]", values))
+
+
+def _numbers(values: object) -> tuple[int, ...]:
+    return tuple(int(value) for value in cast("Sequence[int]", values))
