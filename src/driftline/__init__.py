@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from driftline.gating.door import align as align
     from driftline.gating.door import compare as compare
     from driftline.gating.models import compare_models as compare_models
+    from driftline.gating.sharding import compare_shard as compare_shard
+    from driftline.gating.sharding import merge as merge
     from driftline.pages.assemble import report as report
     from driftline.tolerance.calibration import calibrate as calibrate
     from driftline.tolerance.thresholds import load_thresholds as load_thresholds
@@ -49,6 +51,8 @@ _DOORS = {
     "open_run": "driftline.formats.opening:open_run",
     "compare": "driftline.gating.door:compare",
     "compare_models": "driftline.gating.models:compare_models",
+    "compare_shard": "driftline.gating.sharding:compare_shard",
+    "merge": "driftline.gating.sharding:merge",
     "diagnose": "driftline.diagnosis.door:diagnose",
     "open_table": "driftline.comparison.storage:open_table",
     "report": "driftline.pages.assemble:report",
@@ -77,10 +81,12 @@ __all__ = [
     "check",
     "compare",
     "compare_models",
+    "compare_shard",
     "convert",
     "diagnose",
     "gen_id",
     "load_thresholds",
+    "merge",
     "open_run",
     "open_table",
     "operators",

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "driftline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "settings", "registry"),
+    ("executors",),
     ("numerics",),
     ("runs",),
     ("adapters", "launch", "formats", "topology"),
@@ -73,6 +74,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "errors": allow(),
     "settings": allow(),
     "registry": allow(),
+    "executors": allow(inside="msgspec ray"),
     "numerics": allow(top="numpy"),
     "runs": allow(top="numpy", inside="msgspec ml_dtypes"),
     "adapters": allow(top="numpy"),

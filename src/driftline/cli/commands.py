@@ -48,6 +48,11 @@ COMMANDS: dict[str, Command] = {
         "Compare",
         "two runs or tensor files: which layers differ, which one first",
     ),
+    "merge": Command(
+        "driftline.cli.merge:merge",
+        "Compare",
+        "the shards of a comparison: its table, as one process would make it",
+    ),
     "calibrate": Command(
         "driftline.cli.calibrate:calibrate",
         "Compare",

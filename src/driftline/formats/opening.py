@@ -8,6 +8,7 @@ run of its own; other packages announce theirs as entry points of the group `dri
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -95,10 +96,26 @@ READABLE = (
 def open_run(path: StrPath) -> Run:
     """Open a run, or a dump or tensor file of another program as a run.
 
+    Args:
+        path: A folder or file, or the address of a run elsewhere, such as `s3://bucket/run`.
+
     Raises:
         BadRun: Nothing is there, or it is no run.
         BadFile: It is a tensor file that cannot be believed.
     """
+    run = _open(path)
+    run.opened = str(path)
+    return run
+
+
+def _open(path: StrPath) -> Run:
+    if ":/" in os.fspath(path):
+        from driftline.remote.urls import url_of
+
+        if (url := url_of(path)) is not None:
+            from driftline.remote.reading import open_remote
+
+            return open_remote(url)
     place = Path(path)
     if place.is_file():
         return open_file(place)

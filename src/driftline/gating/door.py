@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from driftline.alignment.door import AlignOptions, align_runs
 from driftline.alignment.plan import Plan
 from driftline.comparison.engine import Elementwise, Progress, measure
-from driftline.comparison.metrics.catalogue import STANDARD, requested
+from driftline.comparison.metrics.catalogue import STANDARD, Metric, requested
 from driftline.comparison.table import Table
+from driftline.executors.choosing import chosen
 from driftline.gating.judge import judge
 from driftline.runs.run import Run
 from driftline.runs.uncollected import uncollected
@@ -21,6 +22,7 @@ from driftline.tolerance.limits import Limit, Tolerance, limits_from
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
+    from driftline.executors.work import Executor
     from driftline.tolerance.thresholds import Thresholds
 
 Source: TypeAlias = "Run | StrPath"
@@ -48,6 +50,8 @@ def compare(
     plan: Plan | StrPath | None = None,
     structural: bool = True,
     threads: int | None = None,
+    jobs: int | None = None,
+    executor: str | Executor | None = None,
     planned: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
 ) -> Table:
@@ -73,6 +77,8 @@ def compare(
         plan: What `align` gave, or the path of a saved plan; nothing else is paired then.
         structural: Whether tensors that are called differently may be paired; see `align`.
         threads: Worker threads; one per usable core when not given.
+        jobs: Worker processes that share the pairs; the table is the same, bit for bit.
+        executor: `ray` or `ray://HOST:PORT`: workers are those of a Ray cluster.
         planned: Called with the plan before any tensor is read.
         progress: Called with (pairs done, pairs in all).
 
@@ -81,12 +87,7 @@ def compare(
             share no name. Numbers that differ are no exception: they are rows.
     """
     wanted = requested([metrics] if isinstance(metrics, str) else metrics)
-    columns = [metric.column for metric in wanted]
-    if limits is None or isinstance(limits, Mapping):
-        allowed = limits_from(limits, columns)
-    else:
-        allowed = tuple(limits)
-    tolerance = Tolerance(allowed, rtol, atol, min_coverage, _loaded(thresholds))
+    tolerance = allowed(wanted, limits, rtol, atol, min_coverage, thresholds)
     # Metrics of users may make cycles, ours do not.
     with uncollected() if wanted == STANDARD else nullcontext():
         ours, theirs = open_source(reference), open_source(candidate)
@@ -106,7 +107,7 @@ def compare(
             )
         if planned is not None:
             planned(plan)
-        each = _constant(rtol, atol) if tolerance.elementwise else elementwise
+        each = outside(tolerance)
         table = measure(
             plan,
             ours,
@@ -115,6 +116,7 @@ def compare(
             elementwise=each,
             threads=threads,
             progress=progress,
+            executor=chosen(jobs, executor),
         )
         if plan.missing or plan.extra:
             from driftline.gating.conversions import with_conversions
@@ -135,8 +137,28 @@ def _loaded(thresholds: Thresholds | StrPath | None) -> Thresholds | None:
     return thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
 
 
-def _constant(rtol: float | None, atol: float | None) -> Elementwise:
-    return lambda reference, candidate: (rtol or 0.0, atol or 0.0)
+def allowed(
+    wanted: Sequence[Metric],
+    limits: Limits,
+    rtol: float | None,
+    atol: float | None,
+    min_coverage: float,
+    thresholds: Thresholds | StrPath | None,
+) -> Tolerance:
+    """What a comparison of these metrics allows, as `compare` is told it."""
+    if limits is None or isinstance(limits, Mapping):
+        found = limits_from(limits, [metric.column for metric in wanted])
+    else:
+        found = tuple(limits)
+    return Tolerance(found, rtol, atol, min_coverage, _loaded(thresholds))
+
+
+def outside(tolerance: Tolerance) -> Elementwise:
+    """What `outside_share` counts as outside."""
+    if not tolerance.elementwise:
+        return elementwise
+    rtol, atol = tolerance.rtol or 0.0, tolerance.atol or 0.0
+    return lambda reference, candidate: (rtol, atol)
 
 
 def align(

@@ -44,7 +44,9 @@ def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
 class _NarrowedRun(Run):
     def __init__(self, whole: Run, records: list[Record]) -> None:
         self.name = whole.name
+        self.opened = whole.opened
         self.ordered = whole.ordered
+        self.fetched = whole.fetched
         self._whole = whole
         self._records = records
 
@@ -57,6 +59,9 @@ class _NarrowedRun(Run):
 
     def memory(self, record: Record) -> Memory | None:
         return self._whole.memory(record)
+
+    def window(self, record: Record, start: int, stop: int) -> Memory | None:
+        return self._whole.window(record, start, stop)
 
     def read_ahead(self) -> ReadAhead | None:
         return self._whole.read_ahead()

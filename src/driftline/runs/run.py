@@ -211,8 +211,15 @@ class Run(ABC):
     name: str = "run"
     """How messages call it: a path, as a rule."""
 
+    opened: str = ""
+    """What `open_run` opens it by, in any process; empty for one that only this process has."""
+
     ordered: bool = True
     """Whether its order is one of execution; that of a file of named tensors means nothing."""
+
+    fetched: bool = False
+    """Whether values come from another machine: then a part of a tensor costs less than all of it,
+    and several reads at a time less than one after the other."""
 
     _sites: dict[str, list[int]] | None = None
 
@@ -237,6 +244,15 @@ class Run(ABC):
         """
         del record
         return None
+
+    def window(self, record: Record, start: int, stop: int) -> Memory | None:
+        """As `memory`, of which only the bytes from `start` to `stop` will be looked at.
+
+        Raises:
+            DriftlineError: As `raw` does.
+        """
+        del start, stop
+        return self.memory(record)
 
     def read_ahead(self) -> ReadAhead | None:
         """What reads many small tensors in the background; None where that gains nothing."""

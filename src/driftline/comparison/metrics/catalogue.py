@@ -33,6 +33,8 @@ class Metric(NamedTuple):
         function: The definition itself, for metrics that come from users.
         whole: The definition wants shaped arrays with non-finite elements in them, not the flat
             elements that are finite on both sides.
+        address: What `find` finds it by, in any process; empty for the standard ones, and for a
+            function that only this process has.
     """
 
     column: Column
@@ -40,6 +42,7 @@ class Metric(NamedTuple):
     definition: Address | None = None
     function: Definition | None = None
     whole: bool = False
+    address: str = ""
 
     @property
     def name(self) -> str:
@@ -118,12 +121,12 @@ def requested(names: Sequence[str]) -> tuple[Metric, ...]:
 def find(name: str) -> Metric:
     """One metric by name, from the catalogue, an installed plug-in, or a user's file."""
     if name in KNOWN:
-        return KNOWN[name]
+        return KNOWN[name]._replace(address="" if KNOWN[name] in STANDARD else name)
     from driftline.comparison.metrics.custom import from_file, from_function
 
     if ":" in name:
-        return from_file(name)
+        return from_file(name)._replace(address=name)
     announced = plugins(METRICS)
     if name in announced:
-        return from_function(name, announced[name].load())
+        return from_function(name, announced[name].load())._replace(address=name)
     raise BadInput(f"there is no metric '{name}'", hint=did_you_mean(name, [*KNOWN, *announced]))

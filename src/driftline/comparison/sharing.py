@@ -1,0 +1,226 @@
+"""Pairs are shared out among workers, and their rows gathered, as if one process had made them.
+
+What workers cannot be told is measured here: pairs of runs that lie in memory, and whatever a
+worker could not read, which this process then has the last word on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from driftline.alignment.plan import Pair
+from driftline.comparison import engine
+from driftline.comparison.metrics.catalogue import Metric
+from driftline.comparison.parcel import pair_to_plain, record_to_plain, rows_from_plain
+from driftline.comparison.repeats import repeated, repeats_of
+from driftline.comparison.row import Row
+from driftline.errors import BadInput
+from driftline.executors.slices import groups
+from driftline.executors.work import Job, Task
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.executors.work import Executor
+
+_EACH = 1 << 15
+"""What a pair costs besides its bytes, as bytes: the words about it, and Python's own time."""
+_LEAST = 4 << 20
+_MOST = 1 << 30
+_ROUNDS = 16
+"""Tasks for each worker: enough that the last one to finish has not much left to do."""
+_PROBES = 8
+"""Tensors of one process of a run that a far machine is asked for before it is given work."""
+
+
+def weight_of(pair: Pair) -> int:
+    """How much work a pair is, in bytes to be read."""
+    return _EACH + sum(_bytes(record) for record in set(_sources(pair)))
+
+
+def share_out(
+    pairs: Sequence[Pair],
+    reference: Run,
+    candidate: Run,
+    executor: Executor,
+    *,
+    metrics: Sequence[Metric],
+    elementwise: engine.Elementwise,
+    threads: int | None = None,
+    progress: engine.Progress | None = None,
+) -> list[Row]:
+    """The rows of all pairs, in their order; see `engine.measure_pairs`.
+
+    Raises:
+        DriftlineError: A worker met something that is more than a row can say.
+    """
+    runs = (reference, candidate)
+    if not all(run.opened for run in runs):
+        if executor.elsewhere:
+            name = next(run.name for run in runs if not run.opened)
+            raise BadInput(
+                f"run '{name}' is in the memory of this process, which no other machine sees",
+                hint="write it to a disk that all machines share",
+            )
+        return engine.measure_pairs(
+            pairs,
+            reference,
+            candidate,
+            metrics=metrics,
+            elementwise=elementwise,
+            threads=threads,
+            progress=progress,
+        )
+    repeats = repeats_of(pairs)
+    again = {later for group in repeats.values() for later in group}
+    firsts = [at for at in range(len(pairs)) if at not in again]
+    weights = [weight_of(pairs[at]) for at in firsts]
+    near = [_place(0, pairs[at].reference) for at in firsts]
+    count = _ROUNDS * max(executor.workers, 1)
+    gathered = groups(weights, near, least=_LEAST, most=_MOST, count=count)
+    shares = [[firsts[n] for n in group] for group in gathered]
+    tasks = [
+        Task(
+            [pair_to_plain(pairs[at]) for at in share],
+            sum(weights[n] for n in group),
+            near[group[0]],
+            _needs([pairs[at] for at in share]) if executor.elsewhere else (),
+            str(pairs[share[0]].reference.key),
+        )
+        for share, group in zip(shares, gathered, strict=True)
+    ]
+    rows: list[Row | None] = [None] * len(pairs)
+    finished = 0
+
+    def finish(share: Sequence[int], found: Sequence[Row]) -> None:
+        nonlocal finished
+        for at, row in zip(share, found, strict=True):
+            later = repeats.get(at, ())
+            for place in (at, *later):
+                rows[place] = row if place == at else repeated(pairs[place], row)
+            finished += 1 + len(later)
+        if progress is not None:
+            progress(finished, len(pairs))
+
+    def at_home(share: Sequence[int]) -> list[Row]:
+        return engine.measure_pairs(
+            [pairs[at] for at in share],
+            reference,
+            candidate,
+            metrics=metrics,
+            elementwise=elementwise,
+            threads=threads,
+        )
+
+    def take(task: int, answer: Any) -> None:
+        share = shares[task]
+        found = rows_from_plain(answer, [pairs[at] for at in share])
+        unread = [n for n, row in enumerate(found) if row.status == "incomparable"]
+        if unread and executor.elsewhere:
+            # A disk that only that machine cannot see is no finding: this one looks itself.
+            for n, row in zip(unread, at_home([share[n] for n in unread]), strict=True):
+                found[n] = row
+        finish(share, found)
+
+    probes = _probes(pairs, runs) if executor.elsewhere else []
+    executor.run(_job(runs, metrics, elementwise, threads, executor, probes), tasks, take)
+    return [row for row in rows if row is not None]
+
+
+def _job(
+    runs: tuple[Run, Run],
+    metrics: Sequence[Metric],
+    elementwise: engine.Elementwise,
+    threads: int | None,
+    executor: Executor,
+    probes: list[list[Any]],
+) -> Job:
+    for metric in metrics:
+        if metric.function is not None and not metric.address:
+            raise BadInput(
+                f"the metric '{metric.name}' is a function of this process, which no other one has",
+                hint="put it into a file and name it FILE.py:FUNCTION",
+            )
+    each = threads or (1 if executor.elsewhere else max(1, engine.cores() // executor.workers))
+    about = {
+        "paths": [run.opened for run in runs],
+        "names": [run.name for run in runs],
+        "probes": probes,
+        "metrics": [metric.address for metric in metrics if metric.address],
+        "threads": each,
+        "elementwise": [
+            [ours, theirs, *elementwise(ours, theirs)] for ours in DTYPES for theirs in DTYPES
+        ],
+    }
+    return Job("pairs", about, os.getcwd(), kernel.active())  # noqa: PTH109
+
+
+def _sources(pair: Pair) -> Sequence[Record]:
+    ours, theirs = pair.reference_recipe, pair.candidate_recipe
+    return (
+        *((pair.reference,) if ours is None else ours.records),
+        *((pair.candidate,) if theirs is None else theirs.records),
+    )
+
+
+def _bytes(record: Record) -> int:
+    if record.blob is not None:
+        return record.blob.length
+    known = DTYPES.get(record.dtype)
+    kept = record.kept == "full" and not record.lost and known is not None
+    return known.byte_count(math.prod(record.shape)) if kept and known is not None else 0
+
+
+def _place(side: int, record: Record) -> str:
+    return f"{side}:{record.key.rank}:{record.key.process}"
+
+
+def _needs(pairs: Sequence[Pair]) -> tuple[str, ...]:
+    """The processes of both runs that some pairs are about."""
+    found: dict[str, None] = {}
+    for pair in pairs:
+        ours, theirs = pair.reference_recipe, pair.candidate_recipe
+        sides = (
+            (pair.reference,) if ours is None else ours.records,
+            (pair.candidate,) if theirs is None else theirs.records,
+        )
+        for side, records in enumerate(sides):
+            found |= {_place(side, record): None for record in records if _bytes(record)}
+    return tuple(found)
+
+
+def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
+    """For every process of both runs a few small tensors, of different files, with their digests.
+
+    What this process cannot read itself is no probe.
+    """
+    smallest: dict[str, dict[str, Record]] = {}
+    for pair in pairs:
+        ours, theirs = pair.reference_recipe, pair.candidate_recipe
+        sides = (
+            (pair.reference,) if ours is None else ours.records,
+            (pair.candidate,) if theirs is None else theirs.records,
+        )
+        for side, records in enumerate(sides):
+            for record in records:
+                if record.blob is None or record.lost or not record.blob.length:
+                    continue
+                files = smallest.setdefault(_place(side, record), {})
+                known = files.get(record.blob.shard)
+                if known is None and len(files) >= _PROBES:
+                    continue
+                if known is None or record.blob.length < known.blob.length:  # type: ignore[union-attr]
+                    files[record.blob.shard] = record
+    found: list[list[Any]] = []
+    for place, files in smallest.items():
+        side = int(place[0])
+        for record in files.values():
+            if not runs[side].lost(record):
+                digest = kernel.digest(runs[side].raw(record))
+                found.append([side, place, record_to_plain(record), digest])
+    return found
