@@ -36,6 +36,8 @@ STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """Set by GitHub Actions: the file that the summary of a step is appended to."""
 RAY_ADDRESS = "RAY_ADDRESS"
 """Set by whoever runs a Ray cluster: where `--executor ray` finds it."""
+TRITON_INTERPRET = "TRITON_INTERPRET"
+"""`1`: Triton carries kernels out on the CPU, slowly; tests of them without a device do so."""
 NO_COLOR = "NO_COLOR"
 """Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
 
@@ -47,6 +49,10 @@ def environment() -> Mapping[str, str]:
 
 def kernel_choice() -> str:
     return environment().get(KERNEL, "")
+
+
+def triton_interprets() -> bool:
+    return environment().get(TRITON_INTERPRET, "") == "1"
 
 
 def ray_address() -> str:
