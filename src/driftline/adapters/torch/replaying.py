@@ -385,6 +385,8 @@ class Replayer:
             shot = snapshots.snapshot(tensor)
             if isinstance(shot, snapshots.Refusal):
                 raise NotReplayed(shot.reason)
+            if isinstance(shot, snapshots.Pending):
+                raise NotReplayed("it is the result of a collective that is still under way")
             sink.put(
                 Record(like.key, 0, shot.dtype, shot.shape, alias, class_name, shot.device),
                 shot.data,

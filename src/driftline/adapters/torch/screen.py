@@ -79,7 +79,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
         if not has_values(tensor):
             return None
         inner = snapshots._plain(tensor)
-        if isinstance(inner, snapshots.Refusal):
+        if isinstance(inner, snapshots.Refusal | snapshots.Pending):
             return None
         tensor = inner[0]
     if tensor.is_nested:
