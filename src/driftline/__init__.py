@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from driftline.gating.sharding import compare_shard as compare_shard
     from driftline.gating.sharding import merge as merge
     from driftline.pages.assemble import report as report
+    from driftline.remote.door import push as push
     from driftline.tolerance.calibration import calibrate as calibrate
     from driftline.tolerance.thresholds import load_thresholds as load_thresholds
     from driftline.topology.door import atb_json_to_onnx as atb_json_to_onnx
@@ -55,6 +56,7 @@ _DOORS = {
     "merge": "driftline.gating.sharding:merge",
     "diagnose": "driftline.diagnosis.door:diagnose",
     "open_table": "driftline.comparison.storage:open_table",
+    "push": "driftline.remote.door:push",
     "report": "driftline.pages.assemble:report",
     "view": "driftline.viewer.door:view",
     "serve": "driftline.viewer.door:serve",
@@ -90,6 +92,7 @@ __all__ = [
     "open_run",
     "open_table",
     "operators",
+    "push",
     "register_hook",
     "register_saving_hook",
     "report",

@@ -47,6 +47,10 @@ class BadFile(DriftlineError):
     """A single file that is malformed, too large for what it claims, or unsafe to open."""
 
 
+class Unreachable(DriftlineError):
+    """A store on another machine that did not answer, however often it was asked."""
+
+
 class AlreadyThere(DriftlineError):
     """An output that exists; nothing is overwritten unless asked."""
 

@@ -12,7 +12,7 @@ from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
 
 
 def calibrate(
-    *tables: Annotated[Path, Option(metavar="TABLE")],
+    *tables: Annotated[Path, Option(metavar="TABLE", urls=True)],
     output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="FILE.json")] = None,
     metric: Annotated[list[str] | None, Option(metavar="NAME")] = None,
     quantile: float = 0.99,

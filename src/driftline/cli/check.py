@@ -12,7 +12,7 @@ from driftline.errors import BadInput
 
 
 def check(
-    table: Annotated[Path, Option(metavar="TABLE")],
+    table: Annotated[Path, Option(metavar="TABLE", urls=True)],
     /,
     *,
     thresholds: Annotated[Path | None, Option(metavar="FILE.json")] = None,
@@ -21,7 +21,9 @@ def check(
     slack: Annotated[float, Option(metavar="TIMES")] = 1.0,
     min_coverage: Annotated[float, Option(metavar="SHARE")] = 0.0,
     model: str | None = None,
-    output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="DIR")] = None,
+    output: Annotated[
+        Path | None, Option(names=("--output", "-o"), metavar="DIR", urls=True)
+    ] = None,
     format: Literal["table", "json", "csv", "markdown", "github", "junit"] = "table",
     all: bool = False,
     quiet: Annotated[bool, Option(names=("--quiet", "-q"))] = False,

@@ -43,6 +43,11 @@ COMMANDS: dict[str, Command] = {
         "run an unchanged program: who made the first NaN or infinity",
         takes_program=True,
     ),
+    "push": Command(
+        "driftline.cli.push:push",
+        "Capture",
+        "send a run or a comparison to s3:// or another address",
+    ),
     "compare": Command(
         "driftline.cli.compare:compare",
         "Compare",

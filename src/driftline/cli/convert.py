@@ -14,10 +14,12 @@ _SHOWN = 20
 
 
 def convert(
-    path: Path,
+    path: Annotated[Path, Option(urls=True)],
     /,
     *,
-    output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="DIR")] = None,
+    output: Annotated[
+        Path | None, Option(names=("--output", "-o"), metavar="DIR", urls=True)
+    ] = None,
     to: Literal["run", "npy", "pt", "safetensors", "ait"] = "run",
     force: bool = False,
 ) -> int:

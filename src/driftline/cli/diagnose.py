@@ -17,13 +17,13 @@ _WHERE = "Output"
 
 
 def diagnose(
-    reference: Annotated[Path, Option(metavar="REF|TABLE")],
-    candidate: Annotated[Path | None, Option(metavar="CAND")] = None,
+    reference: Annotated[Path, Option(metavar="REF|TABLE", urls=True)],
+    candidate: Annotated[Path | None, Option(metavar="CAND", urls=True)] = None,
     /,
     *,
     replay: Annotated[Path | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
-    noise: Annotated[list[Path] | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
-    repeat: Annotated[list[Path] | None, Option(metavar="RUN", group=_EVIDENCE)] = None,
+    noise: Annotated[list[Path] | None, Option(metavar="DIR", group=_EVIDENCE, urls=True)] = None,
+    repeat: Annotated[list[Path] | None, Option(metavar="RUN", group=_EVIDENCE, urls=True)] = None,
     bisect: Annotated[Path | None, Option(metavar="FILE", group=_EVIDENCE)] = None,
     map: Annotated[list[str] | None, Option(metavar="REF=CAND", group=_HOW)] = None,
     site: Annotated[list[str] | None, Option(metavar="GLOB", group=_HOW)] = None,
@@ -127,7 +127,7 @@ def _of_table(path: Path, replay: Path | None, noise: list[Path] | None, repro: 
     from driftline.comparison.storage import is_table, open_table
     from driftline.diagnosis.door import diagnose_table
 
-    if not path.is_dir() or not is_table(path):
+    if not is_table(path):
         raise BadInput(
             f"there is only one run: {path}", hint="driftline diagnose REF CAND, or a comparison"
         )

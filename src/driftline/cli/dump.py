@@ -10,9 +10,8 @@ import shlex
 import signal
 import sys
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns
@@ -24,6 +23,9 @@ from driftline.launch.atb_harvest import AtbHarvest
 from driftline.launch.plan import CapturePlan, DumpType, Engine, Layout, Level, LogLevel
 from driftline.launch.run import Outcome, run_command, say_steps
 from driftline.launch.sizes import say_size, size_of
+
+if TYPE_CHECKING:
+    from driftline.remote.sending import Sent
 
 _WHICH = "Which tensors"
 _HOW = "How much of them"
@@ -75,6 +77,7 @@ def dump(
     save_tiling: Annotated[bool, Option(names=("--save-tiling", "-tiling"), group=_HOW)] = False,
     engine: Annotated[Engine | None, Option(group=_HOW)] = None,
     output: Annotated[str, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE)] = "",
+    stage: Annotated[str, Option(metavar="DIR", group=_WHERE)] = "",
     layout: Annotated[Layout, Option(group=_WHERE)] = "run",
     force: Annotated[bool, Option(group=_WHERE)] = False,
     dry_run: Annotated[bool, Option(group=_WHERE)] = False,
@@ -117,7 +120,9 @@ def dump(
         save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
         engine: atb also switches on the probe of the ATB library in the program; that is the
             default where ATB_HOME_PATH is set. torch leaves it off.
-        output: Folder of the run. Default: ./driftline_{timestamp}.
+        output: Folder of the run, or an address such as s3://bucket/run, to which it is sent while
+            the program runs. Default: ./driftline_{timestamp}.
+        stage: Where a run waits to be sent; deleted when all has arrived. Default: ./NAME.sending.
         layout: run, or ait for the tree of `ait llm dump`.
         force: Replace a run that is there already.
         dry_run: Print the plan and run nothing.
@@ -126,8 +131,9 @@ def dump(
     argv = words.command_of(exec_, program)
     engine_, asked_for = words.engine_of(engine)
     types: tuple[DumpType, ...] = tuple(dict.fromkeys(type_ or ["tensor"]))
+    place, url = words.place_of_run(output, stage)
     plan = CapturePlan(
-        output=str(Path(output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}").absolute()),
+        output=place,
         selection=Selection(
             sites=patterns(site),
             classes=patterns(class_),
@@ -150,6 +156,7 @@ def dump(
         log_level=log_level,
         command=tuple(argv),
         engine=engine_,
+        url=url,
     )
     if dry_run and not script.asked():
         print(plan.to_json())
@@ -189,8 +196,11 @@ def summary(outcome: Outcome) -> list[str]:
             lines.append(f"  capture failed in a process: {outcome.marks.failed[0]}")
         if outcome.without_probe:
             lines.append(f"  note: {outcome.without_probe}")
-    if harvest.tensors and plan.says("info") and plan.layout == "run":
-        lines.append(f"  next: driftline compare {shlex.quote(_shown(plan.output))} ANOTHER_RUN")
+    if outcome.sent is not None and outcome.sent.reason and plan.says("critical"):
+        lines += _unsent(outcome.sent, plan.url)
+    elif harvest.tensors and plan.says("info") and plan.layout == "run":
+        where = plan.url or _shown(plan.output)
+        lines.append(f"  next: driftline compare {shlex.quote(where)} ANOTHER_RUN")
     if lines and lines[0].startswith("  "):  # the line these belong to was not wanted
         lines[0] = f"driftline: {lines[0].strip()}"
     return lines
@@ -201,7 +211,8 @@ MOST_NOTES = 8
 
 def _what_was_captured(outcome: Outcome) -> str:
     harvest, plan = outcome.harvest, outcome.plan
-    where = _shown(plan.output)
+    whole = outcome.sent is not None and not outcome.sent.reason
+    where = outcome.sent.url if whole and outcome.sent else _shown(plan.output)
     processes = len(harvest.processes)
     kinds = "1 process" if processes == 1 else f"{processes} processes"
     parts: list[str] = []
@@ -238,6 +249,16 @@ def _what_both_captured(outcome: Outcome, atb: AtbHarvest) -> list[str]:
     if atb.tensors:
         lines.append(f"  next: driftline show {shlex.quote(_shown(str(atb.roots[0])))}")
     return lines
+
+
+def _unsent(sent: Sent, url: str) -> list[str]:
+    where = _shown(str(sent.folder))
+    files = "1 file" if sent.left == 1 else f"{sent.left} files"
+    return [
+        f"driftline: not all of it is at {sent.url}: {sent.reason}",
+        f"  {files} wait in {where}",
+        f"  hint: go on with: driftline push {shlex.quote(where)} {shlex.quote(url)}",
+    ]
 
 
 def _skipped(outcome: Outcome) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
 
 from driftline import settings
 from driftline.adapters.selection import patterns
@@ -52,6 +54,25 @@ def command_of(text: str, program: Sequence[str], command: str = "dump") -> list
         raise BadInput(
             f"--exec cannot be read: {str(problem).lower()}", hint="close every quotation mark"
         ) from None
+
+
+def place_of_run(output: str, stage: str) -> tuple[str, str]:
+    """The folder that is written, and the address it is sent to; empty if it stays there."""
+    url = None
+    if "://" in output:
+        from driftline.remote.urls import last_part, place_of, url_of
+
+        if (url := url_of(place_of(output))) is not None:
+            from driftline.remote.sending import staging_for
+
+            return str(staging_for(last_part(url), stage)), url
+        output = str(place_of(output))
+    if stage:
+        raise BadInput(
+            "--stage is for runs that are sent elsewhere, and -o is a folder here",
+            hint="leave it out, or give an address with -o, such as s3://bucket/run",
+        )
+    return str(Path(output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}").absolute()), ""
 
 
 def shell_operator(text: str) -> str:

@@ -43,12 +43,14 @@ class Option(NamedTuple):
         metavar: What stands for its value on the help page.
         group: Heading on the help page.
         several: A list that takes words up to the next option.
+        urls: A path that may also be an address elsewhere, such as `s3://bucket/run`.
     """
 
     names: tuple[str, ...] = ()
     metavar: str = ""
     group: str = ""
     several: bool = False
+    urls: bool = False
 
 
 class Argument(NamedTuple):
@@ -64,6 +66,7 @@ class Argument(NamedTuple):
         many: The value is a list.
         several: One mention takes several words; in a place, all that are left.
         default: Value if it is not given; `inspect.Parameter.empty` if it must be.
+        urls: A path that may also be an address elsewhere.
     """
 
     field: str
@@ -75,6 +78,7 @@ class Argument(NamedTuple):
     many: bool
     several: bool
     default: Any
+    urls: bool = False
 
     @property
     def placeholder(self) -> str:
@@ -132,6 +136,7 @@ def _argument(parameter: inspect.Parameter, hint: Any) -> Argument:
         many=many,
         several=said.several or parameter.kind is parameter.VAR_POSITIONAL,
         default=parameter.default,
+        urls=said.urls,
     )
 
 
@@ -215,11 +220,24 @@ def _value(name: str, called: str, argument: Argument, word: str) -> Any:
             f"{called} takes {listed}, not '{word}'",
             hint=near if near.startswith("did you") else _help(name),
         )
+    if "://" in word and argument.kind is not str and argument.kind not in _NUMBERS:
+        return _address(name, called, argument, word)
     try:
         return argument.kind(word)
     except ValueError:
         wanted = _NUMBERS.get(argument.kind, "something else")
         raise BadInput(f"{called} takes {wanted}, not '{word}'", hint=_help(name)) from None
+
+
+def _address(name: str, called: str, argument: Argument, word: str) -> Any:
+    from driftline.remote.urls import UrlPath, place_of
+
+    place = place_of(word)
+    if isinstance(place, UrlPath) and not argument.urls:
+        raise BadInput(
+            f"{called} takes a path of this machine, not an address", hint="copy it here first"
+        )
+    return place
 
 
 def _known(name: str, option: str, spelt: Mapping[str, Argument]) -> Argument:

@@ -17,8 +17,8 @@ _WHERE = "Output"
 
 
 def report(
-    subject: Annotated[Path, Option(metavar="TABLE|REF")],
-    candidate: Annotated[Path | None, Option(metavar="CAND")] = None,
+    subject: Annotated[Path, Option(metavar="TABLE|REF", urls=True)],
+    candidate: Annotated[Path | None, Option(metavar="CAND", urls=True)] = None,
     /,
     *,
     output: Annotated[
@@ -31,8 +31,8 @@ def report(
     quiet: Annotated[bool, Option(names=("--quiet", "-q"), group=_WHERE)] = False,
     thresholds: Annotated[Path | None, Option(metavar="FILE.json", group=_EVIDENCE)] = None,
     replay: Annotated[Path | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
-    noise: Annotated[list[Path] | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
-    repeat: Annotated[list[Path] | None, Option(metavar="RUN", group=_EVIDENCE)] = None,
+    noise: Annotated[list[Path] | None, Option(metavar="DIR", group=_EVIDENCE, urls=True)] = None,
+    repeat: Annotated[list[Path] | None, Option(metavar="RUN", group=_EVIDENCE, urls=True)] = None,
     bisect: Annotated[Path | None, Option(metavar="FILE.json", group=_EVIDENCE)] = None,
     no_diagnosis: Annotated[bool, Option(group=_EVIDENCE)] = False,
     map: Annotated[list[str] | None, Option(metavar="REF=CAND", group=_HOW)] = None,

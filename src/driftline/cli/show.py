@@ -18,7 +18,7 @@ Format = Literal["table", "json", "csv", "markdown"]
 
 
 def show(
-    path: Path,
+    path: Annotated[Path, Option(urls=True)],
     /,
     *,
     tensors: bool = False,

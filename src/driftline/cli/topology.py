@@ -11,13 +11,13 @@ from driftline.cli.parsing import Option
 
 
 def topology(
-    path: Path,
+    path: Annotated[Path, Option(urls=True)],
     /,
     *,
     to: Literal["onnx", "model-explorer"] = "onnx",
     level: Annotated[int | None, Option(metavar="N")] = None,
     output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="FILE")] = None,
-    table: Annotated[Path | None, Option(metavar="DIR")] = None,
+    table: Annotated[Path | None, Option(metavar="DIR", urls=True)] = None,
     metric: Annotated[str, Option(metavar="NAME")] = "",
     step: Annotated[int | None, Option(metavar="N")] = None,
     rank: Annotated[int, Option(metavar="N")] = 0,

@@ -16,8 +16,8 @@ _WHERE = "The page"
 
 
 def view(
-    subject: Annotated[Path, Option(metavar="REF|TABLE")],
-    candidate: Annotated[Path | None, Option(metavar="CAND")] = None,
+    subject: Annotated[Path, Option(metavar="REF|TABLE", urls=True)],
+    candidate: Annotated[Path | None, Option(metavar="CAND", urls=True)] = None,
     /,
     *,
     port: Annotated[int | None, Option(metavar="N", group=_WHERE)] = None,
@@ -25,7 +25,7 @@ def view(
     title: Annotated[str, Option(group=_WHERE)] = "",
     thresholds: Annotated[Path | None, Option(metavar="FILE.json", group=_EVIDENCE)] = None,
     replay: Annotated[Path | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
-    noise: Annotated[list[Path] | None, Option(metavar="DIR", group=_EVIDENCE)] = None,
+    noise: Annotated[list[Path] | None, Option(metavar="DIR", group=_EVIDENCE, urls=True)] = None,
     no_diagnosis: Annotated[bool, Option(group=_EVIDENCE)] = False,
     map: Annotated[list[str] | None, Option(metavar="REF=CAND", group=_HOW)] = None,
     site: Annotated[list[str] | None, Option(metavar="GLOB", group=_HOW)] = None,

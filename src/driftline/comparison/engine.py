@@ -27,8 +27,14 @@ from driftline.comparison.summaries import (
 )
 from driftline.comparison.table import Table
 from driftline.comparison.unmeasured import clash, has_recipe, paired
-from driftline.comparison.values import blocks_of, measure_moments, measure_values, open_values
-from driftline.errors import DriftlineError
+from driftline.comparison.values import (
+    blocks_of,
+    measure_moments,
+    measure_values,
+    open_values,
+    open_window,
+)
+from driftline.errors import DriftlineError, Unreachable
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.moments import PairMoments
@@ -47,6 +53,8 @@ Elementwise = Callable[[str, str], tuple[float, float]]
 
 _LARGE = 64 << 20
 """Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
+_FETCHING = 8
+"""Threads where values come from another machine: most of the time they wait for it."""
 _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
 
 
@@ -120,7 +128,7 @@ def measure_pairs(
 ) -> list[Row]:
     """Measure pairs in this process; as `measure`. The rows come in the order of the pairs."""
     work = _Work(pairs, reference, candidate, tuple(metrics), elementwise, progress)
-    return work.run(threads or cores())
+    return work.run(threads or (_FETCHING if work.fetched else cores()))
 
 
 def cores() -> int:
@@ -162,8 +170,11 @@ class _Work:
             blocks = _blocks(pair)
             for block, (start, stop) in enumerate(blocks):
                 self.units.append((stop - start, at, block, len(blocks)))
+        self.fetched = reference.fetched or candidate.fetched
         # Largest first: in a run's order the logits come last, and one thread reads them alone.
-        self.units.sort(key=lambda unit: unit[0], reverse=True)
+        # What is fetched comes in the order in which it lies there.
+        if not self.fetched:
+            self.units.sort(key=lambda unit: unit[0], reverse=True)
         self.parts: dict[int, dict[int, PairMoments]] = {}
         self.failure: BaseException | None = None
         self.done = 0
@@ -230,6 +241,8 @@ class _Work:
             ):
                 return self._from_values(at, block, blocks, row)
             return _from_the_rest(self.reference, self.candidate, pair, row)
+        except Unreachable:  # says nothing about the pair, nor about the next one
+            raise
         except (DriftlineError, OSError, ValueError) as trouble:
             reason = str(trouble) or type(trouble).__name__
             return row._replace(status="incomparable", reason=reason)
@@ -257,8 +270,12 @@ class _Work:
 
     def _from_values(self, at: int, block: int, blocks: int, row: Row) -> Row | None:
         pair = self.pairs[at]
-        values = open_values(self.reference, pair.reference, self.candidate, pair.candidate)
-        start, stop = blocks_of(values.count)[block] if blocks > 1 else (0, values.count)
+        if blocks > 1 and self.fetched:
+            start, stop = blocks_of(math.prod(pair.reference.shape))[block]
+            values = open_window(self.reference, self.candidate, pair, start, stop)
+        else:
+            values = open_values(self.reference, pair.reference, self.candidate, pair.candidate)
+            start, stop = blocks_of(values.count)[block] if blocks > 1 else (0, values.count)
         rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
         part = values.moments(start, stop, rtol=rtol, atol=atol)
         if blocks == 1:

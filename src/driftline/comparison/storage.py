@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -22,6 +23,7 @@ TABLE_FILE = "table.json"
 PARQUET_FILE = "rows.parquet"
 CSV_FILE = "rows.csv"
 _FILES = (TABLE_FILE, PARQUET_FILE, CSV_FILE)
+_LARGEST = 16 << 30
 _INTEGER_FIELDS = (
     *("step", "rank", "visit", "process", "order"),
     *("candidate_step", "candidate_visit", "candidate_rank"),
@@ -42,6 +44,12 @@ def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
         AlreadyThere: The folder holds something and `force` was not given.
         BadInput: The path is a file.
     """
+    if (url := _url_of(folder)) is not None:
+        from driftline.remote.door import uploaded
+
+        with uploaded(url, tuple(reversed(_FILES)), force=force) as here:
+            _write_files(table, here)
+        return Path(folder)
     goal = Path(folder)
     if goal.exists() and not goal.is_dir():
         raise BadInput(f"{goal} is a file; a table is a folder")
@@ -53,12 +61,7 @@ def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
 
     scratch = Path(tempfile.mkdtemp(prefix=f".{goal.name}.", dir=goal.parent))
     try:
-        with (scratch / CSV_FILE).open("w", encoding="utf-8", newline="") as stream:
-            write_csv(table, stream)
-        write_parquet(table, scratch / PARQUET_FILE)
-        # Compact: a table of 100 000 rows is read by programs; `driftline show` is for people.
-        text = json.dumps(table.as_json(), ensure_ascii=False, allow_nan=False)
-        (scratch / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+        _write_files(table, scratch)
         goal.mkdir(exist_ok=True)
         for name in reversed(_FILES):  # table.json last: a folder with one is a whole table
             (scratch / name).replace(goal / name)
@@ -67,12 +70,35 @@ def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
     return goal
 
 
+def _write_files(table: Table, folder: Path) -> None:
+    with (folder / CSV_FILE).open("w", encoding="utf-8", newline="") as stream:
+        write_csv(table, stream)
+    write_parquet(table, folder / PARQUET_FILE)
+    # Compact: a table of 100 000 rows is read by programs; `driftline show` is for people.
+    text = json.dumps(table.as_json(), ensure_ascii=False, allow_nan=False)
+    (folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _url_of(path: StrPath) -> str | None:
+    """The address that a path is, if it is one."""
+    if ":/" not in os.fspath(path):
+        return None
+    from driftline.remote.urls import url_of
+
+    return url_of(path)
+
+
 def open_table(folder: StrPath) -> Table:
     """Read a table back from its folder, or from its `table.json` directly.
 
     Raises:
         BadFile: Nothing there, no table, or a table of a newer schema.
     """
+    if (url := _url_of(folder)) is not None:
+        from driftline.remote.door import read_file
+
+        url = url.removesuffix(f"/{TABLE_FILE}")
+        return _parsed(read_file(url, TABLE_FILE, _LARGEST), f"{folder}")
     path = Path(folder)
     if path.is_dir():
         path = path / TABLE_FILE
@@ -81,17 +107,33 @@ def open_table(folder: StrPath) -> Table:
             f"{folder} holds no {TABLE_FILE}", hint="`driftline compare REF CAND -o DIR` writes one"
         )
     try:
-        shown = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as trouble:
-        raise BadFile(
-            f"{path} is no comparison: it cannot be read as JSON ({trouble})",
-            hint="`driftline compare REF CAND -o DIR` writes one",
-        ) from trouble
-    return Table.from_json(shown, source=str(path))
+        content = path.read_bytes()
+    except OSError as trouble:
+        raise _no_table(str(path), trouble) from trouble
+    return _parsed(content, str(path))
+
+
+def _parsed(content: bytes, source: str) -> Table:
+    try:
+        shown = json.loads(content)
+    except (ValueError, RecursionError) as trouble:
+        raise _no_table(source, trouble) from trouble
+    return Table.from_json(shown, source=source)
+
+
+def _no_table(source: str, trouble: Exception) -> BadFile:
+    return BadFile(
+        f"{source} is no comparison: it cannot be read as JSON ({trouble})",
+        hint="`driftline compare REF CAND -o DIR` writes one",
+    )
 
 
 def is_table(path: StrPath) -> bool:
     """Whether a path looks like a table, without reading it."""
+    if (url := _url_of(path)) is not None:
+        from driftline.remote.door import exists
+
+        return exists(url, TABLE_FILE)
     return (Path(path) / TABLE_FILE).is_file()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from driftline.alignment.plan import Pair
 from driftline.comparison.metrics.catalogue import KNOWN, STANDARD, Metric
 from driftline.comparison.metrics.derivation import needs_definition, standard
 from driftline.comparison.row import Number
@@ -140,18 +141,55 @@ def open_values(
         DriftlineError: The values of a side cannot be read, or the samples share no elements.
     """
     if ours.kept == theirs.kept == "full" and kernel.takes_addresses():
-        here, there = reference.memory(ours), candidate.memory(theirs)
-        our_dtype, their_dtype = DTYPES[ours.dtype], DTYPES[theirs.dtype]
-        count = math.prod(ours.shape)
-        if (
-            here is not None
-            and there is not None
-            and here.length >= our_dtype.byte_count(count)
-            and there.length >= their_dtype.byte_count(count)
-        ):
-            arrays = partial(open_arrays, reference, ours, candidate, theirs)
-            return MappedPair(here, our_dtype, there, their_dtype, count, ours.shape, arrays)
+        arrays = partial(open_arrays, reference, ours, candidate, theirs)
+        mapped = _mapped(reference.memory(ours), ours, candidate.memory(theirs), theirs, arrays)
+        if mapped is not None:
+            return mapped
     return open_arrays(reference, ours, candidate, theirs)
+
+
+def open_window(
+    reference: Run, candidate: Run, pair: Pair, start: int, stop: int
+) -> ValuePair | MappedPair:
+    """The same of a pair of which only the elements from `start` to `stop` will be looked at.
+
+    Raises:
+        DriftlineError: The values of a side cannot be read.
+    """
+    ours, theirs = pair.reference, pair.candidate
+    if ours.kept == theirs.kept == "full" and kernel.takes_addresses():
+        here = reference.window(ours, *_bytes(ours, start, stop))
+        there = candidate.window(theirs, *_bytes(theirs, start, stop))
+        arrays = partial(open_arrays, reference, ours, candidate, theirs)
+        mapped = _mapped(here, ours, there, theirs, arrays)
+        if mapped is not None:
+            return mapped
+    return open_arrays(reference, ours, candidate, theirs)
+
+
+def _bytes(record: Record, start: int, stop: int) -> tuple[int, int]:
+    """First and last-plus-one byte of some elements, of which the first is an even one."""
+    dtype = DTYPES[record.dtype]
+    return start * dtype.bits // 8, dtype.byte_count(stop)
+
+
+def _mapped(
+    here: Memory | None,
+    ours: Record,
+    there: Memory | None,
+    theirs: Record,
+    arrays: Callable[[], ValuePair],
+) -> MappedPair | None:
+    our_dtype, their_dtype = DTYPES[ours.dtype], DTYPES[theirs.dtype]
+    count = math.prod(ours.shape)
+    if (
+        here is None
+        or there is None
+        or here.length < our_dtype.byte_count(count)
+        or there.length < their_dtype.byte_count(count)
+    ):
+        return None
+    return MappedPair(here, our_dtype, there, their_dtype, count, ours.shape, arrays)
 
 
 def open_arrays(reference: Run, ours: Record, candidate: Run, theirs: Record) -> ValuePair:

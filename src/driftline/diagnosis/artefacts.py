@@ -130,7 +130,7 @@ def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
             continue
         folder = Path(source)
         if not (folder / NOISE_FILE).is_file():
-            runs.append(NoiseRun(str(folder), open_run(folder)))
+            runs.append(NoiseRun(str(source), open_run(source)))
             continue
         variants = _read(folder / NOISE_FILE).get("variants", [])
         if not isinstance(variants, list):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from driftline.errors import AlreadyThere, BadInput, DriftlineError
+from driftline.errors import AlreadyThere, BadInput, DriftlineError, Unreachable
 from driftline.formats import exported
 from driftline.formats.ait_sheets import convert_sheets
 from driftline.formats.atb_export import NAME as ATB
@@ -26,6 +26,7 @@ from driftline.formats.opening import open_run
 from driftline.formats.unfinished import finished_at
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import Address, require
+from driftline.remote.urls import UrlPath, url_of
 from driftline.runs.inside import reason_of
 from driftline.runs.key import TensorKey
 from driftline.runs.manifest import check_room, create_run
@@ -84,6 +85,8 @@ def convert(
         AlreadyThere: The output exists and may not be replaced.
         DriftlineError: The source cannot be read, or the output not be written.
     """
+    if ":/" in os.fspath(output) and (url := url_of(output)) is not None:
+        return _sent(source, url, output, to=to, force=force, progress=progress)
     run = source if isinstance(source, Run) else open_run(source)
     place = Path(output)
     if not isinstance(source, Run) and _same(Path(source), place):
@@ -122,6 +125,34 @@ def convert(
             f"{place} cannot be written: {reason_of(trouble)}", hint="nothing was left there"
         ) from trouble
     return Converted(place, work.written, work.size, dict(work.skipped), tuple(work.left_out))
+
+
+def _sent(
+    source: Run | StrPath,
+    url: str,
+    output: StrPath,
+    *,
+    to: Target,
+    force: bool,
+    progress: Progress | None,
+) -> Converted:
+    """The same to an address: made here, then sent there."""
+    import tempfile
+
+    from driftline.remote.door import push, refuse_overwriting
+
+    if to != "run":
+        raise BadInput(
+            f"--to {to} writes files of this machine, and the output is an address",
+            hint="give a folder; a run may go to an address",
+        )
+    refuse_overwriting(url, force=force)
+    with tempfile.TemporaryDirectory(prefix="driftline-") as folder:
+        done = convert(source, Path(folder) / "run", to=to, progress=progress)
+        sent = push(done.path, url, force=force)
+        if sent.reason:
+            raise Unreachable(f"not all of it is at {sent.url}: {sent.reason}")
+    return done._replace(path=UrlPath(os.fspath(output)))
 
 
 class _Work:

@@ -47,6 +47,7 @@ class CapturePlan:
         command: The program, word by word, for the manifest.
         engine: atb switches the probe of the ATB library on beside torch's capture.
         experiment: What is done to the program besides: its `kind` and what that kind needs.
+        url: Where the output is sent while the program runs; empty: it stays where it is.
     """
 
     output: str
@@ -61,6 +62,7 @@ class CapturePlan:
     command: tuple[str, ...] = ()
     engine: Engine = "torch"
     experiment: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    url: str = ""
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -82,6 +84,12 @@ class CapturePlan:
             )
         if self.max_bytes < 0:
             raise BadInput("the limit of bytes cannot be negative")
+        if self.url and (self.layout != "run" or self.engine != "torch"):
+            what = "the ait layout" if self.layout != "run" else "what the ATB probe writes"
+            raise BadInput(
+                f"{what} stays on this machine, and -o is an address elsewhere",
+                hint="give a folder, and copy it afterwards; or --layout run --engine torch",
+            )
         if self.layout == "ait" and self.wants_tensors and self.reduction.kept != "full":
             raise BadInput(
                 f"the ait layout holds whole tensors, it has no place for '{self.reduction}'",
@@ -123,6 +131,7 @@ class CapturePlan:
                 "command": self.command,
                 "engine": self.engine,
                 **({"experiment": self.experiment} if self.experiment else {}),
+                **({"url": self.url} if self.url else {}),
             },
             indent=2,
             ensure_ascii=False,
@@ -155,6 +164,7 @@ class CapturePlan:
             command=tuple(data["command"]),
             engine=data["engine"],
             experiment=data.get("experiment", {}),
+            url=data.get("url", ""),
         )
 
 

@@ -8,15 +8,17 @@ the reason that the processes' marks give.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from driftline import settings
-from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput
+from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput, DriftlineError
 from driftline.launch.atb import NoProbe, atb_environment, find_probe, not_for_the_probe
 from driftline.launch.atb_harvest import AtbHarvest, dumps_in, gather_atb
 from driftline.launch.child import require_command, run_child
@@ -25,6 +27,11 @@ from driftline.launch.harvest import Harvest, gather
 from driftline.launch.marks import Marks, Place, read_marks
 from driftline.launch.plan import CapturePlan
 from driftline.launch.sheets import Sheets, draw_atb, finish_sheets
+from driftline.runs.layout import MANIFEST
+from driftline.runs.liveness import hold_path
+
+if TYPE_CHECKING:
+    from driftline.remote.sending import Sending, Sent
 
 SHOWN_STEPS = 12
 
@@ -45,6 +52,7 @@ class Outcome:
         atb: What the probe of the ATB library left; None when it was not switched on.
         without_probe: Why it was not, although the library is there.
         sheets: What lies beside the tensors: operators, kernels, times, graphs.
+        sent: What became of the sending to the plan's address; None where it has none.
     """
 
     plan: CapturePlan
@@ -58,13 +66,15 @@ class Outcome:
     atb: AtbHarvest | None = None
     without_probe: str = ""
     sheets: Sheets = field(default_factory=Sheets)
+    sent: Sent | None = None
 
     @property
     def exit_code(self) -> int:
         """The program's own failure wins, then an empty dump."""
         if self.program_status:
             return self.program_status
-        return EXIT_COULD_NOT if self.reason else EXIT_FINE
+        unsent = self.sent is not None and self.sent.reason
+        return EXIT_COULD_NOT if self.reason or unsent else EXIT_FINE
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -87,7 +97,8 @@ def run_command(
 
     Raises:
         BadInput: The command cannot be started, or the output cannot be written.
-        AlreadyThere: The output exists.
+        AlreadyThere: The output exists, or somebody writes there.
+        Unreachable: The plan's address does not answer.
         NoProbe: The probe is needed and not there.
     """
     require_command(argv, settings.environment())
@@ -105,13 +116,24 @@ def run_command(
     if plan.wants_profile:
         # The profiler's library talks on the program's terminal otherwise.
         base = {settings.PROFILER_LOG_LEVEL: "99", **base}
-    prepare_output(plan, force=force)
+    sending = _begin_sending(plan, force=force)
+    try:
+        prepare_output(plan, force=force and not plan.url)
+    except DriftlineError:
+        if sending is not None:
+            sending.abandon()
+        raise
+    lock = _hold(plan)
     already = frozenset(dumps_in(Path(plan.output))) if plan.engine == "atb" else frozenset[Path]()
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         doorstep = build_doorstep(Path(folder).resolve(), plan)
         try:
+            if sending is not None:
+                sending.begin()
             status = run_child(argv, doorstep.environment(base))
         except BadInput:
+            if sending is not None:
+                sending.abandon()
             clear_empty_output(plan)
             raise
         marks = read_marks(doorstep.marks)
@@ -124,9 +146,36 @@ def run_command(
             said = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
             beside = (*outcome.atb.beside, *drawn.words)
             outcome = replace(outcome, sheets=said, atb=replace(outcome.atb, beside=beside))
-    if not outcome.harvest.tensors and not outcome.harvest.topologies and not sheets.words:
+    empty = not outcome.harvest.tensors and not outcome.harvest.topologies and not sheets.words
+    if sending is not None:
+        if empty:
+            sending.abandon()
+        else:
+            outcome = replace(outcome, sent=sending.finish())
+    if lock is not None:
+        os.close(lock)
+    if empty:
         clear_empty_output(plan)
     return replace(outcome, without_probe=without_probe)
+
+
+def _begin_sending(plan: CapturePlan, *, force: bool) -> Sending | None:
+    """Claim the address that the output goes to, before the program is started for nothing."""
+    if not plan.url:
+        return None
+    from driftline.remote.sending import Sending
+
+    return Sending(Path(plan.output), plan.url, force=force, staged=True)
+
+
+def _hold(plan: CapturePlan) -> int | None:
+    """As long as this process lives, its run is not replaced by another dump."""
+    if plan.layout != "run":
+        return None
+    try:
+        return hold_path(Path(plan.output) / MANIFEST)
+    except OSError:
+        return None
 
 
 def beside_torch(outcome: Outcome, atb: AtbHarvest) -> Outcome:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from driftline.runs.layout import ALIGNMENT, align
+from driftline.runs.layout import ALIGNMENT, LARGEST_HEADER, align
 from driftline.runs.lines import encode_line
 from driftline.runs.part import Part
 from driftline.runs.record import Blob, Record
@@ -26,6 +26,8 @@ from driftline.runs.staging import BUFFER_BYTES, LONGEST_AGE, Staging, Task
 
 _LINES_PER_CHUNK = 2048
 _PENDING_INDEX = 16 << 20
+_HEADER_SHARE = 64
+"""Small shards have small headers: at most this part of them is kept free."""
 
 _Stored: TypeAlias = "tuple[int, Record, int, str, Blob]"
 """A line's place in its chunk and what it was made of: it is made again if its bytes do not fit."""
@@ -163,12 +165,14 @@ class Journal:
             shard = self._shard = None
         if shard is None:
             self._hand_over(self._staging.submit)
+            most = max(self._first_header, self._shard_bytes // _HEADER_SHARE)
             while True:
-                shard = Shard.create(self._part.folder, self._shards, self._first_header)
+                shard = Shard.create(self._part.folder, self._shards, self._first_header, most)
                 self._shards += 1
                 if shard.room >= cost:
                     break
                 self._seal_later(shard)  # an absurdly small first header; the next one is larger
+                most = LARGEST_HEADER
             self._shard = shard
         return shard
 

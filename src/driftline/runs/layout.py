@@ -28,6 +28,8 @@ RESERVE_BYTES = 1 << 20
 
 ALIGNMENT = 64
 SHARD_BYTES = 1 << 30
+SENT_SHARD_BYTES = 64 << 20
+"""Of a run that is sent elsewhere while it is written: a shard is sent when it is sealed."""
 FIRST_HEADER = 256 * 1024
 LARGEST_HEADER = 8 << 20
 LONGEST_NAME = 500

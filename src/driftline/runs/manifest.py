@@ -22,7 +22,8 @@ from typing import Any, cast
 
 from driftline import settings
 from driftline.errors import AlreadyThere, BadInput
-from driftline.runs.layout import FORMAT, MANIFEST, ORPHAN_EVENTS, SCHEMA, parse_folder
+from driftline.runs.layout import FORMAT, INDEX, MANIFEST, ORPHAN_EVENTS, SCHEMA, parse_folder
+from driftline.runs.liveness import is_held
 from driftline.runs.redaction import redact_argv, redact_message, redact_value
 from driftline.runs.revision import revision_of
 from driftline.runs.sink import JSON
@@ -251,23 +252,60 @@ def create_run(
         force: Replace a run that is there already. A folder that is not a run is never deleted.
 
     Raises:
-        AlreadyThere: Something is there and may not be replaced.
+        AlreadyThere: Something is there and may not be replaced, or somebody is writing it.
         BadInput: The folder cannot be made or written.
     """
     place = Path(path)
+    refuse_addresses(path)
     try:
         if check_room(place, force=force):
+            refuse_living(place)
             for child in list(place.iterdir()):
                 shutil.rmtree(
                     child
                 ) if child.is_dir() and not child.is_symlink() else child.unlink()
-        ensure_manifest(place, command, world_size=world_size)
+        place.mkdir(parents=True, exist_ok=True)
+        manifest = dump_json(provenance(command, world_size=world_size))
+        if not write_new(place / MANIFEST, manifest):
+            raise AlreadyThere(
+                f"another program has begun a run in '{place}' at the same moment",
+                hint="choose another output folder",
+            )
     except OSError as error:
         raise BadInput(
             f"cannot write a run to '{place}': {error.strerror or error}",
             hint="choose an output folder that can be written",
         ) from None
     return place
+
+
+def refuse_addresses(path: str | os.PathLike[str]) -> None:
+    """Capture writes to folders of this machine.
+
+    Raises:
+        BadInput: It is an address elsewhere.
+    """
+    if "://" in os.fspath(path):
+        raise BadInput(
+            "a run is written to a folder of this machine first",
+            hint="`driftline dump -o URL` sends it while the program runs, `driftline push FOLDER "
+            "URL` afterwards",
+        )
+
+
+def refuse_living(place: Path) -> None:
+    """A run that a living process writes is not replaced; what a dead one left is.
+
+    Raises:
+        AlreadyThere: One does.
+    """
+    files = [place / MANIFEST, *(child / INDEX for child in place.iterdir())]
+    for file in files:
+        if is_held(file):
+            raise AlreadyThere(
+                f"'{place}' is being written by a program that is still running",
+                hint="choose another output folder, or wait until it has ended",
+            )
 
 
 def check_room(place: Path, *, force: bool) -> bool:

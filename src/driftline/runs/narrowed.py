@@ -89,3 +89,9 @@ class _NarrowedRun(Run):
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
         return self._whole.topology(rank, process)
+
+    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
+        return self._whole.sheets(rank, process)
+
+    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        return self._whole.sheet(name, rank, process)

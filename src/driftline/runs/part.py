@@ -20,6 +20,7 @@ from driftline.runs.layout import (
     TOPOLOGY,
     folder_name,
 )
+from driftline.runs.liveness import hold
 from driftline.runs.manifest import dump_json, ensure_manifest, process_facts
 from driftline.runs.sink import JSON
 
@@ -51,6 +52,7 @@ class Part:
         self.process = process
         self._events = -1
         self._index = os.open(folder / INDEX, _APPEND, 0o666)
+        hold(self._index)  # as long as this process lives, readers see that it is still writing
         self._facts = process_facts(rank, process, world_size)
         self._make_reserve()
 

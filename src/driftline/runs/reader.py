@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast, overload
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.inside import is_inside, open_inside, read_inside, read_object, reason_of
+from driftline.runs.files import Files, FolderFiles, object_in
+from driftline.runs.inside import is_inside, read_object, reason_of
 from driftline.runs.layout import (
     EVENTS,
     FORMAT,
@@ -30,9 +31,8 @@ from driftline.runs.layout import (
 )
 from driftline.runs.lines import Line, check_line, decoder, record_of
 from driftline.runs.record import Record
-from driftline.runs.run import Loss, Memory, Run, Storage, no_values
-from driftline.runs.shards import Shards
-from driftline.runs.sheets import sheets_in
+from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
+from driftline.runs.sheets import sheets_among
 from driftline.runs.sink import JSON
 from driftline.runs.uncollected import uncollected
 
@@ -47,6 +47,11 @@ _LONGEST_LINE = 16 << 20
 _KEPT_RECORDS = 10_000
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
+_UNSEALED: Mapping[bool | None, str] = {
+    True: "is still being written: this is what was complete when it was read",
+    False: "was not closed: it was killed, and at most its last 64 MB or 2 s are missing",
+    None: "was not closed (killed, or still running): at most its last 64 MB or 2 s are missing",
+}
 
 
 def open_run(path: str | os.PathLike[str]) -> DiskRun:
@@ -81,8 +86,8 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
             ) from None
         losses.append(Loss(MANIFEST, f"cannot be read: {reason_of(error)}"))
     else:
-        _check_schema(place, manifest)
-    return DiskRun(place, root, manifest, folders, losses)
+        check_schema(str(place), manifest)
+    return DiskRun(str(place), FolderFiles(root), manifest, folders, losses)
 
 
 def _no_folder(place: Path) -> BadRun:
@@ -106,7 +111,12 @@ def _no_folder(place: Path) -> BadRun:
     return BadRun(f"there is no '{place}'", hint=hint)
 
 
-def _check_schema(place: Path, manifest: Mapping[str, Any]) -> None:
+def check_schema(place: str, manifest: Mapping[str, Any]) -> None:
+    """Refuses a manifest that is none, or of a newer format.
+
+    Raises:
+        BadRun: It is.
+    """
     schema = manifest.get("schema")
     if manifest.get("format") != FORMAT or type(schema) is not int or schema < 1:
         raise BadRun(
@@ -123,19 +133,18 @@ def _check_schema(place: Path, manifest: Mapping[str, Any]) -> None:
 class _Part:
     """What one process left: its folder, its lines, its shards."""
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, files: Files, name: str) -> None:
         place = parse_folder(name)
         assert place is not None
         self.rank, self.process = place
-        self.root = root
+        self.files = files
         self.name = name
-        self.folder = root / name
         self.lines: list[Line] = []
-        self.shards = Shards(root, name)
+        self.shards = files.shards(name)
 
     def load(self, losses: list[Loss]) -> None:
         try:
-            with os.fdopen(open_inside(self.root, self.folder / INDEX), "rb") as file:
+            with self.files.open(f"{self.name}/{INDEX}") as file:
                 self._decode(file, losses)
         except OSError as error:
             losses.append(Loss(f"{self.name}/{INDEX}", f"cannot be read: {reason_of(error)}"))
@@ -205,13 +214,7 @@ class _Part:
     def _check_process(self, losses: list[Loss]) -> None:
         facts = self.facts()
         if facts.get("sealed") is not True:
-            losses.append(
-                Loss(
-                    self.name,
-                    "was not closed (killed, or still running): "
-                    "at most its last 64 MB or 2 s are missing",
-                )
-            )
+            losses.append(Loss(self.name, _UNSEALED[self.files.is_written(self.name)]))
             return
         promised = facts.get("tensors")
         if type(promised) is int and promised > len(self.lines):
@@ -223,7 +226,7 @@ class _Part:
 
     def facts(self) -> Mapping[str, Any]:
         try:
-            return read_object(self.root, self.folder / PROCESS, _SMALL_FILE)
+            return object_in(self.files, f"{self.name}/{PROCESS}", _SMALL_FILE)
         except (OSError, ValueError, RecursionError):
             return {}
 
@@ -266,25 +269,21 @@ class _Records(Sequence[Record]):
 
 
 class DiskRun(Run):
-    """A run folder, opened; made by `open_run`.
-
-    Attributes:
-        path: The folder, as it was given.
-    """
+    """A run, opened; made by `open_run`, or by `remote.reading` for one that lies elsewhere."""
 
     def __init__(
         self,
-        path: Path,
-        root: Path,
+        name: str,
+        files: Files,
         manifest: Mapping[str, Any],
         folders: Sequence[str],
         losses: Sequence[Loss],
     ) -> None:
-        self.path = path
-        self.name = str(path)
-        self._root = root
+        self.name = name
+        self.fetched = files.fetched
+        self._files = files
         self._manifest = manifest
-        parts = sorted((_Part(root, name) for name in folders), key=lambda p: (p.rank, p.process))
+        parts = sorted((_Part(files, name) for name in folders), key=lambda p: (p.rank, p.process))
         self._parts = {(part.rank, part.process): part for part in parts}
         self._losses = list(losses)
         self._records: _Records | None = None
@@ -328,14 +327,22 @@ class DiskRun(Run):
         blob = record.blob
         if blob is None or record.lost:
             return no_values(record)
-        content = self._part_of(record).shards.content(record)
+        content, offset = self._part_of(record).shards.content(record)
         storage = np.dtype(DTYPES[record.dtype].storage)
-        return np.frombuffer(content, storage, blob.length // storage.itemsize, blob.offset)
+        return np.frombuffer(content, storage, blob.length // storage.itemsize, offset)
 
     def memory(self, record: Record) -> Memory | None:
         if record.blob is None or record.lost:
             return None
         return self._part_of(record).shards.memory(record)
+
+    def window(self, record: Record, start: int, stop: int) -> Memory | None:
+        if record.blob is None or record.lost:
+            return None
+        return self._part_of(record).shards.window(record, start, stop)
+
+    def read_ahead(self) -> ReadAhead | None:
+        return self._files.read_ahead({place: part.name for place, part in self._parts.items()})
 
     def _part_of(self, record: Record) -> _Part:
         part = self._parts.get((record.key.rank, record.key.process))
@@ -350,10 +357,11 @@ class DiskRun(Run):
             part.shards.release()
 
     def events(self) -> Iterator[Mapping[str, Any]]:
-        places = [(part.folder / EVENTS, part.rank, part.process) for part in self._parts.values()]
-        for path, rank, process in [(self._root / ORPHAN_EVENTS, None, None), *places]:
+        parts = self._parts.values()
+        places = [(f"{part.name}/{EVENTS}", part.rank, part.process) for part in parts]
+        for name, rank, process in [(ORPHAN_EVENTS, None, None), *places]:
             try:
-                text = read_inside(self._root, path, _LARGE_FILE)
+                text = self._files.read(name, _LARGE_FILE)
             except OSError:
                 continue
             for line in text.split(b"\n"):
@@ -369,19 +377,20 @@ class DiskRun(Run):
         if part is None:
             return None
         try:
-            return read_object(self._root, part.folder / TOPOLOGY, _LARGE_FILE)
+            return object_in(self._files, f"{part.name}/{TOPOLOGY}", _LARGE_FILE)
         except (OSError, ValueError, RecursionError):
             return None
 
     def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
         part = self._parts.get((rank, process))
-        return [] if part is None else sheets_in(part.folder)
+        return [] if part is None else sheets_among(self._files.names(part.name))
 
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
         if name not in self.sheets(rank, process):
             return ""
         try:
-            content = read_inside(self._root, self._parts[rank, process].folder / name, _LARGE_FILE)
+            part = self._parts[rank, process]
+            content = self._files.read(f"{part.name}/{name}", _LARGE_FILE)
         except OSError:
             return ""
         return content.decode("utf-8", "replace")

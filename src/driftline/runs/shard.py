@@ -14,6 +14,7 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.layout import (
     LONGEST_NAME,
     Entry,
+    align,
     build_header,
     entry_cost,
     header_bytes,
@@ -44,9 +45,9 @@ class Shard:
     stored: list[tuple[Record, int, Blob]] = field(default_factory=list[tuple[Record, int, Blob]])
 
     @classmethod
-    def create(cls, folder: Path, number: int, first_header: int) -> Shard:
+    def create(cls, folder: Path, number: int, first_header: int, most: int) -> Shard:
         name = shard_name(number)
-        reserved = header_bytes(number, first_header)
+        reserved = min(header_bytes(number, first_header), align(most))
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file = os.open(folder / name, flags, 0o666)
         # So that sealing succeeds on a disk that is full by then. Not every file system can.

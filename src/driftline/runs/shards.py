@@ -16,6 +16,7 @@ from driftline.runs.inside import open_inside, reason_of
 from driftline.runs.layout import is_shard_name
 from driftline.runs.record import Record
 from driftline.runs.run import Memory
+from driftline.runs.sent import sent_to
 
 
 class Shards:
@@ -37,7 +38,8 @@ class Shards:
         try:
             file = open_inside(self.root, self.root / self.name / shard)
         except FileNotFoundError:
-            return f"{shard} is missing"
+            known = sent_to(self.root, f"{self.name}/{shard}")
+            return f"{shard} is missing" if known is None else known[1]
         except OSError as error:
             return f"{shard} {reason_of(error)}"
         try:
@@ -45,12 +47,12 @@ class Shards:
         finally:
             os.close(file)
 
-    def content(self, record: Record) -> mmap.mmap | bytes:
-        """The mapped shard that holds a record's bytes, which is long enough for them."""
+    def content(self, record: Record) -> tuple[mmap.mmap | bytes, int]:
+        """The mapped shard that holds a record's bytes, and where in it they begin."""
         assert record.blob is not None
         content = self._map(record.blob.shard)
-        _check_inside(record, len(content))
-        return content
+        check_inside(record, len(content))
+        return content, record.blob.offset
 
     def memory(self, record: Record) -> Memory:
         """Where a record's bytes lie."""
@@ -61,8 +63,13 @@ class Shards:
             view = memoryview(self._map(blob.shard))  # as long as it lives, the shard stays mapped
             found = self._places[blob.shard] = (view, address_of(view))
         view, address = found
-        _check_inside(record, len(view))
+        check_inside(record, len(view))
         return Memory(address + blob.offset, blob.length, view)
+
+    def window(self, record: Record, start: int, stop: int) -> Memory:
+        """All of it: what is mapped costs nothing until it is looked at."""
+        del start, stop
+        return self.memory(record)
 
     def release(self) -> None:
         self._places.clear()
@@ -80,6 +87,9 @@ class Shards:
             try:
                 file = open_inside(self.root, self.root / self.name / shard)
             except OSError as error:
+                known = sent_to(self.root, f"{self.name}/{shard}")
+                if known is not None:
+                    raise BadFile(f"{self.name}/{shard} was sent to {known[0]}") from None
                 raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
             try:
                 found = (
@@ -91,7 +101,12 @@ class Shards:
         return found
 
 
-def _check_inside(record: Record, size: int) -> None:
+def check_inside(record: Record, size: int) -> None:
+    """Refuses a record whose bytes would lie beyond the end of their shard.
+
+    Raises:
+        BadFile: They would.
+    """
     blob = record.blob
     assert blob is not None
     if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > size:

@@ -1,0 +1,90 @@
+"""Addresses of runs and tables that lie elsewhere: `s3://bucket/run`, `memory://x`.
+
+Only words: nothing is imported, asked or fetched here. An address is what a person typed; one that
+stands in a file is text, and nobody hands it to this room.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from driftline.errors import BadInput
+from driftline.runs.redaction import redact_text
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+(?:::[A-Za-z][A-Za-z0-9+.\-]+)*)://(.*)", re.DOTALL)
+# What pathlib leaves of an address: it takes two slashes for one.
+_FLATTENED = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/([^/].*)", re.DOTALL)
+_LOCAL = ("file", "local")
+
+
+class UrlPath(type(pathlib.Path())):
+    """An address where a path is expected: it says itself as it was typed, with both slashes."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        found = _FLATTENED.fullmatch(text)
+        return f"{found[1]}://{found[2]}" if found else text
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+
+def place_of(word: str) -> pathlib.Path:
+    """A word of a command line as a path here, or an address elsewhere."""
+    url = _URL.fullmatch(word)
+    if url is None:
+        return pathlib.Path(word)
+    if url[1].lower() in _LOCAL:
+        return pathlib.Path(unquote(url[2]))
+    return UrlPath(word)
+
+
+def url_of(path: StrPath) -> str | None:
+    """The address that a path is, or None: it is one of this machine.
+
+    >>> url_of("s3://bucket/run"), url_of("runs/a"), url_of("C:/runs")
+    ('s3://bucket/run', None, None)
+    """
+    text = os.fspath(path)
+    if ":/" not in text:
+        return None
+    if isinstance(path, pathlib.PurePath):
+        flat = _FLATTENED.fullmatch(text)
+        text = f"{flat[1]}://{flat[2]}" if flat else text
+    found = _URL.fullmatch(text)
+    if found is None:
+        return None
+    scheme, rest = found[1], found[2]
+    if scheme.lower() in _LOCAL:
+        raise BadInput(f"'{text}' lies on this machine", hint=f"give its path: {unquote(rest)}")
+    parts = rest.split("/")
+    if not rest.strip("/") or ".." in parts:
+        raise BadInput(f"'{shown(text)}' names no folder", hint=f"such as {scheme}://BUCKET/FOLDER")
+    if re.match(r"[^/@]*:[^/@]*@", rest):
+        raise BadInput(
+            f"'{shown(text)}' holds a password",
+            hint="addresses are shown and kept: give credentials in the environment instead",
+        )
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def shown(url: str) -> str:
+    """An address as messages and files may hold it: without what looks like a credential."""
+    return redact_text(url)
+
+
+def last_part(url: str) -> str:
+    """The name at the end of an address.
+
+    >>> last_part("s3://bucket/runs/monday")
+    'monday'
+    """
+    name = url.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^\w.+-]", "_", name) or "run"
