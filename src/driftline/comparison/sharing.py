@@ -7,7 +7,6 @@ worker could not read, which this process then has the last word on.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from driftline.comparison.repeats import repeated, repeats_of
 from driftline.comparison.row import Row
 from driftline.errors import BadInput
 from driftline.executors.slices import groups
-from driftline.executors.work import Job, Task
+from driftline.executors.work import Job, Task, folder_for
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.record import Record
@@ -157,7 +156,9 @@ def _job(
             [ours, theirs, *elementwise(ours, theirs)] for ours in DTYPES for theirs in DTYPES
         ],
     }
-    return Job("pairs", about, os.getcwd(), kernel.active())  # noqa: PTH109
+    files = [metric.address for metric in metrics if ":" in metric.address]
+    folder = folder_for(*(run.opened for run in runs), *files)
+    return Job("pairs", about, folder, kernel.active())
 
 
 def _sources(pair: Pair) -> Sequence[Record]:

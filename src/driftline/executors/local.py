@@ -53,7 +53,8 @@ class _Round:
     def __init__(self, job: Job, tasks: Sequence[Task], workers: int) -> None:
         self.job = job
         self.tasks = tasks
-        order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight)
+        # Large ones first, but about equal ones in their order, which is that of their files.
+        order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight.bit_length())
         self.waiting: deque[int] = deque(order)
         self.attempts = [0] * len(tasks)
         self.lock = threading.Lock()
@@ -158,7 +159,7 @@ class _Round:
                     [sys.executable, "-m", "driftline.executors.serving"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    cwd=self.job.folder,
+                    cwd=self.job.folder or None,
                     env=settings.worker_environment(home, self.job.kernel),
                 )
             except OSError as trouble:

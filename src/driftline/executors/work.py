@@ -7,6 +7,7 @@ A job is what every worker must know; tasks are what is shared out among them. B
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from driftline import errors
@@ -34,7 +35,7 @@ class Job(NamedTuple):
     Attributes:
         workshop: A name of `WORKSHOPS`.
         about: What the workshop is opened with.
-        folder: Where relative paths begin.
+        folder: Where relative paths begin; empty where there are none.
         kernel: Which path of the C kernel must be taken, so that all digits agree; empty: any.
     """
 
@@ -102,6 +103,13 @@ class Executor(Protocol):
             DriftlineError: One cannot be done. Those that are under way are ended.
         """
         ...
+
+
+def folder_for(*paths: str) -> str:
+    """The folder that a job with these paths must be done in; empty where that is no matter."""
+    if all(Path(path).is_absolute() or "://" in path for path in paths):
+        return ""
+    return str(Path.cwd())
 
 
 class WorkerFailed(DriftlineError):

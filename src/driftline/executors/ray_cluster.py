@@ -1,0 +1,330 @@
+"""Tasks on the machines of a Ray cluster (extra `driftline[ray]`).
+
+Every machine is asked first whether it can help: has it the same Driftline, does it see the data?
+Workers are actors. One that is lost, with its machine or without, loses no work: its tasks are done
+again elsewhere, and a task counts when its answer is here, once.
+"""
+
+# Ray's own annotations are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from driftline import __version__
+from driftline.errors import DriftlineError
+from driftline.executors import ray_bench, ray_session, wire
+from driftline.executors.work import Finished, Job, Said, Task, WorkerFailed, result_of
+
+_RETRIES = 3
+"""A task that has ended so many workers has ended them."""
+_AHEAD = 2
+"""Tasks that a worker is given at a time: one to do, one to begin with at once after it."""
+_ANSWER = 120.0
+"""Seconds in which a machine must say whether it can help."""
+_BEAT = 2.0
+
+
+def _aside(line: str) -> None:
+    print(f"driftline: {line}", file=sys.stderr, flush=True)
+
+
+class RayCluster:
+    """A Ray cluster.
+
+    Args:
+        address: `ray://HOST:PORT`; empty: the cluster this machine is in, or one of its own.
+        jobs: How many workers; not given: one for each core of the cluster.
+        tell: Told what happens to machines, a sentence at a time.
+    """
+
+    elsewhere = True
+
+    def __init__(
+        self, address: str = "", jobs: int | None = None, tell: Callable[[str], None] = _aside
+    ) -> None:
+        self.address = address
+        self.jobs = jobs
+        self.tell = tell
+        self._session: ray_session.Session | None = None
+
+    @property
+    def workers(self) -> int:
+        session = self._connected()
+        cores = sum(_cores(node) for node in session.nodes())
+        return max(1, min(self.jobs or cores, max(cores, 1)))
+
+    def run(
+        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+    ) -> None:
+        session = self._connected()
+        try:
+            if tasks:
+                _Round(session, job, tasks, self.jobs, self.tell).run(finished, said)
+        finally:
+            session.close()
+            self._session = None
+
+    def _connected(self) -> ray_session.Session:
+        if self._session is None:
+            self._session = ray_session.connect(self.address, self.jobs)
+        return self._session
+
+    def __repr__(self) -> str:
+        return f"RayCluster({self.address!r}, {self.jobs})"
+
+
+def _cores(node: dict[str, Any]) -> int:
+    return int(node["Resources"].get("CPU", 0))
+
+
+class _Machine:
+    """A node of the cluster: what it is called, what it lacks, which places it has begun with."""
+
+    def __init__(self, node: dict[str, Any], name: str, absent: Sequence[tuple[str, str]]) -> None:
+        self.id = str(node["NodeID"])
+        self.cores = _cores(node)
+        self.name = name
+        self.absent = dict(absent)
+        self.begun: set[str] = set()
+
+    def can(self, task: Task) -> bool:
+        return not any(place in self.absent for place in task.needs)
+
+
+class _Worker:
+    """An actor, and the tasks it was given, the one under way first."""
+
+    def __init__(self, actor: Any, machine: _Machine) -> None:
+        self.actor = actor
+        self.machine = machine
+        self.tasks: list[int] = []
+
+
+class _Round:
+    def __init__(
+        self,
+        session: ray_session.Session,
+        job: Job,
+        tasks: Sequence[Task],
+        jobs: int | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.ray = session.ray
+        self.session = session
+        self.tasks = tasks
+        self.jobs = jobs
+        self.tell = tell
+        # Large ones first, but about equal ones in their order, which is that of their files.
+        order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight.bit_length())
+        self.waiting: list[int] = order
+        self.attempts = [0] * len(tasks)
+        self.workers: list[_Worker] = []
+        self.under_way: dict[Any, tuple[_Worker, int]] = {}
+        told = {**job._asdict(), "version": __version__}
+        self.job = session.ray.put(wire.pack(told))
+
+    def run(self, finished: Finished, said: Said | None) -> None:
+        left = len(self.tasks)
+        try:
+            self.machines = self._looked()
+            self._require_data()
+            self._hire()
+            while left:
+                self._hand_out()
+                ready, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=_BEAT)
+                for ref in ready:
+                    if ref in self.under_way:
+                        left -= self._taken(ref, finished, said)
+        except ConnectionError as trouble:
+            raise WorkerFailed(f"the connection to Ray is lost: {_first(trouble)}") from trouble
+        finally:
+            for worker in self.workers:
+                self._dismiss(worker)
+
+    def _looked(self) -> list[_Machine]:
+        """Ask every machine whether it can help; those that cannot are left out, and said.
+
+        Raises:
+            DriftlineError: None can.
+        """
+        ray = self.ray
+        asked: dict[Any, dict[str, Any]] = {}
+        for node in self.session.nodes():
+            if _cores(node):
+                look = ray.remote(ray_bench.look).options(**self._on(str(node["NodeID"]), cores=0))
+                asked[look.remote(self.job)] = node
+        if not asked:
+            raise DriftlineError("no machine of the Ray cluster has a core to compute with")
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)
+        machines: list[_Machine] = []
+        troubles: list[str] = []
+        for ref in silent:
+            where = asked[ref]["NodeManagerAddress"]
+            troubles.append(f"node {where} did not answer in {_ANSWER:.0f} s")
+        for ref in answered:
+            node = asked[ref]
+            name = f"{node['NodeManagerAddress']} ({str(node['NodeID'])[:8]})"
+            try:
+                host, version, trouble, absent = wire.unpack(ray.get(ref))
+            except ray.exceptions.RayError as bug:
+                troubles.append(f"node {name} cannot load Driftline: {_told(bug)}")
+                continue
+            name = f"{host} ({str(node['NodeID'])[:8]})"
+            if version != __version__:
+                trouble = f"has Driftline {version}, and this is {__version__}"
+            if trouble:
+                troubles.append(f"node {name} {trouble}")
+                continue
+            machines.append(_Machine(node, name, absent))
+            if absent:
+                troubles.append(f"node {name} {absent[0][1]}")
+        if not machines:
+            raise DriftlineError(
+                f"no machine of the Ray cluster can help: {'; '.join(troubles[:3])}",
+                hint="all machines need the same Driftline and must see the same paths",
+            )
+        self.troubles = troubles
+        return machines
+
+    def _require_data(self) -> None:
+        """Refuse work that no machine has the data for; say which machines have less."""
+        for task in self.tasks:
+            if not any(machine.can(task) for machine in self.machines):
+                raise DriftlineError(
+                    f"no machine of the Ray cluster has the data: {'; '.join(self.troubles[:3])}",
+                    hint="put the runs where all machines see them under the same path, or at an "
+                    "address such as s3://BUCKET/RUN",
+                )
+        for trouble in self.troubles:
+            self.tell(f"{trouble}; it is given no such work")
+
+    def _on(self, node_id: str, cores: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return {"num_cpus": cores, "scheduling_strategy": where}
+
+    def _hire(self) -> None:
+        """Start workers, a machine at a time in turn, as many as there are cores for them."""
+        useful = [
+            machine for machine in self.machines if any(machine.can(task) for task in self.tasks)
+        ]
+        room = {machine.id: machine.cores for machine in useful}
+        wanted = min(self.jobs or sum(room.values()), sum(room.values()), len(self.tasks))
+        while len(self.workers) < wanted:
+            for machine in useful:
+                if room[machine.id] and len(self.workers) < wanted:
+                    room[machine.id] -= 1
+                    self._start(machine)
+
+    def _start(self, machine: _Machine) -> None:
+        options = {**self._on(machine.id, cores=1), "max_restarts": 0, "max_task_retries": 0}
+        actor = self.ray.remote(ray_bench.Bench).options(**options).remote(self.job)
+        self.workers.append(_Worker(actor, machine))
+
+    def _dismiss(self, worker: _Worker) -> None:
+        with contextlib.suppress(Exception):  # it may be gone, or Ray itself
+            self.ray.kill(worker.actor)
+
+    def _hand_out(self) -> None:
+        for depth in range(1, _AHEAD + 1):  # everybody one, before anybody gets a second
+            for worker in self.workers:
+                if len(worker.tasks) < depth and (at := self._choose(worker)) is not None:
+                    self.waiting.remove(at)
+                    worker.machine.begun.add(self.tasks[at].near)
+                    worker.tasks.append(at)
+                    ref = worker.actor.do.remote(wire.pack(self.tasks[at].work))
+                    self.under_way[ref] = (worker, at)
+
+    def _choose(self, worker: _Worker) -> int | None:
+        """The next task for a worker: near what its machine has read, then what nobody has."""
+        machine = worker.machine
+        elsewhere = {
+            place for other in self.machines if other is not machine for place in other.begun
+        }
+        others: list[int] = []
+        for at in self.waiting:
+            task = self.tasks[at]
+            if not machine.can(task):
+                continue
+            if task.near in machine.begun:
+                return at
+            if len(others) < 2:
+                others.append(at)
+            if task.near not in elsewhere:
+                others.insert(0, at)
+        return others[0] if others else None
+
+    def _taken(self, ref: Any, finished: Finished, said: Said | None) -> int:
+        """Take one answer; how many tasks that finishes."""
+        worker, at = self.under_way[ref]
+        exceptions = self.ray.exceptions
+        try:
+            lines, answer = wire.unpack(self.ray.get(ref))
+        except exceptions.RayTaskError as bug:  # not the task's own: `Bench.do` answers those
+            raise WorkerFailed(f"a worker on {worker.machine.name} failed: {_told(bug)}") from bug
+        except exceptions.RayError as loss:
+            self._lost(worker, loss)
+            return 0
+        del self.under_way[ref]
+        worker.tasks.remove(at)
+        if said is not None:
+            for line in lines:
+                said(at, line)
+        finished(at, result_of(answer, self.tasks[at].called, worker.machine.name))
+        return 1
+
+    def _lost(self, worker: _Worker, loss: Exception) -> None:
+        """A worker is gone: its tasks wait again, and another takes its place."""
+        self._dismiss(worker)
+        self.workers.remove(worker)
+        for ref in [ref for ref, (whose, _) in self.under_way.items() if whose is worker]:
+            del self.under_way[ref]
+        self.waiting[:0] = worker.tasks
+        first = worker.tasks[0]
+        self.attempts[first] += 1
+        if self.attempts[first] > _RETRIES:
+            raise WorkerFailed(
+                f"{self.attempts[first]} workers were lost at {self.tasks[first].called}, the last "
+                f"on {worker.machine.name}: {_told(loss)}",
+                hint="memory may be short there: try fewer --jobs",
+            )
+        alive = {str(node["NodeID"]) for node in self.session.nodes()}
+        if worker.machine.id not in alive:
+            self.tell(f"node {worker.machine.name} is gone; its work is done elsewhere")
+            self.machines = [each for each in self.machines if each.id in alive]
+            if not self.machines:
+                raise WorkerFailed("no machine of the Ray cluster is left that could help")
+            self._require_data_of_waiting()
+            if not self.workers:
+                self._start(self.machines[0])
+            return
+        self.tell(f"a worker on {worker.machine.name} is lost; its work is done again")
+        self._start(worker.machine)
+
+    def _require_data_of_waiting(self) -> None:
+        for at in self.waiting:
+            if not any(machine.can(self.tasks[at]) for machine in self.machines):
+                why = next(iter(self.machines[0].absent.values()), "")
+                raise WorkerFailed(
+                    f"the machine that had the data of {self.tasks[at].called} is gone; node "
+                    f"{self.machines[0].name} {why}"
+                )
+
+
+def _first(trouble: BaseException) -> str:
+    return (str(trouble) or type(trouble).__name__).strip().partition("\n")[0]
+
+
+def _told(trouble: BaseException) -> str:
+    """What Ray has to say, in one line: the last of a traceback is the exception itself."""
+    lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
+    for line in reversed(lines):
+        if "Error:" in line and not line.startswith("ray::"):
+            return line[:300]
+    return (lines[0] if lines else type(trouble).__name__)[:300]

@@ -1,0 +1,127 @@
+"""The connection to a Ray cluster: found quickly, or refused in a sentence."""
+
+# Ray's own annotations are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from typing import Any
+
+from driftline import settings
+from driftline.errors import BadInput, DriftlineError
+from driftline.registry import require
+
+_DOOR = 5.0
+"""Seconds in which an address must take a connection at all."""
+_PATIENCE = 30.0
+"""Seconds in which Ray must answer there."""
+_PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
+_HINT = _PORT + "say --executor ray"
+
+
+class Session:
+    """A connection. One that the program had already is left as it is when we are done."""
+
+    def __init__(self, ray: Any, owned: bool) -> None:
+        self.ray = ray
+        self._owned = owned
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The machines that are alive."""
+        return [node for node in self.ray.nodes() if node["Alive"]]
+
+    def close(self) -> None:
+        if self._owned:
+            self.ray.shutdown()
+
+
+def connect(address: str, jobs: int | None) -> Session:
+    """Connect to a cluster.
+
+    Args:
+        address: `ray://HOST:PORT`; empty: the cluster this machine is in, or one of its own.
+        jobs: Cores of one of its own.
+
+    Raises:
+        DriftlineError: There is none, or it does not answer.
+    """
+    ray = require("ray", install="driftline[ray]")
+    if ray.is_initialized():
+        return Session(ray, owned=False)
+    settings.ray_tells_nobody()
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    wanted = address or settings.ray_address()
+    if wanted.startswith("ray://"):
+        _knock(wanted.removeprefix("ray://"), wanted)
+        require("grpc", install="driftline[ray]")
+        _bounded(lambda: ray.init(wanted, **quiet), wanted)
+    elif wanted and wanted not in ("auto", "local"):
+        _knock(wanted, wanted)
+        _bounded(lambda: ray.init(wanted, **quiet), wanted)
+    elif wanted == "local" or not _joined(ray, quiet):
+        ray.init("local", num_cpus=jobs, include_dashboard=False, **quiet)
+    return Session(ray, owned=True)
+
+
+def _joined(ray: Any, quiet: dict[str, Any]) -> bool:
+    """Join the cluster that this machine is in, if it is in one."""
+    try:
+        ray.init("auto", **quiet)
+    except ConnectionError:
+        return False
+    return True
+
+
+def _knock(place: str, address: str) -> None:
+    """See whether anybody is there at all: Ray itself would wait for minutes.
+
+    Raises:
+        BadInput: It is no address.
+        DriftlineError: Nobody is.
+    """
+    host, colon, port = place.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise BadInput(
+            f"'{address}' is no address of a Ray cluster",
+            hint="write --executor ray://HOST:PORT, such as ray://head:10001",
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_DOOR).close()
+    except OSError as trouble:
+        why = trouble.strerror or str(trouble) or "no answer"
+        raise DriftlineError(
+            f"there is no Ray cluster at {address}: {why[0].lower()}{why[1:]}",
+            hint=_HINT if address.startswith("ray://") else "is RAY_ADDRESS of another cluster?",
+        ) from None
+
+
+def _bounded(init: Any, address: str) -> None:
+    """Connect, or give up: somebody may be there who does not speak as Ray does.
+
+    Raises:
+        DriftlineError: Ray refused, or did not answer in time.
+    """
+    outcome: list[BaseException | None] = []
+
+    def connect() -> None:
+        try:
+            init()
+            outcome.append(None)
+        except BaseException as trouble:
+            outcome.append(trouble)
+
+    # Not waited for at the end: there is no way to have Ray give up.
+    thread = threading.Thread(target=connect, name="driftline-ray", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if not outcome:
+        raise DriftlineError(
+            f"what is at {address} does not answer as a Ray cluster: waited {_PATIENCE:.0f} s",
+            hint=_HINT,
+        )
+    if (trouble := outcome[0]) is not None:
+        why = (str(trouble) or type(trouble).__name__).strip().partition("\n")[0]
+        raise DriftlineError(f"Ray at {address} refuses: {why}", hint=_HINT) from trouble
