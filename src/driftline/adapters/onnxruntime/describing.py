@@ -1,0 +1,100 @@
+"""The topology of a captured ONNX model: its modules as a tree, who feeds whom, what was fused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from driftline.adapters.onnxruntime.boundaries import root_call
+from driftline.adapters.onnxruntime.recording import Seen, Sight
+from driftline.adapters.onnxruntime.scopes import ROOT
+from driftline.topology.tree import ModuleNode, ModuleTree
+
+
+def module_tree(seen: Seen) -> ModuleTree:
+    """The modules that the exporter names; a model without any has nothing but its root."""
+    classes = {call.site: call.class_name for call in seen.modules}
+    below: dict[str, list[str]] = {}
+    for path in classes:
+        parent = path.rpartition(".")[0]
+        while parent and parent not in classes:
+            parent = parent.rpartition(".")[0]
+        below.setdefault(parent, []).append(path)
+    root = root_call(seen.exported, seen.names)
+
+    def node(path: str, ids: str) -> ModuleNode:
+        children = [
+            (
+                child[len(path) + 1 :] if path else child,
+                node(child, f"{ids}_{at}" if ids else str(at)),
+            )
+            for at, child in enumerate(below.get(path, ()))
+        ]
+        return ModuleNode(
+            path or ROOT, classes.get(path, root.class_name), ids, (), tuple(children)
+        )
+
+    return ModuleTree((node("", ""),))
+
+
+def ids_of(tree: ModuleTree) -> dict[str, str]:
+    """Site → place in the tree."""
+    return {node.site: node.ids or "" for node in tree.walk()}
+
+
+def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, Any]:
+    """The tree with the edges of the optimised graph, and what its nodes stand for."""
+    edges: list[list[str]] = []
+    nodes: list[dict[str, Any]] = []
+    graph = seen.optimised
+    inside: dict[str, str] = {}
+    for number, node in enumerate(graph.nodes):
+        made = [value for value in node.outputs if value]
+        if node.op == "Constant" or not made:
+            continue
+        site = seen.site(made[0])
+        for value in graph.data_inputs(node):
+            if value in graph.maker:
+                edges.append([seen.site(value), "0", site, value])
+            else:
+                edges.append([ROOT, value, site, value])
+        members = seen.placed.members[number]
+        about: dict[str, Any] = {"site": site, "class": node.op, "name": node.name}
+        if node.domain:
+            about["domain"] = node.domain
+        if len(made) > 1:
+            about["outputs"] = [seen.site(value) for value in made]
+        scope = seen.names.scope(made[0])
+        if scope.operator and seen.names.told:
+            about["fx"] = scope.operator
+            about["target"] = scope.target
+            about["line"] = scope.line
+        gone = _gone(members, seen)
+        if gone:
+            about["replaces"] = gone
+            inside |= dict.fromkeys(gone, site)
+        nodes.append(about)
+    for call in seen.modules:
+        # A module whose output is computed nowhere: say which node it went into.
+        held = [seen.placed.holder[n] for n in call.nodes if n in seen.placed.holder]
+        there = any(value in graph.maker for value in call.outputs)
+        if held and not there:
+            made = [value for value in graph.nodes[max(held)].outputs if value]
+            inside.setdefault(call.site, seen.site(made[0]))
+    return {
+        **ModuleTree(tree.roots, tuple(dict.fromkeys(sight.site for sight in found))).to_json(),
+        "edges": edges,
+        "exported": {"by": "onnx", "nodes": nodes, "inside": inside},
+    }
+
+
+def _gone(members: Sequence[int], seen: Seen) -> list[str]:
+    """Sites of the values that a fused node no longer makes."""
+    return [
+        seen.names.site(value)
+        for number in members
+        for value in seen.exported.nodes[number].outputs
+        if value
+        and not seen.optimised.known(value)
+        and seen.exported.nodes[number].op != "Constant"
+    ]

@@ -1,0 +1,151 @@
+"""A graph of ONNX as plain values: nodes, who makes which tensor, who reads it.
+
+Values have the names that the file gives them; those are what an optimiser leaves alone, so they
+tell what a fused node stands for. Knows the protobuf of a model and nothing of sessions.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+
+class Node(NamedTuple):
+    """One node.
+
+    Attributes:
+        name: As the file has it; may be empty, and need not be the only one.
+        op: Its type.
+        domain: Where that type comes from; empty for ONNX's own.
+        inputs: Names of the values it reads, with those that its subgraphs read; an input that was
+            left out is empty.
+        outputs: Names of the values it makes; empty where one is not wanted.
+        about: What exporters wrote beside it.
+        subgraphs: How many graphs it holds: bodies of loops and branches.
+        activation: The activation that was worked into it; empty for none.
+    """
+
+    name: str
+    op: str
+    domain: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    about: Mapping[str, str]
+    subgraphs: int = 0
+    activation: str = ""
+
+
+class Graph:
+    """A graph of nodes in the order of its file, which is one of execution.
+
+    Attributes:
+        nodes: All of them.
+        maker: Value → number of the node that makes it.
+        readers: Value → numbers of the nodes that read it.
+        inputs: Names of what a caller gives.
+        outputs: Names of what a caller gets.
+        constants: Initializers and outputs of Constant nodes, by name.
+        shapes: Value → sizes, names of sizes or None, as far as the file says.
+        types: Value → ONNX's number of its element type.
+    """
+
+    def __init__(self, model: Any) -> None:
+        graph = model.graph
+        self.nodes = [_node(node) for node in graph.node]
+        weights = {tensor.name for tensor in graph.initializer}
+        weights |= {sparse.values.name for sparse in graph.sparse_initializer}
+        self.inputs = [one.name for one in graph.input if one.name not in weights]
+        self.outputs = [one.name for one in graph.output]
+        constant = {n.outputs[0] for n in self.nodes if n.op == "Constant" and n.outputs}
+        self.weights: frozenset[str] = frozenset(weights)
+        self.constants: frozenset[str] = frozenset(weights | constant)
+        self._wire()
+        self.shapes: dict[str, tuple[int | str | None, ...]] = {}
+        self.types: dict[str, int] = {}
+        for one in (*graph.value_info, *graph.input, *graph.output):
+            self._learn(one)
+        for tensor in graph.initializer:
+            self.shapes[tensor.name] = tuple(tensor.dims)
+            self.types[tensor.name] = tensor.data_type
+
+    def _wire(self) -> None:
+        self.maker: dict[str, int] = {}
+        self.readers: dict[str, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            for value in node.outputs:
+                if value:
+                    self.maker[value] = number
+            for value in dict.fromkeys(node.inputs):
+                if value:
+                    self.readers.setdefault(value, []).append(number)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give values other names."""
+        self.nodes = [
+            node._replace(
+                inputs=tuple(names.get(value, value) for value in node.inputs),
+                outputs=tuple(names.get(value, value) for value in node.outputs),
+            )
+            for node in self.nodes
+        ]
+        self._wire()
+        for old, new in names.items():
+            if old in self.shapes:
+                self.shapes[new] = self.shapes[old]
+                self.types[new] = self.types.get(old, 0)
+
+    def _learn(self, one: Any) -> None:
+        if one.type.WhichOneof("value") == "tensor_type":
+            told = one.type.tensor_type
+            self.types[one.name] = told.elem_type
+            if told.HasField("shape"):
+                self.shapes[one.name] = tuple(
+                    (d.dim_value if d.HasField("dim_value") else d.dim_param or None)
+                    for d in told.shape.dim
+                )
+
+    def known(self, value: str) -> bool:
+        """Whether the graph has a value of this name, made, given or constant."""
+        return value in self.maker or value in self.constants or value in self.inputs
+
+    def data_inputs(self, node: Node) -> list[str]:
+        """What a node reads that is computed or given, in order, each once."""
+        return [v for v in dict.fromkeys(node.inputs) if v and v not in self.constants]
+
+
+def _node(node: Any) -> Node:
+    inner = [*_subgraphs(node.attribute)]
+    inputs = list(node.input)
+    if inner:
+        inputs += [value for graph in inner for value in _outer(graph)]
+    return Node(
+        node.name,
+        node.op_type,
+        node.domain if node.domain != "ai.onnx" else "",
+        tuple(inputs),
+        tuple(node.output),
+        {prop.key: prop.value for prop in node.metadata_props},
+        len(inner),
+        next(
+            (a.s.decode("ascii", "replace") for a in node.attribute if a.name == "activation"), ""
+        ),
+    )
+
+
+def _subgraphs(attributes: Iterable[Any]) -> Iterable[Any]:
+    for attribute in attributes:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _outer(graph: Any) -> list[str]:
+    """What the body of a loop or branch reads of the graph around it."""
+    own = {one.name for one in graph.input} | {one.name for one in graph.initializer}
+    own.update(value for node in graph.node for value in node.output)
+    read = [value for node in graph.node for value in node.input]
+    read += [v for n in graph.node for inner in _subgraphs(n.attribute) for v in _outer(inner)]
+    read += [one.name for one in graph.output]
+    return [value for value in dict.fromkeys(read) if value and value not in own]

@@ -1,0 +1,169 @@
+"""Values that ONNX Runtime keeps in blocks of channels, and what they are in the exported graph.
+
+On a CPU its highest level runs convolutions in a layout of its own: 8 or 16 channels lie together,
+the last block is filled up, and values get new names. Which value of the exported graph one is, the
+node's name and its inputs say together; one that fits nothing keeps its own name and its blocks.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.adapters.onnxruntime import loading
+from driftline.adapters.onnxruntime.graph import Graph, Node
+from driftline.adapters.onnxruntime.values import AnyArray, HostTensor
+
+_DOMAIN = "com.microsoft.nchwc"
+_SUFFIX = "_nchwc"
+_ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid")
+_SUMS = ("Add", "Sum")
+_FUSED_MOST = 3
+
+
+class Blocked(NamedTuple):
+    """A value in blocks.
+
+    Attributes:
+        name: Its name in the optimised graph.
+        channels: How many of its channels are real.
+    """
+
+    name: str
+    channels: int
+
+
+def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Blocked]:
+    """Value of the exported graph → the one that holds it in blocks."""
+    found: dict[str, Blocked] = {}
+    plain: dict[str, str] = {}
+    tokens: set[str] = set()
+    by_name: dict[str, list[int]] = {}
+    for number, node in enumerate(exported.nodes):
+        by_name.setdefault(node.name, []).append(number)
+    for node in optimised.nodes:
+        own = node.domain == _DOMAIN and node.op != "ReorderOutput"
+        kept = node.op != "ReorderOutput" and any(value in tokens for value in node.inputs)
+        if not (own or kept) or not node.outputs or node.outputs[0] in exported.maker:
+            continue
+        token = node.outputs[0]
+        tokens.add(token)
+        start = node.name.removesuffix(_SUFFIX) if own else _made_by(node, by_name, exported)
+        value = _which(start, node, exported, optimised, plain)
+        channels = _channels(value, exported) if value else 0
+        if value and channels and value not in optimised.maker and value not in found:
+            found[value] = Blocked(token, channels)
+            plain[token] = value
+    return found
+
+
+def _made_by(node: Node, by_name: dict[str, list[int]], exported: Graph) -> str:
+    """What a node that was kept made in the exported graph."""
+    same = by_name.get(node.name, [])
+    return exported.nodes[same[0]].outputs[0] if node.name and len(same) == 1 else ""
+
+
+def _which(start: str, node: Node, exported: Graph, optimised: Graph, plain: dict[str, str]) -> str:
+    """The value that a node makes, of those that its name leads to; empty if none is sure.
+
+    A sum and an activation may have been worked into it after it got its name. Its inputs must be
+    just what the exported graph needs to compute the value.
+    """
+    wanted: set[str] = set()
+    for value in optimised.data_inputs(node):
+        known = plain.get(value, value)
+        if not exported.known(known):
+            return ""
+        wanted.add(known)
+    for value in _led_to(start, exported):
+        maker = exported.nodes[exported.maker[value]].op
+        fused = not node.activation or maker == node.activation
+        if fused and _needs(value, wanted, exported) == wanted:
+            return value
+    return ""
+
+
+def _led_to(start: str, exported: Graph) -> Iterator[str]:
+    value = start
+    for _ in range(_FUSED_MOST):
+        if value not in exported.maker:
+            return
+        yield value
+        readers = exported.readers.get(value, [])
+        if len(readers) != 1 or value in exported.outputs:
+            return
+        reader = exported.nodes[readers[0]]
+        if reader.op not in (*_SUMS, *_ACTIVATIONS) or not reader.outputs:
+            return
+        value = reader.outputs[0]
+
+
+def _needs(value: str, stop: set[str], exported: Graph) -> set[str]:
+    """What a value is computed from, back to the values at which to stop, or to the graph's end."""
+    found: set[str] = set()
+    waiting, seen = [value], {value}
+    while waiting:
+        number = exported.maker.get(waiting.pop())
+        for one in exported.data_inputs(exported.nodes[number]) if number is not None else ():
+            if one in seen:
+                continue
+            seen.add(one)
+            if one in stop or one not in exported.maker:
+                found.add(one)
+            else:
+                waiting.append(one)
+    return found
+
+
+def _channels(value: str, exported: Graph) -> int:
+    """Channels of a value: by its shape, else by the weights of the convolution that made it."""
+    for _ in range(4 * _FUSED_MOST):
+        shape = exported.shapes.get(value, ())
+        if len(shape) > 1 and isinstance(shape[1], int):
+            return shape[1]
+        number = exported.maker.get(value)
+        if number is None:
+            return 0
+        node = exported.nodes[number]
+        if node.op == "Conv" and len(node.inputs) > 1:
+            weight = exported.shapes.get(node.inputs[1], ())
+            return weight[0] if weight and isinstance(weight[0], int) else 0
+        before = exported.data_inputs(node)
+        if not before:
+            return 0
+        value = before[0]
+    return 0
+
+
+def block_size() -> int:
+    """How many channels lie together on this machine; asked of ONNX Runtime itself."""
+    onnx, ort = loading.protobuf(), loading.engine()
+    size = 48
+    node = onnx.helper.make_node(
+        "ReorderOutput", ["x"], ["y"], domain=_DOMAIN, channels=size, channels_last=0
+    )
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [1, size, 1, 2]) for name in ("x", "y")]
+    graph = onnx.helper.make_graph([node], "blocks", ends[:1], ends[1:])
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid(_DOMAIN, 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    given = np.arange(2 * size, dtype=np.float32).reshape(1, size, 1, 2)
+    # The second pixel of the first channel lies one block after the first.
+    return int(session.run(None, {"x": given})[0][0, 0, 0, 1])
+
+
+def unblocked(value: Any, channels: int, block: int) -> HostTensor:
+    """A value in blocks as the exported graph has it."""
+    array: AnyArray = value.numpy()
+    batch, padded, *rest = array.shape
+    blocks = array.reshape(batch, padded // block, *rest, block)
+    turned = np.moveaxis(blocks, -1, 2).reshape(batch, padded, *rest)[:, :channels]
+    return HostTensor(np.ascontiguousarray(turned), array.dtype.name, turned.shape)

@@ -1,0 +1,207 @@
+"""One capture under way: a model is optimised, executed as often as memory needs, and recorded."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftline.adapters.intake import Intake
+from driftline.adapters.onnxruntime import describing, loading, sessions
+from driftline.adapters.onnxruntime.feeding import Feed, Wanted, wanted_by
+from driftline.adapters.onnxruntime.fusions import placed
+from driftline.adapters.onnxruntime.graph import Graph
+from driftline.adapters.onnxruntime.layouts import block_size, blocked_values, unblocked
+from driftline.adapters.onnxruntime.recording import Seen, Sight, portions, sights, sizes_of, wanted
+from driftline.adapters.onnxruntime.scopes import Names
+from driftline.adapters.onnxruntime.sessions import SessionPlan
+from driftline.adapters.onnxruntime.values import look
+from driftline.adapters.onnxruntime.weights import Weights
+from driftline.adapters.selection import Selection
+from driftline.adapters.snapshot import Snapshot
+from driftline.errors import BadInput
+from driftline.numerics import kernel
+from driftline.runs.key import usual_moment
+from driftline.runs.sink import Sink
+
+Progress = Callable[[int, int], None]
+
+
+class Budget(NamedTuple):
+    """How much may be held at a time.
+
+    Attributes:
+        memory: Bytes of inner tensors.
+        values: How many of them; 0 is no limit.
+    """
+
+    memory: int
+    values: int = 0
+
+
+class Work:
+    """A model on its way into a run."""
+
+    def __init__(self, file: Path, plan: SessionPlan, exported: Graph, folder: Path) -> None:
+        self._plan = plan
+        self._name = file.name
+        made = sessions.optimise(file, plan, folder)
+        self._path = made.path
+        self._plain: Any = made.session
+        self.wanted: list[Wanted] = wanted_by(made.session)
+        self.outputs: list[str] = [one.name for one in made.session.get_outputs()]
+        optimised = Graph(loading.load_graph(made.path))
+        self._blocked = blocked_values(exported, optimised)
+        self._block = block_size() if self._blocked else 0
+        optimised.rename({one.name: value for value, one in self._blocked.items()})
+        self.seen = Seen.of(exported, optimised, Names(exported), placed(exported, optimised))
+        self._session: tuple[int, Any] | None = None
+
+    def plain_digests(self, feed: Feed) -> list[str]:
+        """What the session without capture gives, as digests."""
+        values = sessions.run(self._plain, self.outputs, _ort_feed(feed), self._name)
+        return [_digest(value) for value in values]
+
+    def let_go(self) -> None:
+        """The session without capture has done its part; its weights need not stay in memory."""
+        self._plain = None
+
+    def capture(
+        self,
+        intake: Intake,
+        sink: Sink,
+        selection: Selection,
+        levels: Sequence[str],
+        feeds: Sequence[tuple[int, Feed]],
+        expected: Sequence[Sequence[str]],
+        budget: Budget,
+        progress: Progress | None,
+    ) -> tuple[int, bool]:
+        """Record every step.
+
+        Returns:
+            How often each step was executed, and whether all gave what was expected.
+        """
+        tree = describing.module_tree(self.seen)
+        found = sights(self.seen, levels)
+        taken = wanted(found, selection, describing.ids_of(tree))
+        if not taken:
+            raise _nothing(selection, found)
+        sink.topology(describing.topology(self.seen, tree, taken))
+        self._say_unseen(intake)
+        most = 0
+        faithful = True
+        for number, (step, feed) in enumerate(feeds):
+            sizes = sizes_of(self.seen.optimised, {name: one.shape for name, one in feed.items()})
+            parts = portions(taken, sizes, budget.memory, budget.values)
+            most = max(most, len(parts))
+            for at, part in enumerate(parts):
+                done = sum(map(len, parts[:at]))
+                values = self._values(part, at, len(parts), feed, sizes)
+                if at == 0:
+                    given = [_digest(values[name]) for name in self.outputs]
+                    faithful = self._faithful(intake, given, expected[number], step) and faithful
+                self._record(intake, part, values, feed, step)
+                del values
+                if progress is not None:
+                    progress(number * len(taken) + done + len(part), len(feeds) * len(taken))
+            sink.step_done(step)
+        return most, faithful
+
+    def _values(
+        self, part: Sequence[Sight], at: int, many: int, feed: Feed, sizes: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """The values of one portion, by an execution of the graph with them as outputs."""
+        names = [
+            value
+            for value in dict.fromkeys((*self.outputs, *(sight.value for sight in part)))
+            if value in sizes or value in self.outputs
+        ]
+        stored = [self._blocked[name].name if name in self._blocked else name for name in names]
+        if self._session is None or self._session[0] != at or many > 1:
+            self._session = None  # its memory first
+            path = sessions.with_outputs(self._path, stored, at)
+            self._session = (at, sessions.capturing(path, self._plan, self._name))
+        values = sessions.run(self._session[1], stored, _ort_feed(feed), self._name)
+        return dict(zip(names, values, strict=True))
+
+    def _record(
+        self,
+        intake: Intake,
+        part: Sequence[Sight],
+        values: Mapping[str, Any],
+        feed: Feed,
+        step: int,
+    ) -> None:
+        weights: Weights | None = None
+        for sight in part:
+            tensor: Any = values.get(sight.value, feed.get(sight.value))
+            if sight.port == "param":
+                weights = weights or Weights(self._path)
+                tensor = weights.read(sight.value)
+            elif sight.value in self._blocked:
+                tensor = unblocked(tensor, self._blocked[sight.value].channels, self._block)
+            if tensor is None:
+                continue
+            intake.shielded(
+                sight.site,
+                intake.take,
+                sight.site,
+                sight.port,
+                sight.slot,
+                tensor,
+                sight.alias,
+                sight.class_name,
+                sight.visit,
+                "forward",
+                usual_moment(sight.port),
+                step,
+            )
+
+    def _faithful(
+        self, intake: Intake, given: Sequence[str], expected: Sequence[str], step: int
+    ) -> bool:
+        other = [
+            name for name, one, two in zip(self.outputs, given, expected, strict=True) if one != two
+        ]
+        if other:
+            intake.event(
+                "differs",
+                f"step {step}: {', '.join(other)} is not bit for bit what the session without "
+                "capture gives; does the model draw random numbers, or add in no fixed order?",
+                step=step,
+            )
+        return not other
+
+    def _say_unseen(self, intake: Intake) -> None:
+        for node in self.seen.optimised.nodes:
+            if node.subgraphs:
+                made = next((value for value in node.outputs if value), "")
+                intake.event(
+                    "inside",
+                    f"what happens inside the {node.op} '{node.name or made}' is not seen, "
+                    "only what goes in and comes out",
+                    site=self.seen.site(made),
+                )
+
+
+def _ort_feed(feed: Feed) -> dict[str, Any]:
+    ort = loading.engine()
+    return {name: tensor.to_ort(ort) for name, tensor in feed.items()}
+
+
+def _digest(value: Any) -> str:
+    shot = look(value)
+    if not isinstance(shot, Snapshot):
+        return ""
+    return f"{shot.dtype} {shot.shape} {kernel.digest_at(shot.address, shot.length)}"
+
+
+def _nothing(selection: Selection, found: Sequence[Sight]) -> BadInput:
+    missed = selection.unmatched((sight.site, sight.class_name, None) for sight in found)
+    if missed:
+        kind, text, hint = missed[0]
+        return BadInput(f"no {kind} of the model matches '{text}'", hint=hint)
+    return BadInput("the selection takes no tensor of the model")

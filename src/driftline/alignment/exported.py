@@ -1,0 +1,290 @@
+"""A model against a graph that was exported from it: what names leave over, by what the graph says.
+
+An exported graph knows its modules by name, so outputs pair by name. Its inputs have the names of
+values, not of arguments: they pair by who made them, or by being the only ones of their look. What
+a model has twice (a dropout that drops nothing, a container's output) is one value there. Two
+graphs of one file pair by the names of values; a fused node stands for what it replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+MADE, LOOK, SAME = 0.95, 0.9, 0.9
+"""Confidence of an input by its maker, of one by its look, of what holds the same bytes."""
+
+ROOT = "(root)"
+_REPEATED = re.compile(r"_(\d+)$")
+_Call = tuple[int, int, int, str, int]
+
+
+class ExportedGraph(NamedTuple):
+    """What a run's topology says of the graph that ran.
+
+    Attributes:
+        nodes: Site of each node → what is known of it.
+        inside: Site of what is no longer computed → the fused node it went into.
+    """
+
+    nodes: Mapping[str, Mapping[str, Any]]
+    inside: Mapping[str, str]
+
+    def replaced_by(self, site: str) -> tuple[str, ...]:
+        """The sites that a fused node stands for."""
+        gone = self.nodes.get(site, {}).get("replaces")
+        return tuple(map(str, cast("list[object]", gone))) if isinstance(gone, list) else ()
+
+    def why(self, site: str) -> str:
+        """Why a site is not computed; empty if the graph does not say."""
+        holder = self.inside.get(site)
+        if holder is None:
+            return ""
+        kind = self.nodes.get(holder, {}).get("class", "node")
+        return f"inside the fused {kind} '{holder}', which does not compute it by itself"
+
+
+def exported_graph(run: Run) -> ExportedGraph | None:
+    """The graph of a run that was captured from an exported file; None for any other run."""
+    key = run.records[0].key
+    topology = run.topology(key.rank, key.process)
+    about = topology.get("exported") if topology is not None else None
+    if not isinstance(about, Mapping):
+        return None
+    told = cast("Mapping[str, Any]", about)
+    nodes = {
+        str(node["site"]): node for node in map(_object, _list(told.get("nodes"))) if "site" in node
+    }
+    inside = _object(told.get("inside"))
+    return ExportedGraph(nodes, {site: str(node) for site, node in inside.items()})
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None) -> bool:
+    """Whether the two sides call the same things by the same names, so that the rest is detail.
+
+    That is: half of the modules that the graph names (of two graphs: half of the smaller one's
+    sites) are sites of the other side.
+    """
+    sites = [
+        {*(record.key.site for record in paired), *(record.key.site for record in left)}
+        for paired, left in (
+            ([pair.reference for pair in plan.pairs], plan.missing),
+            ([pair.candidate for pair in plan.pairs], plan.extra),
+        )
+    ]
+    linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
+    named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
+    shared = (named[0] & named[1]) - {ROOT}
+    if ours is not None and theirs is not None:
+        return 2 * len(shared) >= min(map(len, named)) - 1
+    graph = named[1] - set(ours.nodes) if ours is not None else named[0]
+    if theirs is not None:
+        graph = {linked.get(site, site) for site in sites[1] if site not in theirs.nodes}
+    return bool(shared) and 2 * len(shared & graph) >= len(graph - {ROOT})
+
+
+def pair_exported(
+    plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None
+) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
+    """Pairs for what names have left over, and why the rest is alone.
+
+    Args:
+        plan: What names have paired.
+        ours: The reference's graph; None if it is a model that ran as it is.
+        theirs: The candidate's.
+    """
+    left = _Left(plan)
+    if ours is not None and theirs is not None:
+        for graph, turned in ((ours, False), (theirs, True)):
+            _fused(graph, left, turned)
+    else:
+        _repeated_modules(left, exported_first=ours is not None)
+        _inputs(left)
+        _same_bytes(left, exported_first=ours is not None)
+    return left.found, _reasons(left, ours, theirs)
+
+
+class _Left:
+    """What is paired and what is not, while rules are tried."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.pairs = list(plan.pairs)
+        self.found: list[Pair] = []
+        self.here = {id(record): record for record in plan.missing}
+        self.there = {id(record): record for record in plan.extra}
+
+    def take(self, ours: Record, theirs: Record, confidence: float) -> None:
+        pair = Pair(ours, theirs, "graph", confidence)
+        self.found.append(pair)
+        self.pairs.append(pair)
+        self.here.pop(id(ours), None)
+        self.there.pop(id(theirs), None)
+
+
+def _call(record: Record) -> _Call:
+    key = record.key
+    return (key.rank, key.process, key.step, key.site, key.visit)
+
+
+def _fused(graph: ExportedGraph, left: _Left, turned: bool) -> None:
+    """Inputs of fused nodes, at whatever node reads the same value on the other side."""
+    fused, plain = (left.there, left.here) if turned else (left.here, left.there)
+    reads: dict[tuple[int, int, int, str, str], list[Record]] = defaultdict(list)
+    for record in plain.values():
+        if record.key.port == "input":
+            rank, process, step, site, _ = _call(record)
+            reads[rank, process, step, site, record.key.slot].append(record)
+    for record in list(fused.values()):
+        if record.key.port != "input":
+            continue
+        rank, process, step, site, _ = _call(record)
+        for other in graph.replaced_by(site):
+            at = reads.get((rank, process, step, other, record.key.slot))
+            if at:
+                partner = at.pop(0)
+                left.take(*((partner, record) if turned else (record, partner)), 1.0)
+                break
+
+
+def _repeated_modules(left: _Left, *, exported_first: bool) -> None:
+    """torch's older exporter calls the second call of `relu` by `relu_1`."""
+    graph, model = (left.here, left.there) if exported_first else (left.there, left.here)
+    known: dict[_Call, list[Record]] = defaultdict(list)
+    for record in model.values():
+        known[_call(record)].append(record)
+    for record in list(graph.values()):
+        for site, number in _without_number(record.key.site):
+            key = record.key
+            for other in known.get((key.rank, key.process, key.step, site, number), ()):
+                alike = other.key.port == key.port and other.shape == record.shape
+                if alike and id(other) in model and key.port == "output":
+                    left.take(*((record, other) if exported_first else (other, record)), MADE)
+                    break
+
+
+def _without_number(site: str) -> Iterable[tuple[str, int]]:
+    """A site without the number of one of its parts: what it may be a repeated call of."""
+    if "/" in site:
+        return
+    parts = site.split(".")
+    for at, part in enumerate(parts):
+        if match := _REPEATED.search(part):
+            yield ".".join((*parts[:at], part[: match.start()], *parts[at + 1 :])), int(match[1])
+
+
+def _inputs(left: _Left) -> None:
+    """Inputs of calls that belong together, by who made them, then by their looks."""
+    partner: dict[_Call, _Call] = {}
+    twins: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for pair in left.pairs:
+        partner.setdefault(_call(pair.reference), _call(pair.candidate))
+        if pair.reference.digest and pair.candidate.digest:
+            twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
+    for call in _calls(left.here.values(), left.there.values()):
+        partner.setdefault(call, call)  # a module whose output is computed nowhere
+    here, there = _by_call(left.here.values()), _by_call(left.there.values())
+    for call, mine in here.items():
+        others = list(there.get(partner.get(call, call), ()))
+        mine = list(mine)
+        for record in list(mine):
+            digests = twins.get((record.key.step, record.digest), set())
+            same = [one for one in others if one.digest in digests and one.shape == record.shape]
+            if same:
+                left.take(record, same[0], MADE)
+                mine.remove(record)
+                others.remove(same[0])
+        for record in mine:
+            rivals = [one for one in mine if _look(one) == _look(record)]
+            alike = [one for one in others if _look(one) == _look(record)]
+            if len(rivals) == len(alike) == 1:
+                left.take(record, alike[0], LOOK)
+
+
+def _calls(ours: Iterable[Record], theirs: Iterable[Record]) -> set[_Call]:
+    return {_call(record) for record in ours} & {_call(record) for record in theirs}
+
+
+def _by_call(records: Iterable[Record]) -> dict[_Call, list[Record]]:
+    found: dict[_Call, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.key.port == "input" and record.key.phase == "forward":
+            found[_call(record)].append(record)
+    return found
+
+
+def _look(record: Record) -> tuple[tuple[int, ...], str]:
+    return record.shape, record.dtype
+
+
+def _same_bytes(left: _Left, *, exported_first: bool) -> None:
+    """What of the model holds the bytes of something that has a partner: one value in the graph."""
+    known: dict[tuple[int, int, int, str, tuple[int, ...]], Record] = {}
+    for output in (True, False):  # who made it says more than who read it
+        for pair in left.pairs:
+            model = pair.candidate if exported_first else pair.reference
+            value = pair.reference if exported_first else pair.candidate
+            whole = pair.reference_recipe is None and pair.candidate_recipe is None
+            if model.digest and whole and (model.key.port == "output") is output:
+                known.setdefault(_bytes(model), value)
+    model_side = left.there if exported_first else left.here
+    for record in list(model_side.values()):
+        if record.key.port not in ("input", "output") or record.key.phase != "forward":
+            continue
+        value = known.get(_bytes(record)) if record.digest and record.kept == "full" else None
+        if value is not None and value.shape == record.shape:
+            left.take(*((value, record) if exported_first else (record, value)), SAME)
+
+
+def _bytes(record: Record) -> tuple[int, int, int, str, tuple[int, ...]]:
+    key = record.key
+    return key.rank, key.process, key.step, record.digest, record.shape
+
+
+def _reasons(
+    left: _Left, ours: ExportedGraph | None, theirs: ExportedGraph | None
+) -> dict[tuple[str, TensorKey], str]:
+    found: dict[tuple[str, TensorKey], str] = {}
+    sides: Sequence[tuple[str, Iterable[Record], ExportedGraph | None, ExportedGraph | None]] = (
+        ("reference", left.here.values(), ours, theirs),
+        ("candidate", left.there.values(), theirs, ours),
+    )
+    for side, records, own, other in sides:
+        for record in records:
+            why = other.why(record.key.site) if other is not None else ""
+            if not why and own is not None:
+                why = _of_a_node(record, own, model=other is None)
+            elif not why and other is not None:
+                why = "the graph as it ran has no tensor of its own for it: fused, or a constant"
+            if why:
+                found[side, record.key] = why
+    return found
+
+
+def _of_a_node(record: Record, own: ExportedGraph, *, model: bool) -> str:
+    key = record.key
+    if key.site in own.nodes and model:
+        module = key.site.rpartition("/")[0]
+        where = f" inside '{module}'" if module and module != ROOT else ""
+        return f"a node{where}; the other run has modules only"
+    if key.port == "param":
+        return "the other run has no such weight; --level params records weights"
+    if own.replaced_by(key.site):
+        return f"a fused node; it replaced {', '.join(own.replaced_by(key.site)[:3])}"
+    if not model:
+        return "the optimiser of the other run leaves it out, or makes it another way"
+    return "no tensor of the other run is surely the same"
