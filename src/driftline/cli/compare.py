@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
+from driftline.cli.table_output import refuse_overwriting, write
 from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from driftline.alignment.plan import Plan
-    from driftline.comparison.table import Table
     from driftline.runs.run import Run
 
 _LIMITS = "What is allowed"
@@ -27,14 +26,16 @@ _SPEED = "Speed"
 
 
 def compare(
-    reference: Annotated[Path | None, Option(metavar="REF")] = None,
-    candidate: Annotated[Path | None, Option(metavar="CAND")] = None,
+    reference: Annotated[Path | None, Option(metavar="REF", urls=True)] = None,
+    candidate: Annotated[Path | None, Option(metavar="CAND", urls=True)] = None,
     /,
     *,
     golden_path: Annotated[
-        Path | None, Option(names=("--golden-path", "-gp"), metavar="REF")
+        Path | None, Option(names=("--golden-path", "-gp"), metavar="REF", urls=True)
     ] = None,
-    my_path: Annotated[Path | None, Option(names=("--my-path", "-mp"), metavar="CAND")] = None,
+    my_path: Annotated[
+        Path | None, Option(names=("--my-path", "-mp"), metavar="CAND", urls=True)
+    ] = None,
     metric: Annotated[list[str] | None, Option(metavar="NAME|FILE.py:FUNC", group=_LIMITS)] = None,
     max: Annotated[list[str] | None, Option(metavar="METRIC=VALUE", group=_LIMITS)] = None,
     min: Annotated[list[str] | None, Option(metavar="METRIC=VALUE", group=_LIMITS)] = None,
@@ -57,7 +58,7 @@ def compare(
     placement: Annotated[list[str] | None, Option(metavar="SITE=shard(AXIS)", group=_HOW)] = None,
     mask: Annotated[list[str] | None, Option(metavar="FILE.npy|captured", group=_HOW)] = None,
     output: Annotated[
-        Path | None, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE)
+        Path | None, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE, urls=True)
     ] = None,
     csv: Annotated[Path | None, Option(metavar="FILE", group=_WHERE)] = None,
     format: Annotated[
@@ -72,6 +73,9 @@ def compare(
         Option(names=("--log-level", "-l"), group=_WHERE),
     ] = None,
     threads: Annotated[int | None, Option(group=_SPEED)] = None,
+    jobs: Annotated[int | None, Option(metavar="N", group=_SPEED)] = None,
+    executor: Annotated[str | None, Option(metavar="ray[://HOST:PORT]", group=_SPEED)] = None,
+    shard: Annotated[str | None, Option(metavar="I/N", group=_SPEED)] = None,
 ) -> int:
     """Compare two runs, or two tensor files, tensor by tensor.
 
@@ -121,16 +125,22 @@ def compare(
         dry_run: Print what would be compared with what; reads no tensor but masks and token ids.
         log_level: debug also prints the plan, warning only what does not agree, error nothing.
         threads: Worker threads. Default: one per usable core.
+        jobs: Share the pairs out among so many processes; the result is the same, bit for bit.
+        executor: Share them out on a Ray cluster: the one this machine is in, or one elsewhere.
+        shard: Measure only this share of the pairs, such as 3/8, and write it into the folder -o;
+            `driftline merge` makes the table of all of them.
     """
     if threads is not None and threads < 1:
         raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
     ref, cand = _two_paths(reference, candidate, golden_path, my_path)
     seed = golden_path is not None and my_path is not None
+    if shard is not None:
+        _check_shard(shard, output, force, {"-gp and -mp": seed, "--csv": csv, "--all": all})
     report = (output or Path()) if seed else None
     output = None if seed else output
     quiet = quiet or log_level == "error"
     if not script.asked():
-        _refuse_overwriting(output, csv, force, report)
+        refuse_overwriting(output if shard is None else None, csv, force, report)
         if save_plan is not None and save_plan.exists() and not force:
             raise AlreadyThere(f"{save_plan} exists", hint="give another --save-plan, or --force")
     from driftline.formats.opening import open_run
@@ -178,23 +188,24 @@ def compare(
         columns = [each.column for each in requested(metric or ())]
         limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
     progress = None if quiet else on_terminal("pairs")
+    asked: dict[str, Any] = {
+        "metrics": metric or (),
+        "limits": limits,
+        "rtol": rtol,
+        "atol": atol,
+        "min_coverage": min_coverage,
+        "thresholds": thresholds,
+        **pairs_by,
+        "threads": threads,
+        "jobs": jobs,
+        "executor": executor,
+        "planned": _telling(log_level, quiet),
+        "progress": progress,
+    }
     try:
-        table = script.step(
-            "table",
-            compare_runs,
-            ours,
-            theirs,
-            metrics=metric or (),
-            limits=limits,
-            rtol=rtol,
-            atol=atol,
-            min_coverage=min_coverage,
-            thresholds=thresholds,
-            **pairs_by,
-            threads=threads,
-            planned=_telling(log_level, quiet),
-            progress=progress,
-        )
+        if shard is not None:
+            return _shard(ours, theirs, shard, asked, cast(Path, output), force, quiet)
+        table = script.step("table", compare_runs, ours, theirs, **asked)
     finally:
         if progress is not None:
             progress.close()
@@ -206,13 +217,56 @@ def compare(
             print(f"driftline: the report is in {written}", file=sys.stderr)
     if not script.asked():
         _release(ours, theirs)
-    _write(table, output, csv, force, quiet)
+    write(table, output, csv, force, quiet)
     script.end(table)
     if not quiet and not (log_level in ("warning", "warn") and table.verdict == "pass"):
         from driftline.reports import emit
 
         emit.table(table, format, sys.stdout, everything=all)
     return exit_code(table)
+
+
+def _check_shard(
+    shard: str, output: Path | None, force: bool, others: Mapping[str, object]
+) -> None:
+    """Before anything is read: a shard needs a folder, and what is told of a whole table waits."""
+    from driftline.comparison.part import part_name, refuse_part
+    from driftline.executors.slices import parse_shard
+
+    which = parse_shard(shard)
+    for option, given in others.items():
+        if given:
+            raise BadInput(
+                f"{option} is for the whole comparison, of which --shard {shard} is a part",
+                hint="give REF and CAND by their places"
+                if option.startswith("-gp")
+                else f"give {option} to driftline merge",
+            )
+    if output is None:
+        raise BadInput("--shard needs -o, a folder for the parts of all shards")
+    if not script.asked():
+        refuse_part(output / part_name(which), force=force)
+
+
+def _shard(
+    ours: Run,
+    theirs: Run,
+    shard: str,
+    asked: Mapping[str, Any],
+    output: Path,
+    force: bool,
+    quiet: bool,
+) -> int:
+    """One share of the pairs, measured and written; no verdict yet."""
+    from driftline.comparison.part import Part
+    from driftline.gating.sharding import compare_shard
+
+    part = script.step("part", compare_shard, ours, theirs, shard, **asked)
+    written = script.act(Part.write, part, output, force=force)
+    script.end(part)
+    if not quiet:
+        print(f"driftline: {part}, in {written}", file=sys.stderr)
+    return EXIT_FINE
 
 
 def _some(run: Run, steps: frozenset[int], ranks: frozenset[int]) -> Run:
@@ -300,47 +354,6 @@ def _two_paths(
             hint="REF is -gp and CAND is -mp: give each of them once",
         )
     return found[0], found[1]
-
-
-def _refuse_overwriting(
-    output: Path | None, csv: Path | None, force: bool, report: Path | None
-) -> None:
-    """Before anything is read: a comparison of an hour must not end in a refusal."""
-    for folder in (output, report):
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise BadInput(f"{folder} is a file; -o takes a folder")
-    if report is not None:
-        there = next(place for place in (report, *report.absolute().parents) if place.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise BadInput(
-                f"cannot write the report into {report}",
-                hint="-o takes a folder that can be written",
-            )
-    if force:
-        return
-    if output is not None and output.is_dir() and any(output.iterdir()):
-        raise AlreadyThere(f"{output} is not empty", hint="give another -o, or --force")
-    if csv is not None and csv.exists():
-        raise AlreadyThere(f"{csv} exists", hint="give another --csv, or --force")
-
-
-def _write(table: Table, output: Path | None, csv: Path | None, force: bool, quiet: bool) -> None:
-    from driftline.comparison.table import Table
-
-    if csv is not None:
-        from driftline.comparison.storage import save_csv
-
-        try:
-            script.act(save_csv, table, csv)
-        except OSError as trouble:
-            raise BadInput(f"cannot write {csv}: {trouble.strerror}") from trouble
-    if output is not None:
-        try:
-            script.act(Table.write, table, output, force=force)
-        except OSError as trouble:
-            raise BadInput(f"cannot write {output}: {trouble.strerror}") from trouble
-        if not quiet and not script.asked():
-            print(f"driftline: the comparison is in {output}", file=sys.stderr)
 
 
 def _numbers(option: str, words: Sequence[str] | None) -> frozenset[int]:
