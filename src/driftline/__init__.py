@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from driftline import operators as operators
-    from driftline.adapters.torch.door import capture as capture
-    from driftline.adapters.torch.door import step as step
+    from driftline.adapters.door import capture as capture
+    from driftline.adapters.door import step as step
+    from driftline.adapters.onnxruntime.door import capture_onnx as capture_onnx
     from driftline.adapters.torch.watch_door import watch_errors as watch_errors
     from driftline.comparison.storage import open_table as open_table
     from driftline.diagnosis.door import diagnose as diagnose
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _DOORS = {
-    "capture": "driftline.adapters.torch.door:capture",
-    "step": "driftline.adapters.torch.door:step",
+    "capture": "driftline.adapters.door:capture",
+    "step": "driftline.adapters.door:step",
     "watch_errors": "driftline.adapters.torch.watch_door:watch_errors",
+    "capture_onnx": "driftline.adapters.onnxruntime.door:capture_onnx",
     "convert": "driftline.formats.conversion:convert",
     "align": "driftline.gating.door:align",
     "operators": "driftline.operators:",
@@ -80,6 +82,7 @@ __all__ = [
     "atb_json_to_onnx",
     "calibrate",
     "capture",
+    "capture_onnx",
     "check",
     "compare",
     "compare_models",

@@ -81,6 +81,8 @@ THIRD_PARTY: dict[str, Allowance] = {
     "remote": allow(inside="fsspec"),
     "adapters": allow(top="numpy"),
     "adapters/torch": allow(top="numpy torch", inside="transformers"),
+    "adapters/paddle": allow(top="paddle"),
+    "adapters/onnxruntime": allow(top="numpy", inside="onnx onnxruntime"),
     "launch": allow(inside="torch"),
     "formats": allow(top="numpy", inside="torch"),
     "topology": allow(top="numpy"),
@@ -188,6 +190,8 @@ def test_a_room_uses_only_the_packages_it_is_allowed(path: Path) -> None:
     room = room_of(path)
     if path.is_relative_to(PACKAGE / "adapters" / "torch"):
         room = "adapters/torch"
+    if path.is_relative_to(PACKAGE / "adapters" / "paddle"):
+        room = "adapters/paddle"
     if path.is_relative_to(PACKAGE / "experiments" / "live"):
         room = "experiments/live"
     if path.is_relative_to(PACKAGE / "operators" / "aten"):

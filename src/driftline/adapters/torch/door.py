@@ -1,165 +1,46 @@
-"""The Python door to capture: `with driftline.capture(model, "run"):` and `driftline.step()`."""
+"""What the doors of capture need of torch: a session for one model, and who runs now."""
 
 from __future__ import annotations
 
 import functools
-import os
-import warnings
-from collections.abc import Iterable
-from pathlib import Path
-from types import TracebackType
-from typing import Self, get_args
+from collections.abc import Sequence
 
 from torch import nn
 
-from driftline import settings
+from driftline.adapters.door import Capture, capture, step
 from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection, patterns, require_visible
-from driftline.adapters.torch import modules
+from driftline.adapters.selection import Selection
 from driftline.adapters.torch.provenance import facts
-from driftline.adapters.torch.session import LEVELS, CaptureSession, known_levels
+from driftline.adapters.torch.session import CaptureSession
 from driftline.adapters.torch.steps import StepsBy
-from driftline.errors import BadInput, did_you_mean
 from driftline.runs.calls import CALLS
-from driftline.runs.manifest import create_run
 from driftline.runs.sink import Sheets, Sink
-from driftline.runs.writer import RunWriter
 
-Filter = str | int | Iterable[str | int] | None
-
-
-class Capture:
-    """A capture that runs inside a `with` block.
-
-    Attributes:
-        path: The run's folder; None when a sink was given instead.
-        session: What does the work.
-    """
-
-    def __init__(self, session: CaptureSession, path: Path | None) -> None:
-        self.session = session
-        self.path = path
-        self._entered = False
-
-    def step(self) -> None:
-        """Say that a step is over. From then on only this counts steps."""
-        self.session.step_over()
-
-    def __enter__(self) -> Self:
-        if self._entered:  # its run is sealed, or being written
-            raise BadInput(
-                "a capture is good for one with block", hint="call driftline.capture again"
-            )
-        self._entered = True
-        self.session.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.session.stop()
-        if error is None:
-            for sentence in self.session.complaints():
-                warnings.warn(sentence, stacklevel=2)
+__all__ = ["Capture", "capture", "facts", "is_model", "session_for", "step"]
 
 
-def capture(
-    model: nn.Module,
-    path: str | os.PathLike[str] | Sink,
+def is_model(thing: object) -> bool:
+    return isinstance(thing, nn.Module)
+
+
+def session_for(
+    sink: Sink,
+    selection: Selection,
+    reduction: Reduction,
+    levels: Sequence[str],
     *,
-    sites: Filter = None,
-    classes: Filter = None,
-    ports: Filter = None,
-    steps: Filter = None,
-    ranks: Filter = None,
-    keep: str = "full",
-    levels: str | Iterable[str] = ("modules",),
-    steps_by: StepsBy = "auto",
-    selection: Selection | None = None,
-    max_bytes: int | None = None,
-    force: bool = False,
-) -> Capture:
-    """Capture what a model computes inside a `with` block, into a run.
-
-    Args:
-        model: The model to watch; its results are bitwise what they are without.
-        path: The run's folder, or a sink to write to.
-        sites: Globs on module paths (`model.layers.*.mlp`); a text, or several.
-        classes: Globs on class names.
-        ports: Globs on ports: input, output, grad_input, grad_output, param, param_grad,
-        optimizer_grad.
-        steps: Numbers, `3-5`, or a `range`. Every step by default.
-        ranks: The same for ranks.
-        keep: full, summary, digest, sample, sample(n) or describe.
-        levels: Any of modules, ops, gradients, params.
-        steps_by: auto, or what alone ends a step: call, optimizer, manual.
-        selection: Instead of the filters above, for those it has and they have not.
-        max_bytes: Store no more tensor bytes than this.
-        force: Replace a run that is there already.
-
-    Raises:
-        AlreadyThere: The folder exists and `force` was not given.
-        BadInput: A filter, level or reduction that cannot mean anything.
-    """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise BadInput(
-            f"{type(model).__name__} is not a torch module",
-            hint="give the model itself, an nn.Module",
-        )
-    filters = Selection(
-        sites=patterns(sites),
-        classes=patterns(classes),
-        ports=patterns(ports),
-        steps=patterns(steps),
-        ranks=patterns(ranks),
-    )
-    if selection is None:
-        selection = filters
-    elif filters != Selection():
-        raise BadInput(
-            "both a selection and filters were given", hint="put the filters into the selection"
-        )
-    levels = known_levels(levels)
-    if not levels:
-        raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
-    require_visible(selection.ports, levels)
-    if steps_by not in get_args(StepsBy):
-        raise BadInput(
-            f"there is no steps_by '{steps_by}'", hint=did_you_mean(steps_by, get_args(StepsBy))
-        )
-    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
-        raise BadInput(f"max_bytes is a number of bytes, not {max_bytes!r}")
-    reduction = Reduction.parse(keep)
-    place = settings.job_place()
-    if isinstance(path, str | os.PathLike):
-        folder = create_run(path, force=force, world_size=place.world_size)
-        sink: Sink = RunWriter(
-            folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes
-        )
-        sink.describe(**facts())
-    else:
-        folder, sink = None, path
+    model: nn.Module,
+    rank: int,
+    steps_by: StepsBy,
+    to_folder: bool,
+) -> CaptureSession:
+    """A session of one model, not started yet; a run in a folder can have operators replayed."""
     session = CaptureSession(
-        sink,
-        selection,
-        reduction,
-        levels,
-        model=model,
-        rank=place.rank,
-        steps_by=steps_by,
+        sink, selection, reduction, levels, model=model, rank=rank, steps_by=steps_by
     )
-    if folder is not None and session.replayable and isinstance(sink, Sheets):
+    if to_folder and session.replayable and isinstance(sink, Sheets):
         from driftline.adapters.torch.calls import CallTap
 
         session.taps.append(CallTap(session, functools.partial(sink.sheet, CALLS)))
         session.for_replay = True
-    return Capture(session, folder)
-
-
-def step() -> None:
-    """Say that a step is over, to every capture of this process, if there is any."""
-    for session in modules.active():
-        session.step_over()
+    return session

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from driftline.adapters.torch.candidate import Candidate
 from driftline.adapters.torch.door import capture
 from driftline.adapters.torch.replaying import Replayer
+from driftline.adapters.torch.session import CaptureSession
 from driftline.comparison.row import Row
 from driftline.diagnosis.artefacts import Replay, ReplayedSite
 from driftline.diagnosis.door import diagnose
@@ -143,7 +144,8 @@ def _applied(
 ) -> tuple[Run, Run, Mapping[str, Any]]:
     exact, native = MemorySink(name="exact"), MemorySink(name="native")
     with torch.no_grad(), capture(model, MemorySink(name="own"), keep="describe") as live:
-        replayer = Replayer(live.session, Candidate(candidate), _by_name, exact, native)
+        session = cast(CaptureSession, live.session)
+        replayer = Replayer(session, Candidate(candidate), _by_name, exact, native)
         live.session.stand_in = replayer
         model(**inputs)
     return exact.run(), native.run(), replayer.report.to_json()

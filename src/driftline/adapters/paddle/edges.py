@@ -1,0 +1,138 @@
+"""Edges of Paddle's backward graph that lead to given nodes, and whether a hook may stand there.
+
+A hook behind a node hands the node's results back to Paddle, which does not take lists of tensors
+there: the program's backward would raise. So only nodes of operations without lists of tensors,
+by name, are ever hooked. Knows nothing of calls and sessions.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+_LEAF = "GradNodeAccumulation"
+_MOST_NODES = 20_000
+
+_TAKE_NO_LISTS = """
+abs add as_strided assign batch_norm bce_loss bmm cast ceil celu clip conv2d conv2d_transpose
+conv3d cos cross_entropy_with_softmax cumsum depthwise_conv2d diagonal divide dropout
+elementwise_pow elu embedding erf exp expand expand_as expm1 fft_c2c fill flash_attn flatten
+flip floor fmax fmin fused_softmax_mask fused_softmax_mask_upper_triangle gather gather_nd gelu
+group_norm hardshrink hardsigmoid hardswish hardtanh huber_loss index_add index_sample
+index_select instance_norm kldiv_loss label_smooth layer_norm leaky_relu lerp log log10 log1p
+log2 log_softmax logcumsumexp logit logsigmoid logsumexp masked_fill masked_select matmul max
+maximum mean mean_all memory_efficient_attention min minimum mish multiply mv norm p_norm pad
+pad3d pixel_shuffle pixel_unshuffle pool2d pow prelu put_along_axis reciprocal relu relu6
+repeat_interleave reshape rms_norm roll round rsqrt scale scatter scatter_nd_add selu sigmoid
+sign silu sin slice softmax softplus softshrink softsign split split_with_num sqrt square
+squeeze stanh strided_slice subtract sum swiglu swish take_along_axis tanh tanh_shrink
+temporal_shift thresholded_relu tile topk trace transpose tril triu unbind unfold unsqueeze
+unstack view_dtype view_shape where
+"""
+OPERATIONS = tuple(_TAKE_NO_LISTS.split())
+"""Paddle's names of operations, none of which takes a list of tensors."""
+
+_EXTRA = ("Conv2dGradNodeFinal",)
+
+
+def node_name(operation: str) -> str:
+    """What Paddle calls the node of an operation.
+
+    >>> node_name("layer_norm"), node_name("conv2d")
+    ('LayerNormGradNode', 'Conv2dGradNode')
+    """
+    words = operation.split("_")
+    return "".join(word[:1].upper() + word[1:] for word in words) + "GradNode"
+
+
+HOOKABLE = frozenset([*(node_name(operation) for operation in OPERATIONS), *_EXTRA])
+
+
+class Edge(NamedTuple):
+    """One edge out of a node.
+
+    Attributes:
+        position: Its place among the node's `next_functions`.
+        width: How many those are.
+        present: How many of them lead anywhere.
+        before: How many of those come before this one.
+        source: Pointer of the node it leads to.
+    """
+
+    position: int
+    width: int
+    present: int
+    before: int
+    source: int
+
+    def of(self, sent: Any) -> Any:
+        """What a node has sent along this edge; None when nothing.
+
+        Arguments of an operation that can have no gradient stand among the results, and not among
+        the next functions.
+
+        Raises:
+            ValueError: It cannot be told which of the results it is.
+        """
+        if len(sent) == self.width:
+            found = sent[self.position]
+            return found if found._is_initialized() else None
+        filled = [one for one in sent if one._is_initialized()]
+        if len(filled) == self.present:
+            return filled[self.before]
+        if not filled:
+            return None
+        raise ValueError(f"{len(sent)} results and {self.width} next functions do not match")
+
+
+def edges_into(
+    sources: Collection[int], ends: list[Any], older: Collection[int]
+) -> tuple[list[tuple[Any, list[Edge]]], dict[int, set[str]]]:
+    """Nodes between `ends` and the sources that have an edge into a source, with those edges.
+
+    Args:
+        sources: Pointers of the nodes that made a call's inputs.
+        ends: Nodes that made its outputs.
+        older: Pointers of nodes that were there before the call: the walk stops there.
+
+    Returns:
+        The nodes, and for each source that is reached through a node which cannot be hooked (or in
+        a graph too large to walk) the names of those nodes.
+    """
+    found: list[tuple[Any, list[Edge]]] = []
+    blind: dict[int, set[str]] = {}
+    stack: list[Any] = []
+    seen: set[int] = set()
+    for node in ends:
+        pointer = node.node_ptr()
+        if pointer not in seen and pointer not in sources and node.name() != _LEAF:
+            seen.add(pointer)
+            stack.append(node)
+    while stack:
+        node = stack.pop()
+        following = node.next_functions
+        present = sum(one is not None for one in following)
+        edges: list[Edge] = []
+        before = 0
+        for position, after in enumerate(following):
+            if after is None:
+                continue
+            pointer = after.node_ptr()
+            if pointer in sources:
+                edges.append(Edge(position, len(following), present, before, pointer))
+            elif pointer not in seen and pointer not in older and after.name() != _LEAF:
+                seen.add(pointer)
+                stack.append(after)
+            before += 1
+        if edges:
+            name = node.name()
+            if name in HOOKABLE:
+                found.append((node, edges))
+            else:
+                for edge in edges:
+                    blind.setdefault(edge.source, set()).add(name.removesuffix("GradNode"))
+        if len(seen) > _MOST_NODES:
+            return [], {source: {"more operations than are looked at"} for source in sources}
+    return found, blind
