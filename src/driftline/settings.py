@@ -159,6 +159,21 @@ def job_place() -> JobPlace:
     return JobPlace(0, 1)
 
 
+def job_id() -> str:
+    """A name that the ranks of one job share and those of another do not; empty where alone.
+
+    Of what launchers say: the id of a torchrun or Slurm job, and where its ranks meet.
+    """
+    if job_place().world_size < 2:
+        return ""
+    env = environment()
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+    said = "\0".join(env.get(name, "") for name in names)
+    import hashlib  # 3 ms that most commands need not pay
+
+    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest() if said.strip("\0") else ""
+
+
 def place_on_machine() -> JobPlace:
     """Which of the processes of a torchrun job on this machine this one is; alone: the only one."""
     env = environment()

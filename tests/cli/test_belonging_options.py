@@ -73,11 +73,11 @@ def test_the_plan_shows_what_is_gathered(
     assert "2 ranks of" in said.out
 
 
-def test_without_a_placement_the_report_says_what_to_give(
+def test_without_a_placement_the_report_says_what_shapes_say(
     driftline: Callable[..., Any], whole: Path, halves: Path
 ) -> None:
     said = driftline("compare", whole, halves)
-    assert "--placement 'SITE=shard(AXIS)' says how tensors lie over them" in said.out
+    assert "over ranks (by shape)" in said.out
     assert "the reference has no rank 1" in said.out
 
 

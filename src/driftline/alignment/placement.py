@@ -1,11 +1,12 @@
-"""Tensors that lie over several ranks, by what the user declares: shards, replicas, partial sums.
+"""Tensors that lie over several ranks: what the user declares of them, and a run seen as one rank.
 
     mlp.up=shard(1)          site (glob), every port of it (partial: its outputs)
     mlp.up/param=shard(0)    one port; `mlp.up/param/weight=shard(0)` one slot
     attn.qkv=shard(-1, 4:1:1)   each rank has its piece of three parts of these shares
     *.down/output=partial(sum)
 
-Reads no value: a replica that differs is found because each replica is compared.
+What no rule covers is concluded by `gathering`. A replica that differs is found because each
+replica is compared.
 """
 
 from __future__ import annotations
@@ -92,48 +93,54 @@ def ranks_of(run: Run) -> list[tuple[int, int]]:
 
 
 def gather_ranks(
-    run: Run, rules: Sequence[Placement], other: Run, *, onto: tuple[int, int]
-) -> tuple[Run, list[str]]:
+    run: Run, rules: Sequence[Placement], other: Run | None, *, onto: tuple[int, int]
+) -> tuple[SeenRun, list[str]]:
     """The run as if its ranks were one, and what to say about it.
 
-    The last rule that covers a tensor counts; what no rule covers is taken for a replica.
+    The last rule that covers a tensor counts; of what no rule covers, the tensors themselves and
+    the shapes of the other side say how it lies.
 
     Args:
         run: A run of several ranks.
         rules: What the user declared.
         other: The other side: where it has a tensor only in the shape that each rank has, the ranks
-            hold replicas, whatever a rule for their whole site says.
+            hold replicas, whatever a rule for their whole site says. None where it is in shards
+            itself, and says nothing yet.
         onto: Rank and process to see everything as.
 
     Raises:
         BadInput: A rule covers nothing.
     """
-    groups: dict[TensorKey, list[Record]] = {}
-    for record in sorted(run.records, key=lambda each: (each.key.rank, each.key.process)):
-        key = record.key._replace(rank=onto[0], process=onto[1])
-        groups.setdefault(key, []).append(record)
+    from driftline.alignment.gathering import Gathering
+
+    found = Gathering(run, other, onto)
     used: set[Placement] = set()
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}
     counts: dict[str, int] = {}
-    ranks = len(ranks_of(run))
-    shapes = {record.key: record.shape for record in other.records}
-    known = {(record.key.port, record.shape) for record in other.records}
-    guessed = _Fused(run, other, groups, rules)
-    for key, parts in groups.items():
+    seen: Sequence[Record] = () if other is None else other.records
+    shapes = {record.key: record.shape for record in seen}
+    known = {(record.key.port, record.shape) for record in seen}
+    groups = {group.key: list(group.records) for group in found.groups}
+    guessed = None if other is None or not rules else _Fused(run, other, groups, rules)
+    for group in found.groups:
+        key, parts = group.key, groups[group.key]
         rule = next((rule for rule in reversed(rules) if rule.covers(parts[0].key)), None)
-        if rule is not None:
+        if rule is None:
+            origin, shape, word = found.decide(group)
+        else:
             used.add(rule)
-            rule = guessed.better(key, parts, rule)
-        origin, shape = _origin(parts, rule, ranks)
-        if isinstance(origin, Gathered) and origin.replicas:
-            each, port = parts[0].shape, key.port
-            if shapes.get(key) == each or (
-                key not in shapes and (port, shape) not in known and (port, each) in known
-            ):
-                origin, shape = Replicas(tuple(parts)), each
+            rule = rule if guessed is None else guessed.better(key, parts, rule)
+            origin, shape = _origin(parts, rule, len(ranks_of(run)))
+            if isinstance(origin, Gathered) and origin.replicas:
+                each, port = parts[0].shape, key.port
+                if shapes.get(key) == each or (
+                    key not in shapes and (port, shape) not in known and (port, each) in known
+                ):
+                    origin, shape = Replicas(tuple(parts)), each
+            word = _word(origin, rule)
         origins[key] = origin
-        counts[_word(origin, rule)] = counts.get(_word(origin, rule), 0) + 1
+        counts[word] = counts.get(word, 0) + 1
         records.append(parts[0]._replace(key=key, shape=shape, placement="", digest=""))
     for rule in rules:
         if rule not in used:
@@ -144,7 +151,8 @@ def gather_ranks(
             )
     records.sort(key=lambda record: record.order)
     said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    notes = [f"{ranks} ranks of '{run.name}' as one: {said}", *guessed.notes]
+    notes = [f"{len(ranks_of(run))} ranks of '{run.name}' as one ({found.mesh}): {said}"]
+    notes += found.notes + ([] if guessed is None else guessed.notes)
     return SeenRun(run, records, origins), notes
 
 

@@ -22,12 +22,14 @@ StepKind = Literal[
     "trim",  # like split, of what is surplus: pads, rows the other side's batch has not
     "select",  # positions `numbers` along `axis`: rows, or interleaved parts of a fused tensor
     "sum",  # sources added up: partial results of ranks
+    "mean",  # the same, divided by their number: gradients of ranks that each had other data
+    "times",  # every element multiplied by `factor`
     "dequantise",  # (values - zero point) * scale; sources are values[, scale[, zero point]]
     "unpack",  # words of 32 bits become several codes along `axis`, whose places are `numbers`
     "lowfloat",  # words of 64 bits whose low half is a float32: that number (ATB's deq_scale)
 ]
 KINDS: tuple[str, ...] = get_args(StepKind)
-JOINING: tuple[StepKind, ...] = ("concat", "sum", "dequantise")
+JOINING: tuple[StepKind, ...] = ("concat", "sum", "mean", "dequantise")
 """Steps that make one tensor of all sources; such a step is the first of its recipe."""
 
 _MOST_POSITIONS = 1 << 22
@@ -47,6 +49,7 @@ class Step(NamedTuple):
         numbers: Axes of a transpose, shape of a reshape, positions of a select, places of codes in
             a word, lowest first, for unpack.
         factor: Of dequantise: what every scale is multiplied by; the scale itself without a source.
+            Of times: what every element is multiplied by.
         zero: Of dequantise: what every value is lessened by.
     """
 
@@ -82,7 +85,10 @@ class Step(NamedTuple):
             times = f", times {self.factor!r}" if self.factor is not None else ""
             minus = f", minus {self.zero!r}" if self.zero else ""
             return f"dequantise(axis {self.axis}{times}{minus})"
-        return self.kind if self.kind in ("sum", "lowfloat") else f"{self.kind}(axis {self.axis})"
+        if self.kind == "times":
+            return f"times({self.factor!r})"
+        bare = self.kind in ("sum", "mean", "lowfloat")
+        return self.kind if bare else f"{self.kind}(axis {self.axis})"
 
 
 class Recipe(NamedTuple):
@@ -140,7 +146,10 @@ def start(record: Record) -> Recipe:
 
 
 def joined(
-    sources: Sequence[Source], kind: Literal["concat", "sum"], axis: int, shape: tuple[int, ...]
+    sources: Sequence[Source],
+    kind: Literal["concat", "sum", "mean"],
+    axis: int,
+    shape: tuple[int, ...],
 ) -> Recipe:
     """Several tensors as one."""
     return Recipe(tuple(sources), (Step(kind, axis),), shape)
@@ -196,6 +205,8 @@ def step_from_text(text: str) -> Step:
         if kind in ("transpose", "reshape"):
             numbers = tuple(int(word) for word in inside.split(",") if word.strip())
             return Step(cast(StepKind, kind), numbers=numbers)
+        if kind == "times":
+            return Step("times", factor=_after("by", f"by {inside}"))
         first, _, rest = inside.partition(",")
         axis = int(first.strip().removeprefix("axis")) if first.strip() else 0
         if kind in ("split", "trim"):

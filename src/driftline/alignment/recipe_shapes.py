@@ -48,7 +48,7 @@ def _joined(step: Step, shapes: Sequence[Shape]) -> Shape:
         if not (1 if step.factor is not None else 2) <= len(shapes) <= 3:
             raise BadInput("dequantise takes values, a scale and perhaps a zero point")
         return first
-    if step.kind == "sum":
+    if step.kind in ("sum", "mean"):
         if len(set(shapes)) > 1:
             raise BadInput(f"tensors of {_all(shapes)} cannot be added up")
         return first
@@ -79,7 +79,7 @@ def _after(step: Step, shape: Shape) -> Shape:
     elif step.kind == "unpack":
         fits = 0 <= at < len(shape) and is_packing(step.numbers)
         result = (*shape[:at], shape[at] * len(step.numbers), *shape[at + 1 :]) if fits else shape
-    elif step.kind == "lowfloat":
+    elif step.kind in ("lowfloat", "times"):
         pass
     else:
         raise BadInput(f"{step} joins tensors, so it must be the first step")

@@ -42,19 +42,13 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Se
     """
     notes: list[str] = []
     ours, theirs = _places(reference), _places(candidate)
-    if options.placements:
+    if options.placements or _lie_differently(reference, candidate, ours, theirs):
         reference, candidate = _gathered(reference, candidate, options, notes)
     elif ours != theirs and len(ours) == len(theirs):
         from driftline.alignment.steps import seen_ranks
 
         candidate, said = seen_ranks(reference, candidate)
         notes += said
-    elif min(len(ours), len(theirs)) == 1 < max(len(ours), len(theirs)):
-        many = "reference" if len(ours) > 1 else "candidate"
-        notes.append(
-            f"the {many} has {max(len(ours), len(theirs))} ranks, the other side one; "
-            "--placement 'SITE=shard(AXIS)' says how tensors lie over them"
-        )
     step_map = options.step_map
     if step_map or len(_steps(reference) | _steps(candidate)) > 1:
         from driftline.alignment.steps import parse_step_map, seen_steps
@@ -165,6 +159,26 @@ def takes_weights(run: Run) -> bool:
     return bool(line) and number.isdigit()  # `0_WordEmbedding`, and not the `0` of a Sequential
 
 
+def _lie_differently(
+    reference: Run, candidate: Run, ours: list[tuple[int, int]], theirs: list[tuple[int, int]]
+) -> bool:
+    """Whether the ranks of one side, or of both, must be made one before anything can be paired."""
+    many = {rank for rank, _ in ours}, {rank for rank, _ in theirs}
+    if len(many[0]) != len(many[1]):
+        return True
+    if len(many[0]) == 1 or ours != theirs:
+        return False
+    # As many ranks on both sides, but perhaps another mesh: tensors that rank by rank are others.
+    known = {record.key: record for record in reference.records if record.placement}
+    for record in candidate.records:
+        if not record.placement:
+            continue
+        same = known.get(record.key)
+        if same is not None and same.placement != record.placement:
+            return True
+    return False
+
+
 def _gathered(
     reference: Run, candidate: Run, options: AlignOptions, notes: list[str]
 ) -> tuple[Run, Run]:
@@ -177,20 +191,26 @@ def _gathered(
             "--placement, but both runs have one rank only",
             hint="give the folder that holds all ranks of the sharded run",
         )
-    if len(ours) == len(theirs):
+    if rules and len(ours) == len(theirs):
         notes.append(
             f"both runs have {len(ours)} ranks: compared rank by rank, the placements are not used"
         )
         return reference, candidate
     onto = ours[0] if len(ours) == 1 else (theirs[0] if len(theirs) == 1 else (0, 0))
-    whole = reference
-    if len(ours) > 1:
-        reference, said = gather_ranks(reference, rules, candidate, onto=onto)
+    if len(ours) == 1:
+        gathered, said = gather_ranks(candidate, rules, reference, onto=onto)
         notes += said
-    if len(theirs) > 1:
-        candidate, said = gather_ranks(candidate, rules, whole, onto=onto)
+        return reference, gathered
+    if len(theirs) == 1:
+        gathered, said = gather_ranks(reference, rules, candidate, onto=onto)
         notes += said
-    return reference, candidate
+        return gathered, candidate
+    # Both are in pieces: what the tensors of one say gives shapes for the other, and back.
+    first, _ = gather_ranks(reference, rules, None, onto=onto)
+    there, said = gather_ranks(candidate, rules, first, onto=onto)
+    here, said_here = gather_ranks(reference, rules, there, onto=onto)
+    notes += [*said_here, *said]
+    return here, there
 
 
 def _explained(plan: Plan) -> Plan:

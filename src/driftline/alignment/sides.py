@@ -44,7 +44,17 @@ class Gathered(NamedTuple):
     replicas: bool = False
 
 
-Origin = Record | Replicas | Gathered | Apart
+class Copies(NamedTuple):
+    """What the places of a mesh hold that should all be the same: records, or wholes of shards.
+
+    Attributes:
+        sources: Each is set against the other side.
+    """
+
+    sources: tuple[Source, ...]
+
+
+Origin = Record | Replicas | Gathered | Copies | Apart
 Aside = tuple[Record, Origin, str]
 """A tensor that has no part in the matching: as it is seen, what it is made of, and why."""
 
@@ -79,23 +89,27 @@ class SeenRun(Run):
         return self.whole.losses
 
     def raw(self, record: Record) -> Storage:
-        origin = self.origins.get(record.key, record)
-        if isinstance(origin, Replicas):
-            origin = origin.records[0]
+        origin = self._first(record)
         if isinstance(origin, Record):
             return self.whole.raw(origin)
         raise BadInput(f"{record.key} is gathered from several ranks when it is compared")
 
     def memory(self, record: Record) -> Memory | None:
-        origin = self.origins.get(record.key, record)
-        if isinstance(origin, Replicas):
-            origin = origin.records[0]
+        origin = self._first(record)
         return self.whole.memory(origin) if isinstance(origin, Record) else None
 
-    def lost(self, record: Record) -> str:
+    def _first(self, record: Record) -> Origin:
+        """What a record of the view is made of; of replicas the first."""
         origin = self.origins.get(record.key, record)
         if isinstance(origin, Replicas):
-            origin = origin.records[0]
+            return origin.records[0]
+        if isinstance(origin, Copies):
+            first = origin.sources[0]
+            return Gathered(first) if isinstance(first, Recipe) else first
+        return origin
+
+    def lost(self, record: Record) -> str:
+        origin = self._first(record)
         if isinstance(origin, Record):
             return self.whole.lost(origin)
         return "it is gathered from several ranks when it is compared"
@@ -106,6 +120,12 @@ class SeenRun(Run):
             return found
         places = sorted({(r.key.rank, r.key.process) for r in self.whole.records})
         return next((tree for at in places if (tree := self.whole.topology(*at))), None)
+
+    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
+        return self.whole.sheets(rank, process)
+
+    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        return self.whole.sheet(name, rank, process)
 
 
 def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
@@ -142,6 +162,9 @@ def aside_of(run: Run) -> Sequence[Aside]:
 def _parts(origin: Origin) -> tuple[Record, ...]:
     if isinstance(origin, Gathered):
         return origin.recipe.records
+    if isinstance(origin, Copies):
+        found = [each.records if isinstance(each, Recipe) else (each,) for each in origin.sources]
+        return tuple(record for records in found for record in records)
     return (origin,) if isinstance(origin, Record) else origin.records
 
 
@@ -181,6 +204,13 @@ def _ways(
         origin = Replicas(parts)
     if isinstance(origin, Apart):
         yield origin.records[0], _real_recipe(recipe, origins), origin.reason
+    elif isinstance(origin, Copies):
+        for which, source in enumerate(origin.sources):
+            found = _real_recipe(recipe, origins, which)
+            if isinstance(source, Recipe):
+                yield source.records[0], found or source, ""
+            else:  # how it lies is settled: it is whole
+                yield source._replace(placement=""), found, ""
     elif isinstance(origin, Replicas):
         for which, record in enumerate(origin.records):  # each for itself, whatever is done to it
             yield record, _real_recipe(recipe, origins, which), ""
@@ -203,6 +233,8 @@ def _real_recipe(
         origin = origins.get(source.key, source)
         if isinstance(origin, Gathered):
             sources.append(origin.recipe)
+        elif isinstance(origin, Copies):
+            sources.append(origin.sources[min(which, len(origin.sources) - 1)])
         elif isinstance(origin, Replicas):
             sources.append(origin.records[min(which, len(origin.records) - 1)])
         elif isinstance(origin, Apart):

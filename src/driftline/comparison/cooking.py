@@ -121,6 +121,8 @@ def made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
             words, dtype = _low_floats(words, dtype)
         elif step.kind == "unpack":
             words, dtype = _unpacked(step, words, dtype)
+        elif step.kind == "times":
+            words, dtype = _times(step, words, dtype)
         else:
             words = _done(step, words)
     return words, dtype
@@ -175,10 +177,10 @@ def _joined(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[Storage
     if step.kind == "dequantise":
         return _dequantised(step, parts)
     shapes = [words.shape for words, _ in parts]
-    if step.kind == "sum":
+    if step.kind in ("sum", "mean"):
         if len(set(shapes)) != 1:
             raise BadInput(f"tensors of {_all(shapes)} cannot be added up")
-        return _sum(parts)
+        return _sum(parts, 1.0 if step.kind == "sum" else 1 / len(parts))
     rest = {(*shape[: step.axis], *shape[step.axis + 1 :]) for shape in shapes}
     if not 0 <= step.axis < min(map(len, shapes)) or len(rest) != 1:
         raise BadInput(f"tensors of {_all(shapes)} cannot be joined along axis {step.axis}")
@@ -189,9 +191,15 @@ def _joined(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[Storage
     return np.concatenate(converted, axis=step.axis), common
 
 
-def _sum(parts: Sequence[tuple[Storage, DType]]) -> tuple[Storage, DType]:
-    """Added up in float64 (integers: in int64), rounded once at the end."""
+def _times(step: Step, words: Storage, dtype: DType) -> tuple[Storage, DType]:
+    return _sum([(words, dtype)], 1.0 if step.factor is None else step.factor)
+
+
+def _sum(parts: Sequence[tuple[Storage, DType]], factor: float = 1.0) -> tuple[Storage, DType]:
+    """Added up in float64 (integers: in int64) and multiplied, rounded once at the end."""
     common = _common([dtype for _, dtype in parts])
+    if factor != 1.0 and common.kind in ("int", "uint"):
+        common = DTYPES["float64"]
     shape = parts[0][0].shape
     flats = [(np.ascontiguousarray(words).reshape(-1), dtype) for words, dtype in parts]
     total = np.empty(math.prod(shape), common.storage)
@@ -200,7 +208,8 @@ def _sum(parts: Sequence[tuple[Storage, DType]]) -> tuple[Storage, DType]:
         if common.kind in ("int", "uint"):
             total[block] = sum(_as(words[block], dtype, common) for words, dtype in flats)
         else:
-            total[block] = sum(_decoded(words[block], dtype) for words, dtype in flats)
+            found = sum(_decoded(words[block], dtype) for words, dtype in flats)
+            total[block] = found * factor
     return total.reshape(shape), common
 
 

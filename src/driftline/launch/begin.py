@@ -29,7 +29,7 @@ from driftline.launch.plan import CapturePlan
 from driftline.launch.sinks import Late, Limited, Nowhere
 from driftline.launch.wake import leave_mark
 from driftline.launch.watch_plan import WatchPlan, is_watch_plan
-from driftline.runs.calls import CALLS
+from driftline.runs.calls import CALLS, GRAPHS
 from driftline.runs.layout import SENT_SHARD_BYTES, SHARD_BYTES
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SESSION = "driftline.adapters.torch.session:CaptureSession"
 CALLS_TAP = "driftline.adapters.torch.calls:CallTap"
 PROFILE_TAP = "driftline.adapters.torch.profile:ProfileTap"
+GRAPH_TAP = "driftline.adapters.torch.graphs.tap:GraphTap"
 AIT_TREE = "driftline.dialects.ait_tree:AitTree"
 """A dialect stands above this room, so it is found by its address and only when asked for."""
 
@@ -126,6 +127,11 @@ class Launched:
                     kernels="kernel" in plan.types,
                     times="cpu_profiling" in plan.types,
                 )
+            )
+        if plan.graph:
+            write = functools.partial(self.sink.sheet, GRAPHS)
+            self.session.taps.append(
+                _load(GRAPH_TAP)(self.session, plan.graph, write, fusion=plan.fusion)
             )
         if plan.tiling:
             self.sink.event("tiling", "tiling data were asked for; torch on this device has none")
@@ -233,6 +239,8 @@ class Launched:
             seal_at_exit=False,
         )
         writer.describe(**facts())
+        if self.plan.selection.ranks:
+            writer.describe(only_ranks=list(self.plan.selection.ranks))
         if not self.plan.wants_tensors:
             writer.open()
         return Limited(writer, limit=share, say=self._say) if share else writer

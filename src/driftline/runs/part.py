@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from driftline.runs.jobs import membership
 from driftline.runs.layout import (
     EVENTS,
     INDEX,
@@ -53,7 +54,7 @@ class Part:
         self._events = -1
         self._index = os.open(folder / INDEX, _APPEND, 0o666)
         hold(self._index)  # as long as this process lives, readers see that it is still writing
-        self._facts = process_facts(rank, process, world_size)
+        self._facts = {**process_facts(rank, process, world_size), **membership(path)}
         self._make_reserve()
 
     def append_index(self, text: memoryview) -> tuple[memoryview, OSError | None]:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast, overload
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.absent import no_folder
 from driftline.runs.files import Files, FolderFiles, object_in
 from driftline.runs.inside import is_inside, read_object, reason_of
+from driftline.runs.jobs import gaps, refuse_mixed
 from driftline.runs.layout import (
     EVENTS,
     FORMAT,
@@ -62,7 +64,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
     """
     place = Path(path)
     if not place.is_dir():
-        raise _no_folder(place)
+        raise no_folder(place)
     try:
         names = sorted(child.name for child in place.iterdir())
     except OSError as error:
@@ -88,27 +90,6 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
     else:
         check_schema(str(place), manifest)
     return DiskRun(str(place), FolderFiles(root), manifest, folders, losses)
-
-
-def _no_folder(place: Path) -> BadRun:
-    if place.is_file():
-        return BadRun(
-            f"'{place}' is a file, not the folder of a run",
-            hint=f"give the folder '{place.parent}'" if place.name == MANIFEST else "",
-        )
-    hint = ""
-    if place.is_symlink() and not place.exists():
-        return BadRun(f"'{place}' is a link that leads nowhere")
-    if place.exists():  # a pipe or a device: reading it could wait for ever
-        return BadRun(f"'{place}' is neither a file nor a folder")
-    if place.parent.is_dir():
-        import difflib  # at start it would cost every command a millisecond
-
-        names = [child.name for child in place.parent.iterdir()]
-        near = difflib.get_close_matches(place.name, names, n=2)
-        if near:
-            hint = "did you mean " + " or ".join(f"'{place.parent / name}'" for name in near) + "?"
-    return BadRun(f"there is no '{place}'", hint=hint)
 
 
 def check_schema(place: str, manifest: Mapping[str, Any]) -> None:
@@ -287,14 +268,19 @@ class DiskRun(Run):
         self._parts = {(part.rank, part.process): part for part in parts}
         self._losses = list(losses)
         self._records: _Records | None = None
+        if len(parts) > 1:
+            refuse_mixed(name, manifest, [(part.name, part.facts()) for part in parts])
 
     def _load(self) -> _Records:
         if self._records is None:
             # A hundred thousand small lists keep the collector busier than the decoder.
             with uncollected():
-                for part in self._parts.values():
+                parts = list(self._parts.values())
+                for part in parts:
                     part.load(self._losses)
-                self._records = _Records(list(self._parts.values()))
+                self._records = _Records(parts)
+                ends = [max((line.step for line in p.lines), default=None) for p in parts]
+                self._losses += gaps(list(zip(self.processes(), ends, strict=True)))
         return self._records
 
     @property

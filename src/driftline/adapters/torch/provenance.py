@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from driftline.adapters.torch.placed import job_facts
 from driftline.runs.sink import JSON
 
 
@@ -23,4 +24,5 @@ def facts() -> dict[str, JSON]:
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "threads": int(torch.get_num_threads()),
         "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
+        **job_facts(),
     }

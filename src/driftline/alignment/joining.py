@@ -1,0 +1,170 @@
+"""Parts of one tensor, each at its place on a mesh, become the whole they are part of.
+
+Gives recipes, and for the rules that must look, what such a recipe would give. Which axis of the
+mesh holds what is for others to say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.alignment.rank_mesh import Coordinate, Placed
+from driftline.alignment.recipe import Recipe, Source, joined
+from driftline.errors import BadInput, DriftlineError
+from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+Shape = tuple[int, ...]
+F64 = npt.NDArray[np.float64]
+_LARGEST = 1 << 24
+"""Elements of a tensor that are looked at; larger ones are not asked."""
+
+
+class DoesNotFit(Exception):
+    """Parts that cannot be joined so; the message says why."""
+
+
+def join(parts: Mapping[Coordinate, Source], placed: Sequence[Placed]) -> list[Source]:
+    """What parts make together: one source for each place of the axes that hold replicas.
+
+    Raises:
+        DoesNotFit: A part is missing, or shapes do not fit.
+    """
+    found = dict(parts)
+    for axis in _order(placed):
+        how = placed[axis]
+        if how.kind == "replicate":
+            continue
+        together: dict[Coordinate, dict[int, Source]] = {}
+        for at, source in found.items():
+            rest = (*at[:axis], 0, *at[axis + 1 :])
+            together.setdefault(rest, {})[at[axis]] = source
+        size = 1 + max(at[axis] for at in found)
+        found = {}
+        for rest, members in together.items():
+            if lacking := [n for n in range(size) if n not in members]:
+                raise DoesNotFit(f"part {lacking[0] + 1} of {size} is missing")
+            sources = [members[n] for n in sorted(members)]
+            found[rest] = _one(sources, how)
+    return [found[at] for at in sorted(found)]
+
+
+def _order(placed: Sequence[Placed]) -> list[int]:
+    """Axes in the order in which they are undone: what was cut last is joined first."""
+    late = [axis for axis, how in enumerate(placed) if how.late]
+    return late + [axis for axis in reversed(range(len(placed))) if not placed[axis].late]
+
+
+def _one(sources: Sequence[Source], how: Placed) -> Source:
+    if len(sources) == 1:
+        return sources[0]
+    first = sources[0].shape
+    if how.kind in ("sum", "mean"):
+        if len({source.shape for source in sources}) != 1:
+            raise DoesNotFit(f"terms of a sum have different shapes: {shapes_said(sources)}")
+        return joined(sources, how.kind, 0, first)
+    if how.kind != "shard":
+        raise DoesNotFit("nothing says how it lies")
+    # Where there are more ranks than rows, the last ones hold nothing.
+    full = [source for source in sources if 0 not in source.shape] or [sources[0]]
+    first, axis = full[0].shape, how.axis
+    rest = {(*source.shape[:axis], *source.shape[axis + 1 :]) for source in full}
+    if not all(axis < len(source.shape) for source in full) or len(rest) != 1:
+        raise DoesNotFit(f"the ranks' shapes do not fit: {shapes_said(sources)}")
+    if len(full) == 1:
+        return full[0]
+    whole = sum(source.shape[axis] for source in full)
+    return joined(full, "concat", axis, (*first[:axis], whole, *first[axis + 1 :]))
+
+
+def ways(
+    parts: Mapping[Coordinate, Source],
+    target: Shape,
+    known: Mapping[int, Placed],
+    axes: int,
+) -> list[tuple[Placed, ...]]:
+    """Every way in which parts, cut along axes, make tensors of a shape.
+
+    Args:
+        parts: By place.
+        target: The shape they must make.
+        known: What is known of some axes of the mesh.
+        axes: How many axes the mesh has.
+    """
+    shapes = {part.shape for part in parts.values() if 0 not in part.shape}
+    if any(len(shape) != len(target) for shape in shapes):
+        return []
+    cut = [n for n in range(len(target)) if any(shape[n] != target[n] for shape in shapes)]
+    choices: list[list[Placed]] = []
+    for axis in range(axes):
+        if axis in known:
+            choices.append([known[axis]])
+        elif len({at[axis] for at in parts}) == 1:
+            choices.append([Placed("replicate")])
+        else:
+            choices.append([Placed("replicate"), *(Placed("shard", n) for n in cut)])
+    found: list[tuple[Placed, ...]] = []
+    for way in itertools.product(*choices):
+        try:
+            made = join(parts, way)
+        except DoesNotFit:
+            continue
+        if all(source.shape == target for source in made):
+            found.append(way)
+    return found
+
+
+def values_of(run: Run, source: Source) -> F64 | None:
+    """What a record or a recipe of joins holds; None where that cannot be had."""
+    try:
+        return _values(run, source)
+    except (DriftlineError, OSError, ValueError):
+        return None
+
+
+def _values(run: Run, source: Source) -> F64:
+    if isinstance(source, Record):
+        if source.kept != "full" or run.lost(source) or math.prod(source.shape) > _LARGEST:
+            raise BadInput("no values")
+        dtype = DTYPES[source.dtype]
+        if dtype.kind in ("complex", "bits") or dtype.bits < 8:
+            raise BadInput("no plain numbers")
+        numbers: Any = to_float64(run.raw(source), dtype, math.prod(source.shape))
+        return cast("F64", numbers.reshape(source.shape))
+    parts = [_values(run, each) for each in source.sources]
+    found: Any = parts[0]
+    for step in source.steps:
+        if step.kind == "concat":
+            found = np.concatenate(parts, axis=step.axis)
+        elif step.kind in ("sum", "mean"):
+            found = np.sum(parts, axis=0) / (len(parts) if step.kind == "mean" else 1)
+        elif step.kind == "times":
+            found = found * step.factor
+        elif step.kind == "select":
+            found = np.take(found, step.numbers, axis=step.axis)
+        else:
+            raise BadInput("no join")
+    return cast("F64", found)
+
+
+def distance(ours: F64, theirs: F64) -> float:
+    """Relative to the first: |theirs - ours| / |ours|; infinite where they cannot be compared."""
+    if ours.shape != theirs.shape:
+        return math.inf
+    with np.errstate(all="ignore"):
+        off = float(np.linalg.norm((theirs - ours).reshape(-1)))
+        size = float(np.linalg.norm(ours.reshape(-1)))
+    if not math.isfinite(off):
+        return math.inf
+    return off / size if size else (0.0 if off == 0 else math.inf)
+
+
+def shapes_said(sources: Sequence[Source | Recipe]) -> str:
+    return " and ".join("x".join(map(str, source.shape)) or "scalar" for source in sources)

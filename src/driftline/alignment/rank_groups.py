@@ -1,0 +1,121 @@
+"""The same tensor on every rank: groups of records, each part at its place on the mesh.
+
+Micro-batches that the other run has in one call are one more axis, behind the mesh's own. Compares
+bytes by digest, within one run only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from driftline.alignment.rank_mesh import Coordinate, Mesh
+from driftline.alignment.stages import Stages
+from driftline.errors import DriftlineError
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+
+class Group(NamedTuple):
+    """One tensor of the whole model.
+
+    Attributes:
+        key: Its address there.
+        parts: What each place holds, in the order of places.
+        axes: Names of the axes of these places.
+    """
+
+    key: TensorKey
+    parts: Mapping[Coordinate, Record]
+    axes: tuple[str, ...]
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return tuple(self.parts.values())
+
+    @property
+    def first(self) -> Record:
+        return next(iter(self.parts.values()))
+
+
+class Bytes:
+    """Who holds the same bytes, asked of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._made: dict[TensorKey, str] = {}
+
+    def of(self, record: Record) -> str:
+        """A name for a tensor's bytes; empty where they are not known."""
+        if record.digest:
+            return record.digest
+        found = self._made.get(record.key)
+        if found is None:
+            try:
+                raw = self._run.raw(record) if record.kept == "full" else None
+            except (DriftlineError, OSError):
+                raw = None
+            found = (
+                "" if raw is None else hashlib.blake2b(raw.tobytes(), digest_size=16).hexdigest()
+            )
+            self._made[record.key] = found
+        return found
+
+    def differ_along(self, group: Group) -> set[int]:
+        """Axes along which two places that differ in nothing else hold different bytes."""
+        found: set[int] = set()
+        for axis in range(len(group.axes)):
+            seen: dict[Coordinate, tuple[str, tuple[int, ...]]] = {}
+            for at, record in group.parts.items():
+                rest = (*at[:axis], 0, *at[axis + 1 :])
+                mine = (self.of(record), record.shape)
+                if seen.setdefault(rest, mine) != mine:
+                    found.add(axis)
+                    break
+        return found
+
+
+MICRO = "micro-batches"
+
+
+def groups_of(
+    run: Run, other: Run | None, mesh: Mesh, stages: Stages | None, onto: tuple[int, int]
+) -> list[Group]:
+    """Every tensor of a run of many ranks, in the order of the first rank that has it."""
+    parts: dict[TensorKey, dict[int, Record]] = {}
+    for record in run.records:
+        key = record.key if stages is None else stages.key(record.key)
+        key = key._replace(rank=onto[0], process=onto[1])
+        # Of several processes of one rank the first counts; the others are no part of the job.
+        parts.setdefault(key, {}).setdefault(record.key.rank, record)
+    micro = {} if other is None else _micro(parts, other)
+    found: dict[TensorKey, Group] = {}
+    for key, ranks in parts.items():
+        many = micro.get(key._replace(visit=0), 1)
+        one = key._replace(visit=0) if many > 1 else key
+        more = (key.visit,) if many > 1 else ()
+        group = found.get(one)
+        if group is None:
+            axes = (*mesh.names, MICRO) if many > 1 else mesh.names
+            group = found[one] = Group(one, {}, axes)
+        group.parts.update({(*mesh.at[rank], *more): record for rank, record in ranks.items()})  # type: ignore[attr-defined]
+    return [group._replace(parts=dict(sorted(group.parts.items()))) for group in found.values()]
+
+
+def _micro(keys: Iterable[TensorKey], other: Run) -> dict[TensorKey, int]:
+    """Tensors that one call of the other run stands against several of, and how many."""
+    mine: dict[TensorKey, int] = {}
+    for key in keys:
+        mine[key._replace(visit=0)] = max(mine.get(key._replace(visit=0), 0), key.visit + 1)
+    theirs: dict[TensorKey, int] = {}
+    for record in other.records:
+        at = record.key._replace(visit=0)
+        theirs[at] = max(theirs.get(at, 0), record.key.visit + 1)
+    return {key: count for key, count in mine.items() if count > 1 and theirs.get(key) == 1}
+
+
+def in_execution(groups: Sequence[Group]) -> list[Group]:
+    """By the order of the first part of each."""
+    return sorted(groups, key=lambda group: group.first.order)

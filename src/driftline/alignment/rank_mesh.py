@@ -1,0 +1,184 @@
+"""Where the ranks of a run stand: the mesh its processes described, and what a record's placement
+says.
+
+Reads facts and words only, no tensor. A run that left no mesh has a flat one, called `ranks`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+Coordinate = tuple[int, ...]
+_TEXT = re.compile(
+    r"(local )?\[(.*?)\] of \(([\d, ]*)\) over mesh \(([\d, ]*)\)"
+    r"(?: named \(([^()]*)\))?(?: at \(([\d, ]*)\))?"
+)
+_PLACED = re.compile(r"(S|_S|R|P|MaskP|[A-Za-z_]+)(?:\(([^()]*)\))?(?:,\s*|$)")
+
+
+class Mesh(NamedTuple):
+    """Ranks on axes.
+
+    Attributes:
+        names: Of the axes.
+        sizes: Of the axes.
+        at: Where each rank stands.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    at: Mapping[int, Coordinate]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.at)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{n} {size}" for n, size in zip(self.names, self.sizes, strict=True))
+
+
+class Placed(NamedTuple):
+    """How one axis of a mesh holds a tensor.
+
+    Attributes:
+        kind: In pieces, whole, or as terms of a sum (of a mean).
+        axis: Along which axis of the tensor it is cut.
+        late: Cut after the axes to its right, though it stands before them (FSDP over a tensor
+            that tensor parallelism had cut already).
+    """
+
+    kind: Literal["shard", "replicate", "sum", "mean", "unknown"]
+    axis: int = 0
+    late: bool = False
+
+    def __str__(self) -> str:
+        inside = f"({self.axis})" if self.kind == "shard" else ""
+        return {"sum": "partial(sum)", "mean": "partial(mean)"}.get(self.kind, self.kind + inside)
+
+
+REPLICATE = Placed("replicate")
+
+
+class Lying(NamedTuple):
+    """What a record says of itself.
+
+    Attributes:
+        placed: By axis of its mesh.
+        shape: Of the whole.
+        sizes: Of its mesh.
+        names: Of its mesh's axes; empty where they have none.
+        local: It is a plain tensor: the program goes on with the part as it is.
+    """
+
+    placed: tuple[Placed, ...]
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    local: bool = False
+
+
+def lying_of(record: Record) -> Lying | None:
+    """A record's placement, understood; None where it says nothing.
+
+    >>> from driftline.runs.key import TensorKey
+    >>> key = TensorKey.of("up", "param", "weight")
+    >>> text = "[S(0)] of (8, 4) over mesh (2,) named (tp) at (1,)"
+    >>> lying_of(Record(key, 0, "float32", (4, 4), placement=text)).names
+    ('tp',)
+    """
+    if not record.placement:
+        return None
+    found = _TEXT.fullmatch(record.placement)
+    if found is None:
+        return None
+    placed = tuple(_placed(*each.groups()) for each in _PLACED.finditer(found[2]))
+    sizes = _numbers(found[4])
+    if len(placed) != len(sizes):
+        return None
+    names = tuple(name.strip() for name in (found[5] or "").split(",") if name.strip())
+    if names and len(names) != len(sizes):
+        return None
+    return Lying(placed, _numbers(found[3]), sizes, names, bool(found[1]))
+
+
+def _placed(kind: str, inside: str | None) -> Placed:
+    first = (inside or "").split(",")[0].strip()
+    if kind in ("S", "_S") and first.isdigit():
+        return Placed("shard", int(first), kind == "_S")
+    if kind == "R":
+        return REPLICATE
+    if kind in ("P", "MaskP") and first in ("sum", "avg"):
+        return Placed("sum" if first == "sum" else "mean")
+    return Placed("unknown")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(",") if word.strip())
+
+
+def mesh_of(run: Run) -> Mesh:
+    """The mesh over which a run's ranks are to be gathered: the finest that holds all of them."""
+    facts = run.processes()
+    here = sorted({record.key.rank for record in run.records})
+    world = max([*(_whole(each.get("world_size")) for each in facts), here[-1] + 1, len(here)])
+    best: Mesh | None = None
+    for each in facts:
+        for shown in _list(each.get("meshes")):
+            mesh = _mesh(shown, world)
+            if mesh is not None and (best is None or len(mesh.sizes) > len(best.sizes)):
+                best = mesh
+    if best is None:
+        best = _of_groups([_list(each.get("groups")) for each in facts], world)
+    if best is not None and set(here) <= set(best.at):
+        return best
+    return Mesh(("ranks",), (world,), {rank: (rank,) for rank in range(world)})
+
+
+def _mesh(shown: Any, world: int) -> Mesh | None:
+    if not isinstance(shown, Mapping):
+        return None
+    about = cast("Mapping[str, Any]", shown)
+    sizes = tuple(_whole(size) for size in _list(about.get("shape")))
+    ranks = [_whole(rank) for rank in _list(about.get("ranks"))]
+    if not sizes or math.prod(sizes) != len(ranks) or sorted(ranks) != list(range(world)):
+        return None
+    names = tuple(str(name) for name in _list(about.get("names")))
+    if len(names) != len(sizes):
+        names = tuple(f"axis {n}" for n in range(len(sizes)))
+    return Mesh(names, sizes, {rank: _place(n, sizes) for n, rank in enumerate(ranks)})
+
+
+def _of_groups(groups: Sequence[Sequence[Any]], world: int) -> Mesh | None:
+    """A mesh of two axes, if groups of neighbours cut the job into equal parts."""
+    found = {tuple(_whole(rank) for rank in _list(ranks)) for mine in groups for ranks in mine}
+    for size in sorted({len(ranks) for ranks in found}):
+        if not 1 < size < world or world % size:
+            continue
+        blocks = {tuple(range(at, at + size)) for at in range(0, world, size)}
+        if blocks <= found:
+            sizes = (world // size, size)
+            at = {rank: _place(rank, sizes) for rank in range(world)}
+            return Mesh(("groups", "group"), sizes, at)
+    return None
+
+
+def _place(number: int, sizes: Sequence[int]) -> Coordinate:
+    found: list[int] = []
+    for size in reversed(sizes):
+        number, at = divmod(number, size)
+        found.append(at)
+    return tuple(reversed(found))
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < 1 << 20 else 0

@@ -1,0 +1,126 @@
+"""Which job the parts of a run belong to, and which of its ranks are missing or ended early.
+
+Every process writes the id of the run it joined and a name of the job it belongs to. Clocks have no
+say in it: machines of one job need not agree on the time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from driftline import settings
+from driftline.errors import BadRun
+from driftline.runs.layout import MANIFEST
+from driftline.runs.run import Loss
+from driftline.runs.sink import JSON
+
+_LARGEST = 1 << 20
+_SHOWN = 8
+
+Facts = Mapping[str, Any]
+
+
+def membership(folder: Path) -> dict[str, JSON]:
+    """What a process says of where it belongs: the run in this folder, and its job."""
+    facts: dict[str, JSON] = {"run": run_id(folder)}
+    if job := settings.job_id():
+        facts["job"] = job
+    return facts
+
+
+def run_id(folder: Path) -> str:
+    """The id of the run in a folder; empty where that cannot be told."""
+    return str(_manifest(folder).get("id", ""))
+
+
+def is_of_this_job(folder: Path) -> bool:
+    """Whether another rank of this process's job has begun the run in a folder."""
+    job = settings.job_id()
+    return bool(job) and _manifest(folder).get("job") == job
+
+
+def _manifest(folder: Path) -> Facts:
+    try:
+        with (folder / MANIFEST).open("rb") as file:
+            found: Any = json.loads(file.read(_LARGEST))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return cast("Facts", found) if isinstance(found, dict) else {}
+
+
+def refuse_mixed(name: str, manifest: Facts, parts: Sequence[tuple[str, Facts]]) -> None:
+    """One folder holds one run of one job.
+
+    Args:
+        name: Of the run, for the message.
+        manifest: Its run.json.
+        parts: Names of the processes' folders, with their facts.
+
+    Raises:
+        BadRun: Parts of two are in it.
+    """
+    runs: dict[str, list[str]] = {}
+    jobs: dict[str, list[str]] = {}
+    for folder, facts in parts:
+        for found, field in ((runs, "run"), (jobs, "job")):
+            said = facts.get(field)
+            if isinstance(said, str) and said:
+                found.setdefault(said, []).append(folder)
+    if runs and (own := manifest.get("id")) and isinstance(own, str):
+        runs.setdefault(own, [])
+        if strangers := [f for said, folders in runs.items() if said != own for f in folders]:
+            raise BadRun(
+                f"'{name}' holds parts of two runs: {_listed(strangers)} "
+                f"{'was' if len(strangers) == 1 else 'were'} written for another one",
+                hint="give each run a folder of its own",
+            )
+    if len(jobs) > 1:
+        shown = " and ".join(_listed(folders) for folders in jobs.values())
+        raise BadRun(
+            f"'{name}' holds ranks of {len(jobs)} jobs: {shown}",
+            hint="dump each job into a folder of its own, or move the folders of one of them away "
+            f"(a copy of {MANIFEST} goes with them)",
+        )
+
+
+def gaps(parts: Sequence[tuple[Facts, int | None]]) -> Iterator[Loss]:
+    """Ranks of a job that left nothing, and those that ended before the others.
+
+    Args:
+        parts: Facts of each process, and the last step it has tensors of.
+    """
+    job = [(facts, last) for facts, last in parts if facts.get("job") or facts.get("groups")]
+    if not job:
+        return
+    world = max(_whole(facts.get("world_size")) for facts, _ in job)
+    here = {_whole(facts.get("rank")) for facts, _ in job}
+    wanted = [facts for facts, _ in job if facts.get("only_ranks")]
+    missing = [rank for rank in range(world) if rank not in here]
+    if missing and not wanted:
+        yield Loss(
+            f"rank{'s' if len(missing) > 1 else ''} {_listed(list(map(str, missing)))}",
+            f"left nothing: the job had {world} ranks, {len(here)} of them are here",
+        )
+    ends: dict[int, int] = {}
+    for facts, last in job:
+        rank = _whole(facts.get("rank"))
+        if last is not None:
+            ends[rank] = max(last, ends.get(rank, last))
+    latest = max(ends.values(), default=0)
+    early = [(rank, last) for rank, last in sorted(ends.items()) if last < latest]
+    for rank, last in early[:_SHOWN]:
+        yield Loss(f"rank {rank}", f"ends with step {last}, the longest rank with step {latest}")
+    if len(early) > _SHOWN:
+        yield Loss("ranks", f"{len(early) - _SHOWN} more end before step {latest}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < 1 << 20 else 0
