@@ -10,17 +10,19 @@ import shlex
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns
+from driftline.cli import dump_onnx as onnx
 from driftline.cli import dump_words as words
 from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.launch.atb_harvest import AtbHarvest
-from driftline.launch.plan import CapturePlan, DumpType, Engine, Layout, Level, LogLevel
+from driftline.launch.plan import CapturePlan, DumpType, Layout, Level, LogLevel
 from driftline.launch.run import Outcome, run_command, say_steps
 from driftline.launch.sizes import say_size, size_of
 
@@ -75,7 +77,24 @@ def dump(
     ] = None,
     max_bytes: Annotated[str, Option(metavar="SIZE", group=_HOW)] = "",
     save_tiling: Annotated[bool, Option(names=("--save-tiling", "-tiling"), group=_HOW)] = False,
-    engine: Annotated[Engine | None, Option(group=_HOW)] = None,
+    engine: Annotated[Literal["torch", "atb", "onnxruntime"] | None, Option(group=_HOW)] = None,
+    graph: Annotated[Literal["fx", "inductor"] | None, Option(group=_HOW)] = None,
+    no_fusion: Annotated[bool, Option(group=_HOW)] = False,
+    model: Annotated[str, Option(metavar="FILE.onnx", group=onnx.GROUP)] = "",
+    inputs: Annotated[
+        list[str] | None, Option(several=True, metavar="FILE.npz|RUN", group=onnx.GROUP)
+    ] = None,
+    optimize: Annotated[onnx.Optimize | None, Option(group=onnx.GROUP)] = None,
+    providers: Annotated[
+        list[str] | None, Option(several=True, metavar="NAME", group=onnx.GROUP)
+    ] = None,
+    threads: Annotated[int | None, Option(metavar="N", group=onnx.GROUP)] = None,
+    memory: Annotated[str, Option(metavar="SIZE", group=onnx.GROUP)] = "",
+    at_once: Annotated[int | None, Option(metavar="N", group=onnx.GROUP)] = None,
+    custom_ops: Annotated[list[str] | None, Option(metavar="LIBRARY", group=onnx.GROUP)] = None,
+    session_config: Annotated[
+        list[str] | None, Option(metavar="NAME=VALUE", group=onnx.GROUP)
+    ] = None,
     output: Annotated[str, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE)] = "",
     stage: Annotated[str, Option(metavar="DIR", group=_WHERE)] = "",
     layout: Annotated[Layout, Option(group=_WHERE)] = "run",
@@ -90,7 +109,9 @@ def dump(
 
     Every Python process that the program starts and that imports torch is captured: scripts,
     `python -m`, shell scripts, torchrun, subprocesses. The program keeps its terminal, input and
-    exit status.
+    exit status. An ONNX model needs no program:
+
+        driftline dump --engine onnxruntime --model m.onnx --inputs x.npz -o cand
 
     Args:
         program: The program and its arguments, after two dashes.
@@ -119,7 +140,21 @@ def dump(
         max_bytes: Stop storing values at this size, such as 2GB.
         save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
         engine: atb also switches on the probe of the ATB library in the program; that is the
-            default where ATB_HOME_PATH is set. torch leaves it off.
+            default where ATB_HOME_PATH is set. torch leaves it off. onnxruntime runs a model from
+            its file.
+        graph: Record what torch.compile makes: fx executes every graph node by node with torch's
+            own operators, whatever the backend; inductor reads what its kernels compute.
+        no_fusion: With --graph inductor: fuse nothing, every node has a kernel of its own.
+        model: The ONNX file; its weights may lie beside it.
+        inputs: Arrays by name, or a run whose model inputs are taken. Several are steps.
+        optimize: How much ONNX Runtime changes the graph; what is captured is the changed one.
+            Default: all.
+        providers: Where it runs, the preferred one first, such as CUDA CPU. Default: CPU.
+        threads: Threads of one node. Default: as ONNX Runtime likes.
+        memory: Inner tensors held at a time; beyond it the model is executed again. Default: 1GB.
+        at_once: How many inner tensors are held at a time. Default: as many as fit.
+        custom_ops: A library with operators of your own; may be repeated.
+        session_config: A further entry of the session's configuration; may be repeated.
         output: Folder of the run, or an address such as s3://bucket/run, to which it is sent while
             the program runs. Default: ./driftline_{timestamp}.
         stage: Where a run waits to be sent; deleted when all has arrived. Default: ./NAME.sending.
@@ -128,25 +163,62 @@ def dump(
         dry_run: Print the plan and run nothing.
         log_level: How much is said.
     """
+    said = onnx.OnnxWords(
+        model,
+        inputs or (),
+        optimize,
+        providers or (),
+        threads,
+        memory,
+        at_once,
+        custom_ops or (),
+        session_config or (),
+    )
+    selection = Selection(
+        sites=patterns(site),
+        classes=patterns(class_),
+        ports=patterns(port),
+        steps=words.steps_of(execute_range, step),
+        ranks=patterns(rank),
+        ids=words.ids_of(ids),
+        children=words.yes_or_no("-child", child),
+        opnames=words.names_of(opname),
+        time=None if time is None else int(time),
+        part=int(part),
+        device=words.device_of(device),
+    )
+    if onnx.is_onnx(engine, said):
+        onnx.refuse(
+            {
+                "--exec": bool(exec_ or program),
+                "-time": time is not None,
+                "-device": device is not None,
+                "--rank": bool(rank),
+                "--type": bool(type_),
+                "-tiling": save_tiling,
+                "--layout": layout != "run",
+                "--stage": bool(stage),
+                "--graph": bool(graph),
+            }
+        )
+        return onnx.dump_onnx(
+            said,
+            output=output,
+            selection=selection if execute_range or step else replace(selection, steps=()),
+            reduction=_reduction(keep, only_save_desc),
+            levels=level or (),
+            max_bytes=max_bytes,
+            force=force,
+            dry_run=dry_run,
+            quiet=log_level not in ("debug", "info"),
+        )
     argv = words.command_of(exec_, program)
-    engine_, asked_for = words.engine_of(engine)
+    engine_, asked_for = words.engine_of(None if engine == "onnxruntime" else engine)
     types: tuple[DumpType, ...] = tuple(dict.fromkeys(type_ or ["tensor"]))
     place, url = words.place_of_run(output, stage)
     plan = CapturePlan(
         output=place,
-        selection=Selection(
-            sites=patterns(site),
-            classes=patterns(class_),
-            ports=patterns(port),
-            steps=words.steps_of(execute_range, step),
-            ranks=patterns(rank),
-            ids=words.ids_of(ids),
-            children=words.yes_or_no("-child", child),
-            opnames=words.names_of(opname),
-            time=None if time is None else int(time),
-            part=int(part),
-            device=words.device_of(device),
-        ),
+        selection=selection,
         reduction=_reduction(keep, only_save_desc),
         levels=_levels(level, types),
         types=types,
@@ -156,6 +228,8 @@ def dump(
         log_level=log_level,
         command=tuple(argv),
         engine=engine_,
+        graph=graph or "",
+        fusion=not no_fusion,
         url=url,
     )
     if dry_run and not script.asked():

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from driftline.adapters.onnxruntime.values import AnyArray, HostTensor, dtype_in
+from driftline.adapters.onnxruntime.graph import sizes_in
+from driftline.adapters.onnxruntime.values import TYPES, AnyArray, HostTensor, dtype_in
 from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.reader import open_run
@@ -57,6 +58,18 @@ def wanted_by(session: Any) -> list[Wanted]:
         Wanted(one.name, dtype_in(one.type), tuple(one.shape), one.type)
         for one in session.get_inputs()
     ]
+
+
+def declared(model: Any) -> str:
+    """What a model takes, as its file says it."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    found: list[Wanted] = []
+    for one in model.graph.input:
+        if one.name not in weights:
+            told = one.type.tensor_type
+            shape = tuple(sizes_in(told.shape))
+            found.append(Wanted(one.name, TYPES.get(told.elem_type, ""), shape, "no tensor"))
+    return _takes(found)
 
 
 def feeds_of(

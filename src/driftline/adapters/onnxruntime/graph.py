@@ -101,10 +101,7 @@ class Graph:
             told = one.type.tensor_type
             self.types[one.name] = told.elem_type
             if told.HasField("shape"):
-                self.shapes[one.name] = tuple(
-                    (d.dim_value if d.HasField("dim_value") else d.dim_param or None)
-                    for d in told.shape.dim
-                )
+                self.shapes[one.name] = tuple(sizes_in(told.shape))
 
     def known(self, value: str) -> bool:
         """Whether the graph has a value of this name, made, given or constant."""
@@ -113,6 +110,12 @@ class Graph:
     def data_inputs(self, node: Node) -> list[str]:
         """What a node reads that is computed or given, in order, each once."""
         return [v for v in dict.fromkeys(node.inputs) if v and v not in self.constants]
+
+
+def sizes_in(shape: Any) -> Iterable[int | str | None]:
+    """The sizes of a declared shape: a number, the name of one, or nothing."""
+    for size in shape.dim:
+        yield size.dim_value if size.HasField("dim_value") else size.dim_param or None
 
 
 def _node(node: Any) -> Node:

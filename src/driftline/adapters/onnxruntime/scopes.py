@@ -1,7 +1,8 @@
 """Which module of the model it was exported from a node belongs to, and how its values are called.
 
 torch's exporter writes the modules around a node beside it (`pkg.torch.onnx.name_scopes`); the
-older one, and others' exporters, put the path into the node's name (`/model/layers.0/mlp/Mul`). Read from the file as it was exported: an optimiser keeps neither. Knows names only.
+older one, and others' exporters, put the path into the node's name (`/model/layers.0/mlp/Mul`).
+Read from the file as it was exported: an optimiser keeps neither. Knows names only.
 """
 
 from __future__ import annotations

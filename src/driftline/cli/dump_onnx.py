@@ -1,0 +1,214 @@
+"""`driftline dump --engine onnxruntime`: words → `driftline.capture_onnx` → what was captured.
+
+There is no program to launch: the model is a file, and is run here. Options of launched programs
+that mean nothing then are refused.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from driftline.adapters.reduction import Reduction
+from driftline.adapters.selection import Selection
+from driftline.cli import script
+from driftline.cli.progress import on_terminal
+from driftline.errors import EXIT_FINE, BadInput
+from driftline.launch.sizes import say_size, size_of
+
+if TYPE_CHECKING:
+    from driftline.adapters.onnxruntime.door import OnnxCapture
+
+Optimize = Literal["none", "basic", "extended", "all"]
+GROUP = "ONNX Runtime"
+
+
+class OnnxWords(NamedTuple):
+    """What was said of an ONNX model and how to run it.
+
+    Attributes:
+        model: The file.
+        inputs: Files of inputs, or runs.
+        optimize: How much of the graph is optimised.
+        providers: Where it runs.
+        threads: Threads of one node.
+        memory: Size of inner tensors that are held at a time.
+        at_once: How many of them are.
+        custom_ops: Libraries of operators.
+        session_config: `NAME=VALUE`, further entries of the session's configuration.
+    """
+
+    model: str
+    inputs: Sequence[str]
+    optimize: Optimize | None
+    providers: Sequence[str]
+    threads: int | None
+    memory: str
+    at_once: int | None
+    custom_ops: Sequence[str]
+    session_config: Sequence[str]
+
+    def given(self) -> list[str]:
+        """The options that were, as they are spelt."""
+        return [f"--{name.replace('_', '-')}" for name in self._fields if getattr(self, name)]
+
+
+def is_onnx(engine: str | None, words: OnnxWords) -> bool:
+    """Whether a model of ONNX Runtime is meant.
+
+    Raises:
+        BadInput: Something was said of an ONNX model, and another engine is named, or no model is.
+    """
+    if engine == "onnxruntime" or (engine is None and words.model):
+        return True
+    if given := words.given():
+        raise BadInput(
+            f"{given[0]} is for ONNX Runtime",
+            hint="driftline dump --engine onnxruntime --model m.onnx",
+        )
+    return False
+
+
+def refuse(given: Mapping[str, bool]) -> None:
+    """Say which option means nothing here.
+
+    Raises:
+        BadInput: One was given.
+    """
+    for option, was in given.items():
+        if was:
+            raise BadInput(
+                f"{option} means nothing for ONNX Runtime, which runs a model and no program",
+                hint="leave it out",
+            )
+
+
+def dump_onnx(
+    words: OnnxWords,
+    *,
+    output: str,
+    selection: Selection,
+    reduction: Reduction,
+    levels: Sequence[str],
+    max_bytes: str,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+) -> int:
+    """Run the model and say what was captured."""
+    from driftline.adapters.onnxruntime.door import capture_onnx
+
+    if not words.model:
+        raise BadInput("there is no model to run", hint="--model m.onnx")
+    if not words.inputs:
+        raise BadInput(
+            "there are no inputs to run the model with",
+            hint=f"--inputs x.npz, or a run whose inputs are taken; {_takes(words.model)}",
+        )
+    place = output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}"
+    options: dict[str, Any] = {
+        "optimize": words.optimize or "all",
+        "providers": tuple(one for word in words.providers for one in word.split(",") if one),
+        "threads": words.threads or 0,
+        "memory": size_of(words.memory) if words.memory else 1 << 30,
+        "values_at_once": words.at_once or 0,
+        "custom_ops": tuple(words.custom_ops),
+        "session_config": _entries(words.session_config),
+        "selection": selection if selection != Selection() else None,
+        "keep": str(reduction),
+        "levels": tuple(levels) or ("modules", "ops"),
+        "max_bytes": size_of(max_bytes) if max_bytes else None,
+        "force": force,
+    }
+    if dry_run and not script.asked():
+        for line in _plan(words, place, options):
+            print(line)
+        return EXIT_FINE
+    progress = None if quiet else on_terminal("tensors")
+    try:
+        captured = script.step(
+            "captured",
+            capture_onnx,
+            words.model,
+            list(words.inputs),
+            place,
+            **options,
+            progress=progress,
+        )
+    finally:
+        if progress is not None:
+            progress.close()
+    script.end(captured)
+    if not quiet:
+        for line in _summary(captured, words, place):
+            print(line, file=sys.stderr)
+    return EXIT_FINE
+
+
+def _entries(given: Sequence[str]) -> dict[str, str] | None:
+    found: dict[str, str] = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise BadInput(
+                f"--session-config takes NAME=VALUE, not '{word}'",
+                hint="such as session.intra_op.allow_spinning=0",
+            )
+        found[name] = value
+    return found or None
+
+
+def _takes(model: str) -> str:
+    """What a model takes, where that can be read without running it."""
+    from driftline.adapters.onnxruntime.feeding import declared
+    from driftline.adapters.onnxruntime.loading import load_graph
+
+    return declared(load_graph(Path(model)))
+
+
+def _plan(words: OnnxWords, place: str, options: Mapping[str, Any]) -> list[str]:
+    shown = {name: value for name, value in options.items() if value not in ((), None, 0, False)}
+    selection: Selection = shown.pop("selection", Selection())
+    return [
+        f"model: {words.model}",
+        f"inputs: {', '.join(words.inputs)}",
+        f"output: {place}",
+        *(f"{name}: {_word(value)}" for name, value in shown.items()),
+        *(f"only {name}: {_word(value)}" for name, value in selection.to_json().items()),
+    ]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(str(one) for one in cast("Sequence[object]", value))
+    return str(value)
+
+
+def _held(words: OnnxWords) -> str:
+    size = f"{words.memory or '1GB'} of inner tensors"
+    return f"{words.at_once} inner tensors, or {size}," if words.at_once else size
+
+
+def _summary(captured: OnnxCapture, words: OnnxWords, place: str) -> list[str]:
+    steps = len(captured.steps)
+    nodes = f"{captured.nodes} nodes"
+    if captured.nodes != captured.exported_nodes:
+        nodes += f" (the file has {captured.exported_nodes})"
+    lines = [
+        f"driftline: {captured.tensors} tensors, {say_size(captured.bytes)}, {nodes}, "
+        f"{steps} step{'s' if steps != 1 else ''} in {place}"
+    ]
+    if captured.executions > 1:
+        lines.append(
+            f"  note: each step was executed {captured.executions} times, so that no more than "
+            f"{_held(words)} are held at a time"
+        )
+    if captured.faithful:
+        lines.append("  outputs are bit for bit those of the session without capture")
+    lines += [f"  note: {note}" for note in captured.notes]
+    lines.append(f"  next: driftline compare ANOTHER_RUN {shlex.quote(place)}")
+    return lines
