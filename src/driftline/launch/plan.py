@@ -21,6 +21,7 @@ SCHEMA = 1
 Layout = Literal["run", "ait"]
 Level = Literal["modules", "ops", "gradients", "params"]
 DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", "onnx"]
+GraphEngine = Literal["", "fx", "inductor"]
 Engine = Literal["torch", "atb"]
 LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
 
@@ -48,6 +49,9 @@ class CapturePlan:
         engine: atb switches the probe of the ATB library on beside torch's capture.
         experiment: What is done to the program besides: its `kind` and what that kind needs.
         url: Where the output is sent while the program runs; empty: it stays where it is.
+        graph: What is recorded of graphs that torch.compile makes: their nodes (`fx`), executed one
+            by one, or the kernels that inductor makes of them; empty is nothing.
+        fusion: For inductor: whether kernels may be fused.
     """
 
     output: str
@@ -63,6 +67,8 @@ class CapturePlan:
     engine: Engine = "torch"
     experiment: Mapping[str, Any] = field(default_factory=dict[str, Any])
     url: str = ""
+    graph: GraphEngine = ""
+    fusion: bool = True
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -70,6 +76,7 @@ class CapturePlan:
             ("type", self.types, get_args(DumpType)),
             ("layout", (self.layout,), get_args(Layout)),
             ("engine", (self.engine,), get_args(Engine)),
+            ("graph", (self.graph,), get_args(GraphEngine)),
             ("log level", (self.log_level,), LOG_LEVELS),
         ):
             for word in value:
@@ -82,6 +89,7 @@ class CapturePlan:
                 "--type onnx draws what model or layer hold, and neither is given",
                 hint="--type model onnx, or --type layer onnx",
             )
+        self._check_graph()
         if self.max_bytes < 0:
             raise BadInput("the limit of bytes cannot be negative")
         if self.url and (self.layout != "run" or self.engine != "torch"):
@@ -94,6 +102,25 @@ class CapturePlan:
             raise BadInput(
                 f"the ait layout holds whole tensors, it has no place for '{self.reduction}'",
                 hint="leave out --layout ait; a run holds every reduction",
+            )
+
+    def _check_graph(self) -> None:
+        if not self.fusion and self.graph != "inductor":
+            raise BadInput(
+                "--no-fusion is for the kernels of inductor", hint="--graph inductor --no-fusion"
+            )
+        if not self.graph:
+            return
+        if self.layout == "ait" or not self.wants_tensors:
+            raise BadInput(
+                f"--graph {self.graph} records tensors into a run",
+                hint="leave out --layout ait, and --type or give it tensor",
+            )
+        if "ops" in self.levels:
+            raise BadInput(
+                f"--graph {self.graph} records the operators of compiled graphs, --level ops those "
+                "of a program that is not compiled",
+                hint="make two runs, the second with TORCHDYNAMO_DISABLE=1 and --level ops",
             )
 
     @property
@@ -132,6 +159,7 @@ class CapturePlan:
                 "engine": self.engine,
                 **({"experiment": self.experiment} if self.experiment else {}),
                 **({"url": self.url} if self.url else {}),
+                **({"graph": self.graph, "fusion": self.fusion} if self.graph else {}),
             },
             indent=2,
             ensure_ascii=False,
@@ -165,6 +193,8 @@ class CapturePlan:
             engine=data["engine"],
             experiment=data.get("experiment", {}),
             url=data.get("url", ""),
+            graph=data.get("graph", ""),
+            fusion=data.get("fusion", True),
         )
 
 

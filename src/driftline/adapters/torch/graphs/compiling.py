@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from driftline.adapters.torch.dispatch import hide_from_compiler
 
+MODULE = "torch._dynamo.output_graph"
 _METHOD = "call_user_compiler"
 _output_graph: Any = None
 _original: Callable[..., Any] | None = None
@@ -44,7 +45,7 @@ def install(listener: Listener) -> bool:
     """Tell a listener of every graph from now on; False where torch has no such place."""
     global _output_graph, _original, _listeners
     with _lock:
-        module: Any = importlib.import_module("torch._dynamo.output_graph")
+        module: Any = importlib.import_module(MODULE)
         _output_graph = getattr(module, "OutputGraph", None)
         if not hasattr(_output_graph, _METHOD):
             return False

@@ -36,7 +36,7 @@ def compile_by_nodes(
     """
     common: Any = importlib.import_module("torch._dynamo.backends.common")
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")
-    bases = [(one, one.base()) for one in recorders()]
+    bases = [(one, one.base(compile_id())) for one in recorders()]
 
     def kind(name: str, *, backward: bool = False) -> Callable[..., Any]:
         def compiler(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:

@@ -326,7 +326,10 @@ def _describe(lowering: Any) -> None:
     for watcher in _watchers:
         recorder = watcher.recorder
         nodes = recorder.describe(
-            lowering.module.graph, compile_id(), recorder.base(), backward=lowering.is_backward
+            lowering.module.graph,
+            compile_id(),
+            recorder.base(compile_id()),
+            backward=lowering.is_backward,
         )
         by_name = {node.name: node for node in nodes}
         kernels = tuple(

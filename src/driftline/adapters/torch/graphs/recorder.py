@@ -91,6 +91,7 @@ class Recorder:
         self._write = write
         self._naming = Naming(session.names)
         self._visits: dict[tuple[str, str], tuple[int, int]] = {}
+        self._bases: dict[str, str] = {}
         self.graphs = 0
         self.kernels = 0
         self.nodes = 0
@@ -101,10 +102,16 @@ class Recorder:
         piece = compile_id.partition("/")[0]
         return self._naming.describe(graph, base, piece, backward=backward)
 
-    def base(self) -> str:
-        """Where nodes of no module belong that are compiled now."""
-        frame = self.session.current_frame()
-        return frame.site if frame is not None else PROGRAM
+    def base(self, compile_id: str) -> str:
+        """Where nodes of no module belong: to the module that ran when the code was first met.
+
+        Backward graphs are compiled later, when no module is running.
+        """
+        known = self._bases.get(compile_id)
+        if known is None:
+            frame = self.session.current_frame()
+            known = self._bases[compile_id] = frame.site if frame is not None else PROGRAM
+        return known
 
     def add(
         self,

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from driftline.adapters.torch.graphs import compiling, stamps
+from driftline.adapters.torch.graphs.arrival import when_imported
+from driftline.adapters.torch.graphs.fx import compile_by_nodes, compile_id
 from driftline.adapters.torch.graphs.recorder import Recorder, Write
 
 GraphEngine = Literal["fx", "inductor"]
@@ -55,31 +58,48 @@ class GraphTap:
         self._afresh = afresh
         self._backends: dict[str, int] = {}
         self._failures = 0
+        self._begun = False
+        self._call_off: Callable[[], None] = lambda: None
         session.sees_graphs = True
 
     def install(self) -> None:
         if self._afresh:
             _forget_compiled()
+        self._call_off = when_imported(compiling.MODULE, self._compiler_is_here)
+
+    def _compiler_is_here(self) -> None:
+        if not compiling.install(self):
+            self._unseen()
+
+    def _begin(self) -> None:
+        """The first graph is about to be compiled."""
+        if self._begun:
+            return
+        self._begun = True
         whole = stamps.install()
-        whole = compiling.install(self) and whole
         if self.engine == "inductor":
             from driftline.adapters.torch.graphs import inductor
 
             whole = inductor.install(self) and whole
         if not whole:
-            self.session.event_once(
-                "graphs-unseen",
-                "this version of torch does not show its graphs where they are looked for; some "
-                "are not recorded",
-            )
+            self._unseen()
+
+    def _unseen(self) -> None:
+        self.session.event_once(
+            "graphs-unseen",
+            f"torch {torch.__version__} does not show its graphs where they are looked for: some "
+            "are not recorded",
+        )
 
     def remove(self) -> None:
-        if self.engine == "inductor":
-            from driftline.adapters.torch.graphs import inductor
-
-            inductor.remove(self)
+        self._call_off()
         compiling.remove(self)
-        stamps.remove()
+        if self._begun:
+            if self.engine == "inductor":
+                from driftline.adapters.torch.graphs import inductor
+
+                inductor.remove(self)
+            stamps.remove()
         if self._afresh:
             _forget_compiled()
         self._say_what_ran()
@@ -94,7 +114,7 @@ class GraphTap:
                 if asked and self.engine == "inductor"
                 else "the program compiled no graph"
             )
-            if not self._failures:
+            if not self._failures and session.execution_order:
                 session.event("no-graph", f"{said}: {why}")
             return
         names = ", ".join(sorted(self._backends)) or "unknown"
@@ -118,9 +138,10 @@ class GraphTap:
 
     def backend(self, name: str) -> Callable[..., Any] | None:
         self._backends[name] = self._backends.get(name, 0) + 1
+        self.session.shielded("graphs", self._begin)
+        self.recorder.base(compile_id())
         if self.engine != "fx":
             return None
-        from driftline.adapters.torch.graphs.fx import compile_by_nodes
 
         def by_nodes(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
             return compile_by_nodes(graph, inputs, name, lambda: (self.recorder,))

@@ -1,0 +1,225 @@
+"""The values of a compiled graph: which node each recorded tensor is the value of, and who fused it.
+
+A run that was made with `--graph` lists its graphs. A node says which operator call of the program
+it stems from, counted before the compiler took anything apart; so runs of one program, compiled
+however, are paired call by call (`compiled_pairs.py`). Reads lists of graphs and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from driftline.runs.calls import GRAPHS
+from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, Origin, read_graphs
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+SHOWN = 6
+"""So many nodes of a fusion are named in a reason."""
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "detach", "t"),
+        *("transpose", "permute", "expand", "slice", "select", "as_strided", "split", "chunk"),
+        *("unbind", "split_with_sizes", "view_as", "lift_fresh_copy"),
+    )
+)
+RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "detach")
+)
+
+
+class Value(NamedTuple):
+    """One recorded tensor of a compiled run.
+
+    Attributes:
+        record: The tensor.
+        graph: The graph that gave it.
+        node: The node whose value it is; None where no node has exactly this value.
+        kernel: The kernel that computed it; None in a run that executed nodes.
+        kept: What that kernel kept there.
+    """
+
+    record: Record
+    graph: Graph
+    node: GraphNode | None
+    kernel: Kernel | None = None
+    kept: Kept | None = None
+
+
+class Place(NamedTuple):
+    """An operator call, wherever it was compiled: piece of the program, operator, which, slot."""
+
+    piece: int
+    operator: str
+    number: int
+    slot: str
+
+
+class Graphs:
+    """The graphs of one process of a run, and the tensors that are values of their nodes."""
+
+    def __init__(self, graphs: Sequence[Graph], records: Sequence[Record]) -> None:
+        self.graphs = graphs
+        self.engine = graphs[0].engine if graphs else ""
+        order = sorted({graph.piece for graph in graphs}, key=_natural)
+        self.pieces = {piece: index for index, piece in enumerate(order)}
+        self._nodes = {id(graph): {n.name: n for n in graph.nodes} for graph in graphs}
+        self._parts = {
+            id(graph): {node.of: node for node in graph.nodes if node.of} for graph in graphs
+        }
+        self.values: list[Value] = []
+        self.others: list[Record] = []
+        sites = self._sites()
+        for record in records:
+            value = self._value(record, sites.get(record.key.site, []))
+            if value is None:
+                self.others.append(record)
+            else:
+                self.values.append(value)
+
+    def _sites(self) -> dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]:
+        found: dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]
+        found = defaultdict(list)
+        for graph in self.graphs:
+            nodes = self._nodes[id(graph)]
+            if graph.engine == "fx":
+                for node in graph.nodes:
+                    found[node.site].append((graph, None, None, node))
+            for kernel in graph.kernels:
+                for kept in kernel.kept:
+                    found[kept.site].append((graph, kernel, kept, nodes.get(kept.node)))
+        return found
+
+    def _value(
+        self,
+        record: Record,
+        there: list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]],
+    ) -> Value | None:
+        if record.key.port != "output" or not there:
+            return None
+        backward = record.key.phase != "forward"
+        fitting = [one for one in there if (one[0].kind == "backward") == backward] or there
+        # A site may belong to several compilations of one piece: the shape says which.
+        for graph, kernel, kept, node in fitting:
+            whole = self._part(graph, node, record.key.slot)
+            if whole is None or whole.shape is None or whole.shape == record.shape:
+                return Value(record, graph, whole, kernel, kept)
+        graph, kernel, kept, node = fitting[-1]
+        return Value(record, graph, self._part(graph, node, record.key.slot), kernel, kept)
+
+    def _part(self, graph: Graph, node: GraphNode | None, slot: str) -> GraphNode | None:
+        """The node of one of several results."""
+        if node is None or node.shape is not None or not slot.isdigit():
+            return node
+        return self._parts[id(graph)].get((node.name, int(slot)), node)
+
+    def node(self, graph: Graph, name: str) -> GraphNode | None:
+        return self._nodes[id(graph)].get(name)
+
+    def piece(self, graph: Graph) -> int:
+        return self.pieces[graph.piece]
+
+    def places(self, graph: Graph, node: GraphNode) -> Iterator[Place]:
+        for origin in node.origins:
+            yield Place(self.piece(graph), origin.operator, origin.number, origin.slot)
+
+    @cached_property
+    def by_node(self) -> dict[tuple[int, str, int, int], Value]:
+        """Values by graph, node, step and visit."""
+        return {
+            (id(value.graph), value.node.name, value.record.key.step, value.record.key.visit): value
+            for value in self.values
+            if value.node is not None
+        }
+
+    @cached_property
+    def by_place(self) -> dict[tuple[Place, str], list[tuple[Graph, GraphNode]]]:
+        """Every node, recorded or not, by the calls it stems from and its phase."""
+        found: dict[tuple[Place, str], list[tuple[Graph, GraphNode]]] = defaultdict(list)
+        for graph in self.graphs:
+            for node in graph.nodes:
+                for place in self.places(graph, node):
+                    found[place, node.phase].append((graph, node))
+        return found
+
+    @cached_property
+    def _fusions(self) -> dict[tuple[int, str], tuple[Kernel, Kept]]:
+        found: dict[tuple[int, str], tuple[Kernel, Kept]] = {}
+        for graph in self.graphs:
+            for kernel in graph.kernels:
+                for kept in kernel.kept:
+                    for name in kept.nodes:
+                        found.setdefault((id(graph), name), (kernel, kept))
+        return found
+
+    def why_not_kept(self, graph: Graph, node: GraphNode) -> str:
+        """Why the value of a node is nowhere in memory."""
+        fused = self._fusions.get((id(graph), node.name))
+        if fused is None:
+            if is_view(node):
+                return f"a view of {', '.join(node.inputs[:1])}, which has no memory of its own"
+            return "inductor made no kernel of its own for it"
+        kernel, kept = fused
+        keeps = kept.node or kept.buffer
+        return f"inside a fusion: {kernel.name} computes it on the way to {keeps}"
+
+    def uses(self, graph: Graph) -> dict[str, list[GraphNode]]:
+        """Who takes what a node gives."""
+        found: dict[str, list[GraphNode]] = defaultdict(list)
+        for node in graph.nodes:
+            for name in node.inputs:
+                found[name].append(node)
+        return found
+
+
+def is_view(node: GraphNode) -> bool:
+    return node.target.rpartition(".")[0] in VIEWS or node.target == "getitem"
+
+
+def said_of(value: Value) -> str:
+    """Why a kernel's result has no partner."""
+    if value.kernel is None or value.kept is None:
+        return ""
+    if value.node is None:
+        names = value.kept.nodes
+        shown = ", ".join(names[-SHOWN:]) + (" and more" if len(names) > SHOWN else "")
+        return f"inside a fusion: no node has exactly this value ({value.kernel.name}: {shown})"
+    if value.record.key.phase == "recompute":
+        return "computed again in the backward pass"
+    if not value.node.origins:
+        return f"part of an operator that was taken apart ({value.kernel.name})"
+    return ""
+
+
+def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:
+    """The graphs of every process of a run; empty for a run that has none."""
+    owners: dict[tuple[int, int], list[Record]] = {}
+    for record in run.records:
+        owners.setdefault((record.key.rank, record.key.process), []).append(record)
+    found: dict[tuple[int, int], Graphs] = {}
+    for owner, records in owners.items():
+        if GRAPHS in run.sheets(*owner):
+            graphs = list(read_graphs(run.sheet(GRAPHS, *owner)))
+            if graphs:
+                found[owner] = Graphs(graphs, records)
+    return found
+
+
+def has_graphs(run: Run) -> bool:
+    """Whether a run lists compiled graphs; one look at one folder."""
+    if not run.records:
+        return False
+    key = run.records[0].key
+    return GRAPHS in run.sheets(key.rank, key.process)
+
+
+def _natural(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdigit() else (1 << 30, text)
+
+
+__all__ = ["Graphs", "Origin", "Place", "Value", "graphs_of", "has_graphs", "is_view", "said_of"]

@@ -1,0 +1,440 @@
+"""Pairs where at least one run lists compiled graphs: call by call, and modules by what leaves them.
+
+Two compiled runs are paired by the operator calls their nodes stem from. A run of modules or
+operators is paired with a compiled one by module and operator, and by the one node of the right
+shape that a module's nodes hand to others. A value that a kernel did not keep has no partner: the
+reason says in which fusion it lies. Names of nodes decide nothing; the same name may be another node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from driftline.alignment.compiled import RESHAPES, Graphs, Place, Value, graphs_of, said_of
+from driftline.alignment.names import pair_by_name
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.recipe import Recipe, Step, start
+from driftline.runs.graphs import Graph, GraphNode
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+OF_A_MODULE = 0.95
+_TAKEN = "what goes in; a run of graphs keeps what nodes give"
+_NO_NODE = "no node of the compiled graphs stems from it"
+_FARTHEST = 8
+"""So many views may lie between a module's output and the memory that holds it."""
+
+
+class _Match(NamedTuple):
+    """A tensor of a plain or compiled run, and the compiled value it belongs to."""
+
+    ours: Record
+    theirs: Record
+    recipe: Recipe | None = None
+    confidence: float = 1.0
+
+
+class _Found(NamedTuple):
+    matches: list[_Match]
+    ours: dict[TensorKey, str]
+    theirs: dict[TensorKey, str]
+
+
+def align_compiled(reference: Run, candidate: Run, plan: Plan) -> Plan:
+    """The plan with the pairs that compiled graphs tell, and nothing guessed beyond them."""
+    here, there = graphs_of(reference), graphs_of(candidate)
+    ours, theirs = _by_owner(plan.missing), _by_owner(plan.extra)
+    pairs: list[Pair] = []
+    reasons: dict[tuple[str, TensorKey], str] = {}
+    notes: list[str] = []
+    for mine, other in _owners(list(ours), list(theirs)):
+        a, b = here.get(mine), there.get(other)
+        left, right = ours[mine], theirs[other]
+        by_name = pair_by_name(_others(a, left), _others(b, right))
+        pairs += by_name.pairs
+        taken = {id(record) for pair in by_name.pairs for record in pair.records}
+        left = [record for record in left if id(record) not in taken]
+        right = [record for record in right if id(record) not in taken]
+        if a is not None and b is not None:
+            found = _by_calls(a, b)
+        elif b is not None:
+            found = _plain(left, b)
+        elif a is not None:
+            turned = _plain(right, a)
+            found = _Found(
+                [one._replace(ours=one.theirs, theirs=one.ours) for one in turned.matches],
+                turned.theirs,
+                turned.ours,
+            )
+        else:
+            continue
+        free = {id(record) for record in (*left, *right)}
+        for match in found.matches:
+            if id(match.ours) not in free or id(match.theirs) not in free:
+                continue
+            first = a is not None and b is None
+            pairs.append(
+                Pair(
+                    match.ours,
+                    match.theirs,
+                    "graph",
+                    match.confidence,
+                    reference_recipe=match.recipe if first else None,
+                    candidate_recipe=None if first else match.recipe,
+                )
+            )
+        reasons.update({("reference", key): why for key, why in found.ours.items()})
+        reasons.update({("candidate", key): why for key, why in found.theirs.items()})
+        notes += [*_said("reference", a, found.ours), *_said("candidate", b, found.theirs)]
+    together = sorted([*plan.pairs, *pairs], key=lambda pair: _execution(pair.reference))
+    paired = {id(record) for pair in pairs for record in pair.records}
+    missing = tuple(record for record in plan.missing if id(record) not in paired)
+    extra = tuple(record for record in plan.extra if id(record) not in paired)
+    alone = {("reference", r.key) for r in missing} | {("candidate", r.key) for r in extra}
+    return plan._replace(
+        pairs=tuple(together),
+        missing=missing,
+        extra=extra,
+        notes=(*plan.notes, *dict.fromkeys(notes)),
+        reasons={**plan.reasons, **{at: why for at, why in reasons.items() if at in alone}},
+    )
+
+
+def _said(side: str, graphs: Graphs | None, alone: Mapping[TensorKey, str]) -> Iterator[str]:
+    if graphs is None:
+        return
+    count = len(graphs.graphs)
+    what = f"{count} compiled graph{'' if count == 1 else 's'}"
+    if graphs.engine == "fx":
+        yield f"the {side} executed {what} node by node, with torch's own operators"
+        return
+    exact = sum(value.node is not None for value in graphs.values)
+    inside = len(graphs.values) - exact
+    yield (
+        f"the {side} ran inductor's kernels of {what}: {exact} of their results are the value of "
+        f"one node, and only those are paired; {inside} lie inside a fusion"
+    )
+
+
+# --- two compiled runs
+
+
+def _by_calls(a: Graphs, b: Graphs) -> _Found:
+    found = _Found([], {}, {})
+    index: dict[tuple[Place, str, int, int], Value] = {}
+    for value in b.values:
+        if value.node is not None:
+            key = value.record.key
+            for place in b.places(value.graph, value.node):
+                index.setdefault((place, key.phase, key.step, key.visit), value)
+    inputs: dict[tuple[int, str, tuple[int, ...], int, int], list[Value]] = defaultdict(list)
+    for value in b.values:
+        if value.node is not None and value.node.target == "placeholder":
+            inputs[_input(b, value)].append(value)
+    matched: set[int] = set()
+    for value in a.values:
+        partner = _partner(a, value, index)
+        if partner is None and value.node is not None and value.node.target == "placeholder":
+            waiting = inputs[_input(a, value)]
+            partner = waiting.pop(0) if waiting else None
+        if partner is not None:
+            matched.add(id(partner.record))
+            found.matches.append(
+                _Match(value.record, partner.record, _reshaped(partner.record, value.record.shape))
+            )
+        elif reason := said_of(value) or _why_alone(a, value, b):
+            found.ours[value.record.key] = reason
+    for value in b.values:
+        if id(value.record) not in matched and (
+            reason := said_of(value) or _why_alone(b, value, a)
+        ):
+            found.theirs[value.record.key] = reason
+    return found
+
+
+def _partner(
+    a: Graphs, value: Value, index: Mapping[tuple[Place, str, int, int], Value]
+) -> Value | None:
+    if value.node is None:
+        return None
+    key = value.record.key
+    for place in a.places(value.graph, value.node):
+        partner = index.get((place, key.phase, key.step, key.visit))
+        if partner is not None:
+            return partner
+    return None
+
+
+def _input(graphs: Graphs, value: Value) -> tuple[int, str, tuple[int, ...], int, int]:
+    """Inputs of a graph have no call; those of one piece, phase and shape go in order."""
+    key = value.record.key
+    return graphs.piece(value.graph), key.phase, value.record.shape, key.step, key.visit
+
+
+def _why_alone(mine: Graphs, value: Value, other: Graphs) -> str:
+    if value.node is None:
+        return ""
+    phase = value.record.key.phase
+    for place in mine.places(value.graph, value.node):
+        there = other.by_place.get((place, phase))
+        if there:
+            graph, node = there[-1]
+            return other.why_not_kept(graph, node) if other.engine != "fx" else ""
+    if value.node.target == "placeholder":
+        return "an input of the graph"
+    return "the other run's graph has no node for this call: it was replaced or left out"
+
+
+# --- a compiled run and one of modules or operators
+
+
+def _plain(records: Sequence[Record], graphs: Graphs) -> _Found:
+    found = _Found([], {}, {})
+    matched: set[int] = set()
+    for match in (*_operators(records, graphs, found), *_modules(records, graphs, found)):
+        found.matches.append(match)
+        matched.add(id(match.theirs))
+        found.ours.pop(match.ours.key, None)
+    for record in records:
+        if record.key.port == "input":
+            found.ours[record.key] = _TAKEN
+    for value in graphs.values:
+        if id(value.record) not in matched and (reason := said_of(value)):
+            found.theirs[value.record.key] = reason
+    return found
+
+
+def _operators(records: Sequence[Record], graphs: Graphs, found: _Found) -> Iterator[_Match]:
+    calls: dict[tuple[int, str, str, str], dict[int, dict[str, Record]]]
+    calls = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        module, slash, name = record.key.site.rpartition("/")
+        if slash and record.key.port == "output":
+            key = (record.key.step, module, name, record.key.phase)
+            calls[key][record.key.visit][record.key.slot] = record
+            found.ours[record.key] = _NO_NODE
+    if not calls:
+        return
+    counted = _counted(graphs)
+    times = _executions(graphs)
+    for value in graphs.values:
+        if value.node is None:
+            continue
+        key = value.record.key
+        for origin in value.node.origins:
+            name = origin.operator.rpartition(".")[0]
+            there = calls.get((key.step, value.node.module, name, key.phase)) or calls.get(
+                (key.step, value.node.module, f"{name}_", key.phase)
+            )
+            if not there:
+                continue
+            at = (value.node.module, name, key.phase)
+            place, each = _position(graphs, value, origin.number, origin.nth, counted.get(at, {}))
+            ran = times.get((id(value.graph), key.step), 1)
+            total = max(there) + 1
+            if each * ran != total:
+                if total % ran or len(counted.get(at, {})) > 1 or origin.nth < 0:
+                    found.theirs[value.record.key] = (
+                        f"{total} calls of {name} in {value.node.module or 'the program'} there, "
+                        f"{each * ran} here: which is which is not known"
+                    )
+                    continue
+                each = total // ran
+            ours = there.get(key.visit * each + place, {}).get(origin.slot)
+            if ours is not None and math.prod(ours.shape) == math.prod(value.record.shape):
+                yield _Match(ours, value.record, _reshaped(value.record, ours.shape))
+                break
+
+
+Counted = dict[int, list[tuple[int, int]]]
+"""By piece: number and nth of every call of one operator in one module."""
+
+
+def _counted(graphs: Graphs) -> dict[tuple[str, str, str], Counted]:
+    found: dict[tuple[str, str, str], dict[int, set[tuple[int, int]]]]
+    found = defaultdict(lambda: defaultdict(set))
+    for graph in graphs.graphs:
+        for node in graph.nodes:
+            for origin in node.origins if node.target != "placeholder" else ():
+                name = origin.operator.rpartition(".")[0]
+                piece = graphs.piece(graph)
+                found[node.module, name, node.phase][piece].add((origin.number, origin.nth))
+    return {
+        key: {piece: sorted(calls) for piece, calls in sorted(pieces.items())}
+        for key, pieces in found.items()
+    }
+
+
+def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
+    """How often a graph was executed in a step."""
+    found: dict[tuple[int, int], int] = {}
+    for value in graphs.values:
+        at = (id(value.graph), value.record.key.step)
+        found[at] = max(found.get(at, 0), value.record.key.visit + 1)
+    return found
+
+
+def _position(
+    graphs: Graphs, value: Value, number: int, nth: int, counted: Counted
+) -> tuple[int, int]:
+    """Which call of an operator in a module this is within one execution, and of how many."""
+    piece = graphs.piece(value.graph)
+    before = total = 0
+    for one, calls in counted.items():
+        size = max(n for _, n in calls) + 1 if nth >= 0 else len(calls)
+        before += size if one < piece else 0
+        total += size
+    if nth >= 0:
+        return before + nth, total
+    numbers = [n for n, _ in counted.get(piece, [])]
+    return before + (numbers.index(number) if number in numbers else 0), total
+
+
+def _modules(records: Sequence[Record], graphs: Graphs, found: _Found) -> Iterator[_Match]:
+    wanted = [r for r in records if r.key.port == "output" and "/" not in r.key.site]
+    if not wanted:
+        return
+    leaving = {
+        id(graph): _leaving(graphs, graph) for graph in graphs.graphs if graph.kind != "backward"
+    }
+    for record in wanted:
+        key = record.key
+        found.ours[key] = _NO_NODE
+        holders = [
+            graph
+            for graph in graphs.graphs
+            if graph.kind != "backward" and key.site in leaving[id(graph)]
+        ]
+        if len({graph.piece for graph in holders}) > 1:
+            found.ours[key] = "its nodes lie in several graphs: none of them is the module"
+            continue
+        for graph in holders:
+            calls = leaving[id(graph)][key.site]
+            visit, which = divmod(key.visit, len(calls))
+            left = [node for node in calls[which] if node.shape in (record.shape, None)]
+            fitting = [node for node in left if node.shape == record.shape] or left
+            if len(fitting) != 1:
+                found.ours[key] = (
+                    f"{len(fitting)} values of its shape leave its nodes: which is its output is "
+                    "not known"
+                )
+                continue
+            reached = _reached(graphs, graph, fitting[0], key.step, visit, record.shape)
+            if reached is not None:
+                yield _Match(record, *reached, confidence=OF_A_MODULE)
+                break
+            if graphs.engine != "fx":
+                found.ours[key] = graphs.why_not_kept(graph, _behind_views(graphs, graph, fitting[0]))
+
+
+def _leaving(graphs: Graphs, graph: Graph) -> dict[str, list[list[GraphNode]]]:
+    """By module, call by call: the nodes whose value is used outside of it."""
+    uses = graphs.uses(graph)
+    calls: dict[str, dict[str, list[GraphNode]]] = defaultdict(lambda: defaultdict(list))
+    for node in graph.nodes:
+        if node.target == "placeholder" or (node.shape is None and not node.dtype):
+            continue
+        for label in node.calls:
+            held = calls[label.partition("@")[0]][label]
+            if node.leaves or any(label not in user.calls for user in _users(uses, node)):
+                held.append(node)
+    return {
+        module: [labels[label] for label in sorted(labels, key=_call_number)]
+        for module, labels in calls.items()
+    }
+
+
+def _users(uses: Mapping[str, list[GraphNode]], node: GraphNode) -> list[GraphNode]:
+    return uses.get(node.name, [])
+
+
+def _call_number(label: str) -> int:
+    number = label.partition("@")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _reached(
+    graphs: Graphs, graph: Graph, node: GraphNode, step: int, visit: int, shape: tuple[int, ...]
+) -> tuple[Record, Recipe | None] | None:
+    """The tensor that holds a node's value, directly or seen through views."""
+    steps: list[Step] = []
+    wanted = shape
+    for _ in range(_FARTHEST):
+        value = graphs.by_node.get((id(graph), node.name, step, visit))
+        if value is not None:
+            return value.record, _seen_through(value.record, steps, shape)
+        source = graphs.node(graph, node.inputs[0]) if len(node.inputs) == 1 else None
+        if source is None:
+            return None
+        if node.axes is not None:
+            steps.insert(0, Step("transpose", numbers=node.axes))
+        elif node.target.rpartition(".")[0] in RESHAPES:
+            steps.insert(0, Step("reshape", numbers=wanted))
+        else:
+            return None
+        node = source
+        if node.shape is None:
+            if any(step.kind == "transpose" for step in steps):
+                return None
+        else:
+            wanted = node.shape
+    return None
+
+
+def _seen_through(record: Record, steps: Sequence[Step], shape: tuple[int, ...]) -> Recipe | None:
+    if math.prod(record.shape) != math.prod(shape):
+        return None
+    if all(step.kind == "reshape" for step in steps):
+        return _reshaped(record, shape, anyhow=bool(steps))
+    return start(record).then(*steps, shape=shape)
+
+
+def _behind_views(graphs: Graphs, graph: Graph, node: GraphNode) -> GraphNode:
+    for _ in range(_FARTHEST):
+        source = graphs.node(graph, node.inputs[0]) if len(node.inputs) == 1 else None
+        looks = node.axes is not None or node.target.rpartition(".")[0] in RESHAPES
+        if source is None or not looks:
+            return node
+        node = source
+    return node
+
+
+def _reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) -> Recipe | None:
+    """Another shape of as many elements, where only axes of one come or go, or a view says so."""
+    if record.shape == shape or math.prod(record.shape) != math.prod(shape):
+        return None
+    alike = [size for size in record.shape if size != 1] == [size for size in shape if size != 1]
+    if not alike and not anyhow:
+        return None
+    return start(record).then(Step("reshape", numbers=shape), shape=shape)
+
+
+def _others(graphs: Graphs | None, records: Sequence[Record]) -> Sequence[Record]:
+    """What is not the value of a node: modules around compiled regions."""
+    if graphs is None:
+        return [record for record in records if "/" not in record.key.site]
+    values = {value.record.key for value in graphs.values}
+    return [record for record in records if record.key not in values]
+
+
+def _by_owner(records: Sequence[Record]) -> dict[tuple[int, int], list[Record]]:
+    found: dict[tuple[int, int], list[Record]] = {}
+    for record in records:
+        found.setdefault((record.key.rank, record.key.process), []).append(record)
+    return found
+
+
+def _owners(
+    ours: list[tuple[int, int]], theirs: list[tuple[int, int]]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    if len(ours) == len(theirs) == 1:
+        return [(ours[0], theirs[0])]
+    return [(one, one) for one in ours if one in theirs]
+
+
+def _execution(record: Record) -> tuple[int, int, int]:
+    return (record.key.rank, record.key.process, record.order)
