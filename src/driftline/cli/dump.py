@@ -231,6 +231,7 @@ def dump(
         graph=graph or "",
         fusion=not no_fusion,
         url=url,
+        shard_bytes=words.SENT_SHARD_BYTES if url else 0,
     )
     if dry_run and not script.asked():
         print(plan.to_json())

@@ -16,6 +16,7 @@ from driftline import settings
 from driftline.adapters.selection import patterns
 from driftline.errors import BadInput
 from driftline.launch.plan import Engine
+from driftline.runs.layout import SENT_SHARD_BYTES as SENT_SHARD_BYTES
 
 _SEPARATORS = re.compile(r"[,，、\s]+")
 _OPERATOR = re.compile(r"[<>|;&]+")

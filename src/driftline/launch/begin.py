@@ -30,7 +30,7 @@ from driftline.launch.sinks import Late, Limited, Nowhere
 from driftline.launch.wake import leave_mark
 from driftline.launch.watch_plan import WatchPlan, is_watch_plan
 from driftline.runs.calls import CALLS, GRAPHS
-from driftline.runs.layout import SENT_SHARD_BYTES, SHARD_BYTES
+from driftline.runs.layout import SHARD_BYTES
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.session import CaptureSession
@@ -235,7 +235,7 @@ class Launched:
             world_size=world_size,
             command=self.plan.command,
             max_bytes=share or None,
-            shard_bytes=SENT_SHARD_BYTES if self.plan.url else SHARD_BYTES,
+            shard_bytes=self.plan.shard_bytes or SHARD_BYTES,
             seal_at_exit=False,
         )
         writer.describe(**facts())

@@ -49,6 +49,7 @@ class CapturePlan:
         engine: atb switches the probe of the ATB library on beside torch's capture.
         experiment: What is done to the program besides: its `kind` and what that kind needs.
         url: Where the output is sent while the program runs; empty: it stays where it is.
+        shard_bytes: Begin a new file of values beyond this size; 0: the format's own.
         graph: What is recorded of graphs that torch.compile makes: their nodes (`fx`), executed one
             by one, or the kernels that inductor makes of them; empty is nothing.
         fusion: For inductor: whether kernels may be fused.
@@ -67,6 +68,7 @@ class CapturePlan:
     engine: Engine = "torch"
     experiment: Mapping[str, Any] = field(default_factory=dict[str, Any])
     url: str = ""
+    shard_bytes: int = 0
     graph: GraphEngine = ""
     fusion: bool = True
 
@@ -92,7 +94,7 @@ class CapturePlan:
         self._check_graph()
         if self.max_bytes < 0:
             raise BadInput("the limit of bytes cannot be negative")
-        if self.url and (self.layout != "run" or self.engine != "torch"):
+        if self.url and (self.layout != "run" or self.engine == "atb"):
             what = "the ait layout" if self.layout != "run" else "what the ATB probe writes"
             raise BadInput(
                 f"{what} stays on this machine, and -o is an address elsewhere",
@@ -159,6 +161,7 @@ class CapturePlan:
                 "engine": self.engine,
                 **({"experiment": self.experiment} if self.experiment else {}),
                 **({"url": self.url} if self.url else {}),
+                **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
                 **({"graph": self.graph, "fusion": self.fusion} if self.graph else {}),
             },
             indent=2,
@@ -193,6 +196,7 @@ class CapturePlan:
             engine=data["engine"],
             experiment=data.get("experiment", {}),
             url=data.get("url", ""),
+            shard_bytes=data.get("shard_bytes", 0),
             graph=data.get("graph", ""),
             fusion=data.get("fusion", True),
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftline.errors import AlreadyThere, BadFile, BadInput, BadRun
+from driftline.remote.urls import url_of
 from driftline.runs.calls import CALLS, LARGEST_CALLS, Call, read_calls
 from driftline.runs.inside import read_inside, reason_of
 from driftline.runs.layout import folder_name, parse_folder
@@ -89,7 +90,7 @@ def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process
         return _of_file(place)
     from driftline.formats.opening import open_run
 
-    if place.is_dir() and (calls := _calls_of(place, rank, process)):
+    if (place.is_dir() or url_of(path)) and (calls := _calls_of(place, rank, process)):
         from driftline.topology.calls_graph import calls_graph
 
         graph = calls_graph(calls, step)
@@ -135,6 +136,10 @@ def _of_file(place: Path) -> Graph:
 
 def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
     folder = place / folder_name(rank, process)
+    if url_of(place) is not None:
+        from driftline.formats.opening import open_run
+
+        return list(read_calls(open_run(place).sheet(CALLS, rank, process)))
     try:
         content = read_inside(place.resolve(), folder / CALLS, LARGEST_CALLS)
     except OSError:
@@ -181,6 +186,8 @@ def output_for(source: Path, output: StrPath | None, suffix: str, *, force: bool
         real = source.resolve() if source.name in ("", ".", "..") else source
         name = real.name.removesuffix(".json") if real.is_file() else real.name
         place = real.parent / f"{name}{suffix}"
+        if url_of(source) is not None:  # beside what lies elsewhere nothing is written
+            place = Path(f"{name}{suffix}")
     else:
         place = Path(output)
     if place.is_dir():

@@ -1,0 +1,128 @@
+"""Runs to send, a store in memory, and a real S3 server behind a proxy that cuts connections."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cutting import Proxy
+
+from driftline.cli.main import main
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.writer import RunWriter
+
+BUCKET = "drift"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command answered."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def driftline(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Said]:
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*words: object) -> Said:
+        capfd.readouterr()
+        code = main([str(word) for word in words])
+        return Said(code, *capfd.readouterr())
+
+    return call
+
+
+def write_run(
+    path: Path, *, shift: float = 0.0, large: int = 0, ranks: int = 1, shard_bytes: int = 1 << 20
+) -> Path:
+    """Small, middling and, if asked for, large tensors in several shards per rank."""
+    for rank in range(ranks):
+        draw = np.random.default_rng(rank)
+        writer = RunWriter(path, rank=rank, world_size=ranks, shard_bytes=shard_bytes)
+        sizes = [200] * 40 + [60_000] * 8 + [700_000] + ([large] if large else [])
+        for at, count in enumerate(sizes):
+            values = draw.standard_normal(count).astype(np.float32)
+            if at >= 20:
+                values += np.float32(shift)
+            record = Record(TensorKey.of(f"layer.{at}", "output"), at, "float32", (count,))
+            writer.put(record, values.view(np.uint8))
+        writer.topology({"schema": 1, "modules": []})
+        writer.event("note", "said by the program")
+        writer.close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def pair_of_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    place = tmp_path_factory.mktemp("runs")
+    return write_run(place / "ref"), write_run(place / "cand", shift=1e-2)
+
+
+@pytest.fixture
+def memory() -> str:
+    """An empty folder of the store in this process's memory."""
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[int]:
+    here = Path(__file__).parent
+    server = subprocess.Popen(
+        [sys.executable, str(here / "s3_server.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert server.stdin is not None and server.stdout is not None
+    try:
+        yield int(server.stdout.readline())
+    finally:
+        server.stdin.close()  # also when this process is killed: nothing stays behind
+        server.wait(timeout=30)
+        server.stdout.close()
+
+
+@dataclass(frozen=True)
+class S3:
+    """The store as a program sees it."""
+
+    url: str
+    proxy: Proxy
+
+
+@pytest.fixture
+def s3(_server: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3]:
+    import boto3
+    import s3fs
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    proxy = Proxy(_server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATESTTESTTEST")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+    s3fs.S3FileSystem.clear_instance_cache()
+    boto3.client("s3", endpoint_url=f"http://127.0.0.1:{_server}").create_bucket(Bucket=BUCKET)
+    try:
+        yield S3(f"s3://{BUCKET}/{uuid.uuid4().hex}", proxy)
+    finally:
+        proxy.close()
+        s3fs.S3FileSystem.clear_instance_cache()

@@ -1,0 +1,307 @@
+"""A run or table elsewhere is read and written as one here, with the same figures to the last bit."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import write_run
+
+import driftline as api
+from driftline.errors import AlreadyThere, BadInput, BadRun, DriftlineError, NotInstalled
+from driftline.remote import blocks
+from driftline.remote.door import push
+from driftline.remote.store import Store
+from driftline.remote.urls import UrlPath, place_of, url_of
+
+
+def rows(table):
+    return [row.as_json() for row in table.rows]
+
+
+def sent(path: Path, url: str) -> str:
+    assert not push(path, url).reason
+    return url
+
+
+@pytest.fixture
+def there(pair_of_runs, memory):
+    ref, cand = pair_of_runs
+    return sent(ref, f"{memory}/ref"), sent(cand, f"{memory}/cand")
+
+
+def test_a_comparison_of_runs_elsewhere_has_the_rows_of_the_same_runs_here(pair_of_runs, there):
+    here = api.compare(*pair_of_runs)
+    assert here.verdict == "fail"
+    assert rows(api.compare(*there)) == rows(here)
+    assert rows(api.compare(pair_of_runs[0], there[1])) == rows(here)
+
+
+def test_a_large_tensor_is_fetched_block_by_block(tmp_path, memory, monkeypatch):
+    count = 9 << 20
+    ref = write_run(tmp_path / "ref", large=count, shard_bytes=1 << 26)
+    cand = write_run(tmp_path / "cand", large=count, shift=1e-2, shard_bytes=1 << 26)
+    urls = sent(ref, f"{memory}/ref"), sent(cand, f"{memory}/cand")
+    asked: list[int] = []
+    read = Store.read
+
+    def watched(self, name, start, stop):
+        asked.append(stop - start)
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(Store, "read", watched)
+    assert rows(api.compare(*urls)) == rows(api.compare(ref, cand))
+    assert max(asked) <= 16 << 20 < count * 4
+
+
+def test_what_is_not_looked_at_is_not_fetched(there, monkeypatch):
+    fetched: list[int] = []
+    read = Store.read
+
+    def watched(self, name, start, stop):
+        if name.endswith(".safetensors"):
+            fetched.append(stop - start)
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(Store, "read", watched)
+    table = api.compare(*there, sites=["layer.3"])
+    assert len(table.rows) == 1
+    assert sum(fetched) <= 4 * blocks.BLOCK
+
+
+def test_blocks_that_are_kept_are_bounded_and_right(memory):
+    store = Store(memory)
+    content = np.random.default_rng(0).bytes(1 << 20)
+    store.put("file", content)
+    kept = blocks.Blocks(store, block=1 << 12, kept=1 << 16)
+    draw = np.random.default_rng(1)
+
+    def look() -> None:
+        for _ in range(100):
+            start = int(draw.integers(0, (1 << 20) - 1))
+            stop = min(start + int(draw.integers(1, 1 << 14)), 1 << 20)
+            buffer, at = kept.fetch("file", start, stop, 1 << 20)
+            assert bytes(buffer[at : at + stop - start]) == content[start:stop]
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(kept._known) <= 16
+    assert not kept._coming
+
+
+def test_everything_a_run_says_of_itself_comes_along(pair_of_runs, there):
+    here, elsewhere = api.open_run(pair_of_runs[0]), api.open_run(there[0])
+    assert elsewhere.manifest == here.manifest
+    assert list(elsewhere.events()) == list(here.events())
+    assert elsewhere.topology() == here.topology()
+    assert elsewhere.processes() == here.processes()
+    assert list(elsewhere.losses) == []
+    assert np.array_equal(elsewhere.get("layer.48").numpy(), here.get("layer.48").numpy())
+
+
+def test_a_table_goes_elsewhere_and_comes_back(pair_of_runs, memory):
+    table = api.compare(*pair_of_runs)
+    table.write(f"{memory}/table")
+    assert rows(api.open_table(f"{memory}/table")) == rows(table)
+    assert rows(api.open_table(f"{memory}/table/table.json")) == rows(table)
+    with pytest.raises(AlreadyThere):
+        table.write(f"{memory}/table")
+    table.write(f"{memory}/table", force=True)
+    with pytest.raises(BadRun, match="comparison table"):
+        api.open_run(f"{memory}/table")
+
+
+def test_a_folder_of_a_comparison_is_pushed_like_a_run(pair_of_runs, memory, tmp_path):
+    api.compare(*pair_of_runs).write(tmp_path / "table")
+    assert push(tmp_path / "table", f"{memory}/table").files == 3
+    assert api.open_table(f"{memory}/table").verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("compare", "{ref}", "{cand}", "-o", "{url}/table"), 1),
+        (("compare", "{ref}", "{ref}", "--jobs", "1"), 0),
+        (("show", "{ref}"), 0),
+        (("show", "{ref}", "--tensors", "--verify"), 0),
+        (("diagnose", "{ref}", "{cand}"), 1),
+        (("report", "{ref}", "{cand}", "-o", "report.html"), 0),
+        (("topology", "{ref}"), None),
+        (("convert", "{ref}", "-o", "copy"), 0),
+        (("convert", "{ref}", "-o", "{url}/copy"), 0),
+        (("compare", "{ref}", "{cand}", "--python"), 0),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_commands_take_addresses(driftline, there, memory, tmp_path, monkeypatch, words, code):
+    monkeypatch.chdir(tmp_path)
+    filled = [word.format(ref=there[0], cand=there[1], url=memory) for word in words]
+    said = driftline(*filled)
+    if code is not None:
+        assert said.code == code, said
+    assert "Traceback" not in said.err
+    assert "memory:/" not in (said.out + said.err).replace("memory://", "")
+
+
+def test_commands_take_tables_at_addresses(driftline, there, memory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    driftline("compare", *there, "-o", f"{memory}/table")
+    again = driftline("compare", *there, "-o", f"{memory}/table")
+    assert again.code == 2 and "is not empty" in again.err
+    shown = driftline("show", f"{memory}/table")
+    assert shown.code == 0 and "layer.20" in shown.out
+    assert driftline("check", f"{memory}/table", "--max", "relative_l2=9").code == 0
+    assert driftline("diagnose", f"{memory}/table").code == 1
+    assert driftline("report", f"{memory}/table", "-o", "page.html").code == 0
+    clean = driftline("compare", there[0], there[0], "-o", f"{memory}/clean")
+    assert clean.code == 0
+    limits = driftline("calibrate", f"{memory}/clean", f"{memory}/clean", "-o", "limits.json")
+    assert limits.code == 0, limits.err
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence", "kind"),
+    [
+        ("nosuch://a/b", "no store is called nosuch://", BadInput),
+        ("gs://bucket/run", "need the package gcsfs", NotInstalled),
+        ("memory://{}/nothing", "there is nothing at", BadRun),
+        ("memory://", "names no folder", BadInput),
+        ("s3://me:secret@bucket/run", "holds a password", BadInput),
+        ("memory://a/../../b", "names no folder", BadInput),
+        ("file:///tmp/run", "lies on this machine", BadInput),
+    ],
+)
+def test_an_address_that_cannot_be_is_told_in_a_sentence(url, sentence, kind, memory):
+    with pytest.raises(kind, match=sentence) as told:
+        api.open_run(url.format(memory.partition("://")[2]))
+    assert "secret" not in str(told.value) + told.value.hint
+
+
+def test_without_fsspec_the_install_line_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(NotInstalled) as told:
+        api.open_run("s3://bucket/run")
+    assert told.value.hint == "pip install 'driftline[s3]'"
+
+
+def test_dumps_of_other_programs_are_not_read_from_elsewhere_and_it_says_what_to_do(memory):
+    Store(memory).put("tree/a.npy", b"\x93NUMPY")
+    with pytest.raises(BadRun, match="no run of driftline") as told:
+        api.open_run(f"{memory}/tree")
+    assert "driftline convert" in told.value.hint
+    with pytest.raises(BadRun, match="is a file of 6 bytes"):
+        api.open_run(f"{memory}/tree/a.npy")
+
+
+def test_options_that_take_no_address_say_so(driftline, there):
+    said = driftline("compare", *there, "--thresholds", "s3://bucket/limits.json")
+    assert said.code == 2 and "takes a path of this machine" in said.err
+
+
+def test_a_path_of_this_machine_stays_one():
+    assert url_of("runs/a") is url_of(Path("C:/x")) is url_of("C:/x") is None
+    assert (
+        url_of(Path("s3://bucket/run"))
+        == url_of(UrlPath("s3://bucket/run/"))
+        == ("s3://bucket/run")
+    )
+    assert str(place_of("s3://bucket/run")) == "s3://bucket/run"
+    assert str(place_of("s3://bucket/run") / "x") == "s3://bucket/run/x"
+    assert place_of("file:///tmp/a%20b") == Path("/tmp/a b")
+
+
+# ---- strangers
+
+
+def test_names_inside_a_run_never_lead_out_of_it(memory, pair_of_runs):
+    store = Store(memory)
+    store.put("secret/rank0/tensors-00000.safetensors", b"x" * 4096)
+    sent(pair_of_runs[0], f"{memory}/run")
+    line = store.read_all("run/rank0/index.jsonl", 1 << 20).split(b"\n")[0]
+    for name in (
+        b"../../secret/rank0/tensors-00000.safetensors",
+        b"/etc/passwd",
+        b"s3://elsewhere/tensors-00000.safetensors",
+    ):
+        bad = line.replace(b"tensors-00000.safetensors", name)
+        store.put("run/rank0/index.jsonl", bad + b"\n")
+        run = api.open_run(f"{memory}/run")
+        assert len(run.records) == 0
+        assert any("is not the name of a shard" in str(loss) for loss in run.losses)
+    for name in ("../x", "a/../../x", "a//b", "/x", "a\\b", "."):
+        with pytest.raises(BadInput):
+            store.path(name)
+
+
+def test_odd_folders_beside_the_ranks_are_not_looked_into(memory, pair_of_runs):
+    sent(pair_of_runs[0], f"{memory}/run")
+    store = Store(memory)
+    for name in ("rank00", "rank0.p0", "rank-1", "rank0 ", "etc"):
+        store.put(f"run/{name}/index.jsonl", b"{}\n")
+    assert {r.key.rank for r in api.open_run(f"{memory}/run").records} == {0}
+    assert list(api.open_run(f"{memory}/run").losses) == []
+
+
+def test_an_address_that_stands_in_a_file_is_never_asked(pair_of_runs, tmp_path, driftline):
+    """A stranger's table names its runs; looking at it must not tell them."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(0.2)
+        url = f"http://127.0.0.1:{door.getsockname()[1]}/run"
+        table = api.compare(*pair_of_runs)
+        table.write(tmp_path / "table")
+        text = (tmp_path / "table" / "table.json").read_text()
+        for side in pair_of_runs:
+            text = text.replace(str(side), url)
+        assert url in text
+        (tmp_path / "table" / "table.json").write_text(text)
+        driftline("report", tmp_path / "table", "-o", tmp_path / "page.html")
+        driftline("show", tmp_path / "table")
+        driftline("diagnose", tmp_path / "table")
+        (tmp_path / "ref").mkdir()
+        with pytest.raises(TimeoutError):
+            door.accept()
+
+
+def test_a_link_in_a_folder_is_not_sent(tmp_path, memory):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "secret").write_text("secret")
+    (run / "rank0" / "calls.jsonl").symlink_to(tmp_path / "secret")
+    (run / "rank1").symlink_to("/etc")
+    sent(run, f"{memory}/run")
+    assert "calls.jsonl" not in Store(f"{memory}/run").sizes("rank0")
+    assert "rank1" not in Store(f"{memory}/run").sizes()
+
+
+def test_a_run_elsewhere_that_is_garbled_says_so(memory, pair_of_runs):
+    sent(pair_of_runs[0], f"{memory}/run")
+    store = Store(f"{memory}/run")
+    store.put("rank0/tensors-00000.safetensors", b"short")
+    run = api.open_run(f"{memory}/run")
+    assert any("ends before its last byte" in str(loss) for loss in run.losses)
+    store.put("run.json", b"{")
+    assert any("run.json" in str(loss) for loss in api.open_run(f"{memory}/run").losses)
+    store.put("run.json", b'{"format": "driftline-run", "schema": 99}')
+    with pytest.raises(BadRun, match="schema 99"):
+        api.open_run(f"{memory}/run")
+
+
+def test_capture_into_an_address_is_refused_with_the_way_to_do_it():
+    import torch
+
+    with pytest.raises(BadInput) as told:
+        api.capture(torch.nn.Linear(1, 1), "s3://bucket/run")
+    assert "driftline dump -o URL" in told.value.hint
+
+
+def test_a_folder_that_is_neither_is_not_pushed(tmp_path, memory):
+    with pytest.raises(BadRun, match="neither a run nor a comparison"):
+        push(tmp_path, memory)
+    with pytest.raises(DriftlineError, match="is no address"):
+        push(tmp_path, str(tmp_path / "x"))
