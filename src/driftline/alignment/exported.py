@@ -22,6 +22,8 @@ MADE, LOOK, SAME = 0.95, 0.9, 0.9
 """Confidence of an input by its maker, of one by its look, of what holds the same bytes."""
 
 ROOT = "(root)"
+_DEQUANTISED = "_DequantizeLinear_Output"
+"""How onnxruntime.quantization calls what a tensor is after it was quantised."""
 _REPEATED = re.compile(r"_(\d+)$")
 _Call = tuple[int, int, int, str, int]
 
@@ -41,6 +43,15 @@ class ExportedGraph(NamedTuple):
         """The sites that a fused node stands for."""
         gone = self.nodes.get(site, {}).get("replaces")
         return tuple(map(str, cast("list[object]", gone))) if isinstance(gone, list) else ()
+
+    def values(self) -> dict[str, str]:
+        """Value → the site that makes it."""
+        found: dict[str, str] = {}
+        for site, node in self.nodes.items():
+            sites = _list(node.get("outputs")) or [site]
+            for value, place in zip(_list(node.get("values")), sites, strict=False):
+                found[str(value)] = str(place)
+        return found
 
     def why(self, site: str) -> str:
         """Why a site is not computed; empty if the graph does not say."""
@@ -91,7 +102,13 @@ def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | No
     named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
     shared = (named[0] & named[1]) - {ROOT}
     if ours is not None and theirs is not None:
-        return 2 * len(shared) >= min(map(len, named)) - 1
+        modules = [sites[0] - set(ours.nodes), sites[1] - set(theirs.nodes)]
+        values = ours.values().keys() & theirs.values().keys()
+        return (
+            2 * len(shared) >= min(map(len, named)) - 1
+            or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
+            or 2 * len(values) >= min(len(ours.nodes), len(theirs.nodes))
+        )
     graph = named[1] - set(ours.nodes) if ours is not None else named[0]
     if theirs is not None:
         graph = {linked.get(site, site) for site in sites[1] if site not in theirs.nodes}
@@ -110,8 +127,10 @@ def pair_exported(
     """
     left = _Left(plan)
     if ours is not None and theirs is not None:
+        _by_value(left, ours, theirs)
         for graph, turned in ((ours, False), (theirs, True)):
             _fused(graph, left, turned)
+        _same_bytes(left, exported_first=False, only_modules=ours)
     else:
         _repeated_modules(left, exported_first=ours is not None)
         _inputs(left)
@@ -139,6 +158,27 @@ class _Left:
 def _call(record: Record) -> _Call:
     key = record.key
     return (key.rank, key.process, key.step, key.site, key.visit)
+
+
+def _by_value(left: _Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
+    """Outputs of nodes by the names of values; a quantised one by what its integers stand for."""
+    here, there = ours.values(), theirs.values()
+    mine, others = _outputs(left.here.values()), _outputs(left.there.values())
+    for value, site in here.items():
+        for name in (f"{value}{_DEQUANTISED}", value, value.removesuffix(_DEQUANTISED)):
+            for record in mine.get(site, ()) if name in there else ():
+                for other in others.get(there[name], ()):
+                    same = record.key.step == other.key.step and _look(record) == _look(other)
+                    if same and id(record) in left.here and id(other) in left.there:
+                        left.take(record, other, 1.0)
+
+
+def _outputs(records: Iterable[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.key.port == "output":
+            found[record.key.site].append(record)
+    return found
 
 
 def _fused(graph: ExportedGraph, left: _Left, turned: bool) -> None:
@@ -231,7 +271,9 @@ def _look(record: Record) -> tuple[tuple[int, ...], str]:
     return record.shape, record.dtype
 
 
-def _same_bytes(left: _Left, *, exported_first: bool) -> None:
+def _same_bytes(
+    left: _Left, *, exported_first: bool, only_modules: ExportedGraph | None = None
+) -> None:
     """What of the model holds the bytes of something that has a partner: one value in the graph."""
     known: dict[tuple[int, int, int, str, tuple[int, ...]], Record] = {}
     for output in (True, False):  # who made it says more than who read it
@@ -244,6 +286,8 @@ def _same_bytes(left: _Left, *, exported_first: bool) -> None:
     model_side = left.there if exported_first else left.here
     for record in list(model_side.values()):
         if record.key.port not in ("input", "output") or record.key.phase != "forward":
+            continue
+        if only_modules and (record.key.site in only_modules.nodes or record.key.port == "input"):
             continue
         value = known.get(_bytes(record)) if record.digest and record.kept == "full" else None
         if value is not None and value.shape == record.shape:
@@ -286,5 +330,5 @@ def _of_a_node(record: Record, own: ExportedGraph, *, model: bool) -> str:
     if own.replaced_by(key.site):
         return f"a fused node; it replaced {', '.join(own.replaced_by(key.site)[:3])}"
     if not model:
-        return "the optimiser of the other run leaves it out, or makes it another way"
+        return "the other graph has no value of this name at this place"
     return "no tensor of the other run is surely the same"

@@ -91,7 +91,7 @@ def compare(
         candidate: What is in question.
         golden_path: Another way to give REF.
         my_path: Another way to give CAND.
-        metric: Measure this too: kl, or a Python function of your own; may be repeated.
+        metric: Measure this too: sqnr (dB), kl, or a Python function of your own; may be repeated.
         max: The largest value that passes, instead of the format's own limit; may be repeated.
         min: The smallest value that passes, for metrics such as cosine; may be repeated.
         rtol: Every element must keep |c - r| <= atol + rtol |r|.
@@ -175,7 +175,7 @@ def compare(
             for line in pairing.lines():
                 print(printable(line))
             return EXIT_FINE
-    from driftline.comparison.metrics.catalogue import requested
+    from driftline.comparison.metrics.catalogue import limited, requested
     from driftline.gating.judge import exit_code
     from driftline.tolerance.limits import limits_from
 
@@ -185,7 +185,8 @@ def compare(
         metric = [*(metric or ()), *METRICS]
     limits = None
     if max or min:
-        columns = [each.column for each in requested(metric or ())]
+        named = [word.partition("=")[0] for word in (*(max or ()), *(min or ()))]
+        columns = [each.column for each in requested([*(metric or ()), *limited(named)])]
         limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
     progress = None if quiet else on_terminal("pairs")
     asked: dict[str, Any] = {

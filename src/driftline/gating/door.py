@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from driftline.alignment.door import AlignOptions, align_runs
 from driftline.alignment.plan import Plan
 from driftline.comparison.engine import Elementwise, Progress, measure
-from driftline.comparison.metrics.catalogue import STANDARD, Metric, requested
+from driftline.comparison.metrics.catalogue import STANDARD, Metric, limited, requested
 from driftline.comparison.table import Table
 from driftline.executors.choosing import chosen
 from driftline.gating.judge import judge
@@ -86,7 +86,9 @@ def compare(
         DriftlineError: A path, metric, glob or limit that cannot mean anything, or two runs that
             share no name. Numbers that differ are no exception: they are rows.
     """
-    wanted = requested([metrics] if isinstance(metrics, str) else metrics)
+    named = [metrics] if isinstance(metrics, str) else metrics
+    limits_on = limits if isinstance(limits, Mapping) else [one.metric for one in limits or ()]
+    wanted = requested([*named, *limited(limits_on)])
     tolerance = allowed(wanted, limits, rtol, atol, min_coverage, thresholds)
     # Metrics of users may make cycles, ours do not.
     with uncollected() if wanted == STANDARD else nullcontext():

@@ -238,11 +238,19 @@ def _held(row: Row, column: Column, limit: float, source: str) -> Row:
     )
 
 
+_LOUDEST = 6000.0
+"""Decibels beyond which a float has no factor for them."""
+
+
 def _severity(column: Column, value: float, limit: float) -> float:
     """Value over limit: 1 is the edge whatever the metric; NaN and a broken zero are inf."""
     if math.isnan(value):
         return math.inf
     if column.direction == "higher":
+        if column.unit == "dB":  # a share of noise, in steps of a factor of ten: 20 dB
+            return (
+                10.0 ** ((limit - min(value, _LOUDEST)) / 20.0) if value > -_LOUDEST else math.inf
+            )
         if limit < 1.0 and value <= 1.0:
             return (1.0 - value) / (1.0 - limit)
         return 0.0 if value >= limit else math.inf

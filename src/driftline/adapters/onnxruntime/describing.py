@@ -60,6 +60,7 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
                 edges.append([ROOT, value, site, value])
         members = seen.placed.members[number]
         about: dict[str, Any] = {"site": site, "class": node.op, "name": node.name}
+        about["values"] = made
         if node.domain:
             about["domain"] = node.domain
         if len(made) > 1:

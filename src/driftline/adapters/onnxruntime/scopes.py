@@ -116,9 +116,29 @@ class Names:
         self._sites: dict[str, str] = {}
         self._taken: set[str] = set()
         for number, node in enumerate(graph.nodes):
+            scope = self.scopes[number]
+            if self.told and scope is NOWHERE:
+                scope = self._beside(node)
             for output, value in enumerate(node.outputs):
                 if value:
-                    self._name(value, self.scopes[number], node, output)
+                    self._name(value, scope, node, output)
+
+    def _beside(self, node: Node) -> Scope:
+        """Where a node stands that a quantiser put in: with who made what it reads, or reads it.
+
+        For its name only: what it makes is not what that module makes.
+        """
+        for value in self._graph.data_inputs(node):
+            if (scope := self.scope(value)) is not NOWHERE:
+                return scope
+            maker = self._graph.maker.get(value)
+            if maker is not None:
+                return self._beside(self._graph.nodes[maker])
+        for value in node.outputs:
+            for reader in self._graph.readers.get(value, ()):
+                if self.scopes[reader] is not NOWHERE:
+                    return self.scopes[reader]
+        return NOWHERE
 
     def site(self, value: str, near: str = "") -> str:
         """The site of a value; one that an optimiser made stands in the module of another one.

@@ -7,7 +7,7 @@ pass (`kl`, a user's own) is computed from the values, on request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from driftline.comparison.metrics import derivation as by
@@ -98,10 +98,17 @@ STANDARD: tuple[Metric, ...] = (
 """Measured for every pair, in the order of the columns."""
 
 ON_REQUEST: tuple[Metric, ...] = (
+    _metric("sqnr", "higher", "20 log10(||r|| / ||c - r||)", by.sqnr, "difference", "dB"),
     _metric("kl", "lower", "KL divergence of the softmax", None, "distribution", "nats"),
 )
 
 KNOWN: dict[str, Metric] = {metric.name: metric for metric in (*STANDARD, *ON_REQUEST)}
+
+
+def limited(names: Iterable[str]) -> list[str]:
+    """Of metrics that limits name, those that are only measured when asked for: this asks."""
+    known = {metric.name for metric in ON_REQUEST}
+    return [name for name in dict.fromkeys(name.strip() for name in names) if name in known]
 
 
 def requested(names: Sequence[str]) -> tuple[Metric, ...]:

@@ -61,6 +61,11 @@ def relative_l2(m: PairMoments) -> float:
     return math.sqrt(m.sum_ee) / math.sqrt(m.sum_rr)
 
 
+def sqnr(m: PairMoments) -> float:
+    share = relative_l2(m)
+    return -20.0 * math.log10(share) if share else math.inf
+
+
 def cosine(m: PairMoments) -> float:
     if m.sum_rr == 0.0 or m.sum_cc == 0.0:
         return 1.0 if m.sum_rr == m.sum_cc else 0.0
