@@ -21,8 +21,20 @@ WEIGHT_PORTS = ("param", "param_grad", "optimizer_grad")
 _TILE = 16
 """Private formats pad the last two axes of a matrix to whole tiles of this size."""
 
-_OUT_IN = ("Linear", "NonDynamicallyQuantizableLinear", "LoraLayer", "Bilinear")
-_IN_OUT = ("Linear", "ColumnParallelLinear", "RowParallelLinear", "ColumnSequenceParallelLinear")
+_OUT_IN = (
+    "Linear",
+    "NonDynamicallyQuantizableLinear",
+    "LoraLayer",
+    "Bilinear",
+    "MultiheadAttention",
+)
+_IN_OUT = (
+    "Linear",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "ColumnSequenceParallelLinear",
+    "RowSequenceParallelLinear",
+)
 
 
 def layout(framework: str, class_name: str) -> Layout:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from driftline.alignment.names import nothing_in_common, pair_by_name, select
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.settling import Seen, after_matching, before_matching
 from driftline.errors import BadInput
+from driftline.runs.calls import GRAPHS
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -119,24 +120,57 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     plan = Plan((), tuple(reference.records), tuple(candidate.records))
     if options.maps or options.mapping_file is not None:
         plan = _by_map(plan, options)
+    if _is_compiled(reference) or _is_compiled(candidate):
+        from driftline.alignment.compiled_pairs import align_compiled
+
+        plan = align_compiled(reference, candidate, plan)
+        return plan if plan.pairs else _in_common(plan)
     ordered = reference.ordered and candidate.ordered
     notes: list[str] = []
     if not (options.structural and ordered and _only_numbered(reference, candidate, notes)):
         by_name = pair_by_name(plan.missing, plan.extra)
         plan = _more(plan, by_name.pairs, by_name) if plan.pairs else by_name
+        if plan.missing and plan.extra and (found := _by_export(plan, reference, candidate)):
+            return found
         if plan.missing and plan.extra:
             plan = _by_plain_name(plan)
+            if plan.missing and plan.extra and (found := _by_export(plan, reference, candidate)):
+                return found
     if (plan.missing or plan.extra) and options.structural and ordered:
         plan = _by_structure(plan, reference, candidate, options)
         plan = _passed_on(plan, reference, candidate)
+    if plan.pairs and plan.missing and plan.extra and options.structural:
+        from driftline.alignment.in_projections import pair_in_projections
+
+        if found := pair_in_projections(plan):
+            plan = _without_reasons(_more(plan, found))
     plan = plan._replace(notes=(*plan.notes, *notes))
-    if not plan.pairs:
-        trouble = nothing_in_common(plan.missing, plan.extra)
-        if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
-            said = f"{trouble}; structure tells none apart either: {tried}"
-            raise BadInput(said, hint=f"{trouble.hint}; --map says which site is which")
-        raise trouble
-    return plan
+    return plan if plan.pairs else _in_common(plan)
+
+
+def _in_common(plan: Plan) -> NoReturn:
+    trouble = nothing_in_common(plan.missing, plan.extra)
+    if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
+        said = f"{trouble}; structure tells none apart either: {tried}"
+        raise BadInput(said, hint=f"{trouble.hint}; --map says which site is which")
+    raise trouble
+
+
+def _is_compiled(run: Run) -> bool:
+    """Whether a run lists graphs of a compiler beside its tensors: one look at one folder."""
+    key = run.records[0].key
+    return GRAPHS in run.sheets(key.rank, key.process)
+
+
+def _by_export(plan: Plan, reference: Run, candidate: Run) -> Plan | None:
+    """A graph that was exported, whose names fit: the graph says the rest. None for other runs."""
+    from driftline.alignment.exported import exported_graph, names_fit, pair_exported
+
+    graphs = exported_graph(reference), exported_graph(candidate)
+    if graphs == (None, None) or not names_fit(plan, *graphs):
+        return None
+    pairs, reasons = pair_exported(plan, *graphs)
+    return _more(plan, pairs)._replace(reasons=reasons)
 
 
 def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOptions) -> Plan:
@@ -197,7 +231,11 @@ def _passed_on(plan: Plan, reference: Run, candidate: Run) -> Plan:
     found = pair_passed(plan, reference, candidate)
     if not found:
         return plan
-    plan = _more(plan, found)
+    return _without_reasons(_more(plan, found))
+
+
+def _without_reasons(plan: Plan) -> Plan:
+    """The plan with reasons for those only that are still alone."""
     alone = {(side, r.key) for side, left in _left(plan) for r in left}
     return plan._replace(reasons={at: why for at, why in plan.reasons.items() if at in alone})
 
