@@ -1,0 +1,1 @@
+"""Capture of tensors that live on a GPU: reduced there, or copied without waiting for them."""

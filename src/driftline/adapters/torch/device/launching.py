@@ -1,0 +1,113 @@
+"""Kernels, compiled once for each kind of element and launched with as few words as possible.
+
+Triton looks at every argument of every launch to choose among its compiled variants: 10 to 20 µs,
+several times what a small kernel takes. Ours take plain numbers only, of one type, so that there is
+nothing to choose: the compiled kernel is asked directly. Where that is not possible (the
+interpreter, a Triton whose inside has changed) the ordinary way is taken.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportPrivateUsage=false
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+from driftline import settings
+
+LEAST_TRITON = (3, 2)
+"""Below it `tl` lacks what the kernels use; every torch since 2.6 brings a newer one along."""
+
+
+@functools.cache
+def why_not() -> str:
+    """Why kernels cannot run in this process; empty if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        import triton
+    except Exception as error:  # a broken installation is nobody's fault here
+        return f"Triton cannot be imported: {error}"
+    found = tuple(int(part) for part in triton.__version__.split(".")[:2] if part.isdigit())
+    if found < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        return f"Triton {triton.__version__} is too old, {least} is needed"
+    return ""
+
+
+def interpreted() -> bool:
+    """Whether kernels are carried out by Triton's interpreter, on the CPU."""
+    return settings.triton_interprets()
+
+
+class Kernel:
+    """One compiled kernel for all devices of a process.
+
+    Args:
+        function: The jitted function; its arguments are numbers, constants come last.
+        constants: Their values, in order.
+        warps: Warps of a program.
+        registers: At most so many for each thread; 0 leaves it to the compiler.
+    """
+
+    def __init__(
+        self, function: Any, constants: dict[str, Any], *, warps: int, registers: int = 0
+    ) -> None:
+        self._function = function
+        self._constants = constants
+        self._options: dict[str, Any] = {"num_warps": warps}
+        if registers and not interpreted():
+            self._options["maxnreg"] = registers
+        self._rest = tuple(constants.values())
+        self._ready: dict[int, tuple[Any, Any, Any]] = {}
+
+    def __call__(self, programs: int, device: int, *numbers: int) -> None:
+        """Launch on the current stream of a device; nothing is waited for."""
+        ready = self._ready.get(device)
+        if ready is None:
+            self._begin(programs, device, numbers)
+            return
+        run, function, metadata = ready
+        run(
+            programs,
+            1,
+            1,
+            torch._C._cuda_getCurrentRawStream(device),
+            function,
+            metadata,
+            None,
+            None,
+            None,
+            *numbers,
+            *self._rest,
+        )
+
+    def _begin(self, programs: int, device: int, numbers: tuple[int, ...]) -> None:
+        """The first launch on a device: compile, launch, and remember how to do it at once."""
+        if device < 0:  # the interpreter knows no devices
+            self._function[(programs,)](*numbers, **self._constants, **self._options)
+            return
+        with torch.cuda.device(device):
+            made = self._function[(programs,)](*numbers, **self._constants, **self._options)
+        try:
+            self._ready[device] = made.run, made.function, made.packed_metadata
+        except AttributeError:
+            self._ready[device] = _Usual(self._function, self._constants, self._options), None, None
+
+
+class _Usual:
+    """The ordinary launch, called like the short one."""
+
+    def __init__(
+        self, function: Any, constants: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        self._function = function
+        self._constants = constants
+        self._options = options
+
+    def __call__(self, programs: int, *rest: Any) -> None:
+        numbers = rest[8 : len(rest) - len(self._constants)]
+        self._function[(programs,)](*numbers, **self._constants, **self._options)
