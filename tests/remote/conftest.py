@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cutting import Proxy
+from sent_runs import write_run
 
 from driftline.cli.main import main
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
-from driftline.runs.writer import RunWriter
 
 BUCKET = "drift"
 
@@ -43,26 +40,6 @@ def driftline(
         return Said(code, *capfd.readouterr())
 
     return call
-
-
-def write_run(
-    path: Path, *, shift: float = 0.0, large: int = 0, ranks: int = 1, shard_bytes: int = 1 << 20
-) -> Path:
-    """Small, middling and, if asked for, large tensors in several shards per rank."""
-    for rank in range(ranks):
-        draw = np.random.default_rng(rank)
-        writer = RunWriter(path, rank=rank, world_size=ranks, shard_bytes=shard_bytes)
-        sizes = [200] * 40 + [60_000] * 8 + [700_000] + ([large] if large else [])
-        for at, count in enumerate(sizes):
-            values = draw.standard_normal(count).astype(np.float32)
-            if at >= 20:
-                values += np.float32(shift)
-            record = Record(TensorKey.of(f"layer.{at}", "output"), at, "float32", (count,))
-            writer.put(record, values.view(np.uint8))
-        writer.topology({"schema": 1, "modules": []})
-        writer.event("note", "said by the program")
-        writer.close()
-    return path
 
 
 @pytest.fixture(scope="session")

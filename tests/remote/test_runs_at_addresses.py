@@ -1,4 +1,4 @@
-"""A run or table elsewhere is read and written as one here, with the same figures to the last bit."""
+"""A run or table elsewhere is read and written as one here, the same to the last bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_run
+from sent_runs import write_run
 
 import driftline as api
 from driftline.errors import AlreadyThere, BadInput, BadRun, DriftlineError, NotInstalled

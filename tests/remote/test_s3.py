@@ -1,4 +1,4 @@
-"""A real S3 server on loopback, connections cut in their middle, credentials and buckets missing."""
+"""A real S3 server on loopback: cut connections, missing credentials, missing buckets."""
 
 from __future__ import annotations
 

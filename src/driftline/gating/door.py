@@ -14,6 +14,7 @@ from driftline.comparison.metrics.catalogue import STANDARD, Metric, limited, re
 from driftline.comparison.table import Table
 from driftline.executors.choosing import chosen
 from driftline.gating.judge import judge
+from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.runs.uncollected import uncollected
 from driftline.tolerance.defaults import elementwise
@@ -210,7 +211,21 @@ def align(
         plan_file=None if plan is None else Path(plan),
         structural=structural,
     )
-    return align_runs(open_source(reference), open_source(candidate), options)
+    ours, theirs = open_source(reference), open_source(candidate)
+    return _growing(align_runs(ours, theirs, options), ours, theirs)
+
+
+def _growing(plan: Plan, reference: Run, candidate: Run) -> Plan:
+    """What a run lacks that is still being written may come yet: the rows say so."""
+    why: dict[tuple[str, TensorKey], str] = {}
+    for side, alone, other, run in (
+        ("reference", plan.missing, "candidate", candidate),
+        ("candidate", plan.extra, "reference", reference),
+    ):
+        if alone and run.growing:
+            said = f"not yet in the {other}, which is still being written"
+            why |= {(side, record.key): said for record in alone}
+    return plan._replace(reasons={**plan.reasons, **why}) if why else plan
 
 
 def _words(given: Sequence[str]) -> tuple[str, ...]:

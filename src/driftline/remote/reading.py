@@ -132,7 +132,7 @@ class RemoteFiles:
     def is_written(self, folder: str) -> bool | None:
         """Which process writes cannot be seen from here, but whether all was sent can."""
         del folder
-        return False if self.sent else None
+        return not self.sent
 
     def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> FetchAhead:
         return FetchAhead(self, parts)

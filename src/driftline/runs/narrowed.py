@@ -75,6 +75,10 @@ class _NarrowedRun(Run):
         keys = {record.key for record in self._records}
         return [loss for loss in self._whole.losses if loss.key is None or loss.key in keys]
 
+    @property
+    def growing(self) -> bool:
+        return self._whole.growing
+
     def lost(self, record: Record) -> str:
         return self._whole.lost(record)
 

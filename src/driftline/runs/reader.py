@@ -120,6 +120,7 @@ class _Part:
         self.rank, self.process = place
         self.files = files
         self.name = name
+        self.growing = False
         self.lines: list[Line] = []
         self.shards = files.shards(name)
 
@@ -195,7 +196,9 @@ class _Part:
     def _check_process(self, losses: list[Loss]) -> None:
         facts = self.facts()
         if facts.get("sealed") is not True:
-            losses.append(Loss(self.name, _UNSEALED[self.files.is_written(self.name)]))
+            written = self.files.is_written(self.name)
+            self.growing = written is True
+            losses.append(Loss(self.name, _UNSEALED[written]))
             return
         promised = facts.get("tensors")
         if type(promised) is int and promised > len(self.lines):
@@ -296,6 +299,11 @@ class DiskRun(Run):
     def losses(self) -> Sequence[Loss]:
         self._load()
         return self._losses
+
+    @property
+    def growing(self) -> bool:
+        self._load()
+        return any(part.growing for part in self._parts.values())
 
     @property
     def sealed(self) -> bool:

@@ -263,6 +263,11 @@ class Run(ABC):
         return {}
 
     @property
+    def growing(self) -> bool:
+        """Whether more of it was still to come when it was read."""
+        return False
+
+    @property
     def losses(self) -> Sequence[Loss]:
         """What should be here and is not."""
         return ()
