@@ -13,13 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
-MADE, LOOK, SAME = 0.95, 0.9, 0.9
-"""Confidence of an input by its maker, of one by its look, of what holds the same bytes."""
+MADE, LOOK, SAME, WORK = 0.95, 0.9, 0.9, 0.7
+"""Confidence of an input by its maker, of one by its look, of what holds the same bytes, and of
+layers whose order says which is which."""
 
 ROOT = "(root)"
 _DEQUANTISED = "_DequantizeLinear_Output"
@@ -34,10 +35,12 @@ class ExportedGraph(NamedTuple):
     Attributes:
         nodes: Site of each node → what is known of it.
         inside: Site of what is no longer computed → the fused node it went into.
+        works: What it does with its weights, in the order of the exported file.
     """
 
     nodes: Mapping[str, Mapping[str, Any]]
     inside: Mapping[str, str]
+    works: Sequence[Mapping[str, Any]] = ()
 
     def replaced_by(self, site: str) -> tuple[str, ...]:
         """The sites that a fused node stands for."""
@@ -74,7 +77,11 @@ def exported_graph(run: Run) -> ExportedGraph | None:
         str(node["site"]): node for node in map(_object, _list(told.get("nodes"))) if "site" in node
     }
     inside = _object(told.get("inside"))
-    return ExportedGraph(nodes, {site: str(node) for site, node in inside.items()})
+    return ExportedGraph(
+        nodes,
+        {site: str(node) for site, node in inside.items()},
+        [_object(work) for work in _list(told.get("works"))],
+    )
 
 
 def _object(value: object) -> Mapping[str, Any]:
@@ -138,6 +145,29 @@ def pair_exported(
     return left.found, _reasons(left, ours, theirs)
 
 
+def pair_unnamed(
+    plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None
+) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
+    """Pairs where the graph names no modules of the model: layers with weights, in order.
+
+    Nothing where both are graphs, or none is.
+    """
+    graph = ours if ours is not None else theirs
+    if graph is None or (ours is not None and theirs is not None):
+        return [], {}
+    from driftline.alignment.exported_works import link_works, work_of
+
+    first = ours is not None
+    model, values = (plan.extra, plan.missing) if first else (plan.missing, plan.extra)
+    left = _Left(plan)
+    for own, value in link_works(model, values, [work_of(work) for work in graph.works]):
+        left.take(*((value, own) if first else (own, value)), WORK, "structure")
+    if not left.found:
+        return [], {}
+    _same_bytes(left, exported_first=first)
+    return left.found, _reasons(left, ours, theirs)
+
+
 class _Left:
     """What is paired and what is not, while rules are tried."""
 
@@ -147,8 +177,8 @@ class _Left:
         self.here = {id(record): record for record in plan.missing}
         self.there = {id(record): record for record in plan.extra}
 
-    def take(self, ours: Record, theirs: Record, confidence: float) -> None:
-        pair = Pair(ours, theirs, "graph", confidence)
+    def take(self, ours: Record, theirs: Record, confidence: float, by: Rule = "graph") -> None:
+        pair = Pair(ours, theirs, by, confidence)
         self.found.append(pair)
         self.pairs.append(pair)
         self.here.pop(id(ours), None)

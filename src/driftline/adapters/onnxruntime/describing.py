@@ -8,6 +8,7 @@ from typing import Any
 from driftline.adapters.onnxruntime.boundaries import root_call
 from driftline.adapters.onnxruntime.recording import Seen, Sight
 from driftline.adapters.onnxruntime.scopes import ROOT
+from driftline.adapters.onnxruntime.works import works
 from driftline.topology.tree import ModuleNode, ModuleTree
 
 
@@ -85,7 +86,12 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
     return {
         **ModuleTree(tree.roots, tuple(dict.fromkeys(sight.site for sight in found))).to_json(),
         "edges": edges,
-        "exported": {"by": "onnx", "nodes": nodes, "inside": inside},
+        "exported": {
+            "by": "onnx",
+            "nodes": nodes,
+            "inside": inside,
+            "works": works(seen.exported, seen.names),
+        },
     }
 
 
