@@ -136,6 +136,14 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
             plan = _by_plain_name(plan)
             if plan.missing and plan.extra and (found := _by_export(plan, reference, candidate)):
                 return found
+    if (
+        plan.missing
+        and plan.extra
+        and options.structural
+        and ordered
+        and (found := _by_export(plan, reference, candidate, structural=True))
+    ):
+        return found
     if (plan.missing or plan.extra) and options.structural and ordered:
         plan = _by_structure(plan, reference, candidate, options)
         plan = _passed_on(plan, reference, candidate)
@@ -162,15 +170,25 @@ def _is_compiled(run: Run) -> bool:
     return GRAPHS in run.sheets(key.rank, key.process)
 
 
-def _by_export(plan: Plan, reference: Run, candidate: Run) -> Plan | None:
-    """A graph that was exported, whose names fit: the graph says the rest. None for other runs."""
-    from driftline.alignment.exported import exported_graph, names_fit, pair_exported
+def _by_export(
+    plan: Plan, reference: Run, candidate: Run, *, structural: bool = False
+) -> Plan | None:
+    """A graph that was exported: if names fit, it says the rest. None for other runs.
+
+    With `structural` its names do not, and layers with weights are taken in order.
+    """
+    from driftline.alignment.exported import (
+        exported_graph,
+        names_fit,
+        pair_exported,
+        pair_unnamed,
+    )
 
     graphs = exported_graph(reference), exported_graph(candidate)
-    if graphs == (None, None) or not names_fit(plan, *graphs):
+    if graphs == (None, None) or not (structural or names_fit(plan, *graphs)):
         return None
-    pairs, reasons = pair_exported(plan, *graphs)
-    return _more(plan, pairs)._replace(reasons=reasons)
+    pairs, reasons = (pair_unnamed if structural else pair_exported)(plan, *graphs)
+    return _more(plan, pairs)._replace(reasons=reasons) if pairs or not structural else None
 
 
 def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOptions) -> Plan:
