@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from driftline import settings
 from driftline.adapters.reduction import Reduction
@@ -20,8 +20,8 @@ from driftline.adapters.selection import Selection, patterns, require_visible
 from driftline.adapters.session import LEVELS, Session, known_levels
 from driftline.adapters.steps import StepsBy
 from driftline.errors import BadInput, did_you_mean
-from driftline.runs.manifest import create_run
 from driftline.runs.sink import Sink
+from driftline.runs.together import begin_run
 from driftline.runs.writer import RunWriter
 
 FRAMEWORKS = ("torch", "paddle")
@@ -83,6 +83,8 @@ def capture(
     selection: Selection | None = None,
     max_bytes: int | None = None,
     force: bool = False,
+    graph: Literal["fx", "inductor"] | None = None,
+    fusion: bool = True,
 ) -> Capture:
     """Capture what a model computes inside a `with` block, into a run.
 
@@ -102,10 +104,14 @@ def capture(
         selection: Instead of the filters above, for those it has and they have not.
         max_bytes: Store no more tensor bytes than this.
         force: Replace a run that is there already.
+        graph: Also what `torch.compile` makes of it: `fx` executes its graphs node by node with
+            torch's own operators, whatever the backend; `inductor` reads what its kernels compute.
+            What was compiled before the block and in it is compiled again.
+        fusion: With `inductor`: False gives every node a kernel of its own.
 
     Raises:
         AlreadyThere: The folder exists and `force` was not given.
-        BadInput: A filter, level or reduction that cannot mean anything.
+        BadInput: A filter, level, reduction or graph that cannot mean anything.
     """
     engine = engine_of(model)
     filters = Selection(
@@ -134,7 +140,7 @@ def capture(
     reduction = Reduction.parse(keep)
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):
-        folder = create_run(path, force=force, world_size=place.world_size)
+        folder = begin_run(path, force=force)
         sink: Sink = RunWriter(
             folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes
         )
@@ -151,6 +157,10 @@ def capture(
         steps_by=steps_by,
         to_folder=folder is not None,
     )
+    if graph is not None or not fusion:
+        if not hasattr(engine, "watch_graphs"):
+            raise BadInput("only torch has compiled graphs to be seen", hint="leave out graph")
+        engine.watch_graphs(session, sink, graph, fusion=fusion)
     return Capture(session, folder)
 
 

@@ -1,4 +1,4 @@
-"""The values of a compiled graph: which node each recorded tensor is the value of, and who fused it.
+"""Values of compiled graphs: which node each recorded tensor is the value of, and who fused it.
 
 A run that was made with `--graph` lists its graphs. A node says which operator call of the program
 it stems from, counted before the compiler took anything apart; so runs of one program, compiled
@@ -159,10 +159,10 @@ class Graphs:
 
     def why_not_kept(self, graph: Graph, node: GraphNode) -> str:
         """Why the value of a node is nowhere in memory."""
+        if is_view(node) and node.inputs:
+            return f"a view of {node.inputs[0]}, which has no memory of its own"
         fused = self._fusions.get((id(graph), node.name))
         if fused is None:
-            if is_view(node):
-                return f"a view of {', '.join(node.inputs[:1])}, which has no memory of its own"
             return "inductor made no kernel of its own for it"
         kernel, kept = fused
         keeps = kept.node or kept.buffer

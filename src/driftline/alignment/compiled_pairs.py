@@ -1,9 +1,10 @@
-"""Pairs where at least one run lists compiled graphs: call by call, and modules by what leaves them.
+"""Pairs where a run lists compiled graphs: call by call, and modules by what leaves them.
 
 Two compiled runs are paired by the operator calls their nodes stem from. A run of modules or
 operators is paired with a compiled one by module and operator, and by the one node of the right
 shape that a module's nodes hand to others. A value that a kernel did not keep has no partner: the
-reason says in which fusion it lies. Names of nodes decide nothing; the same name may be another node.
+reason says in which fusion it lies. Names of nodes decide nothing: the same name may be another
+node.
 """
 
 from __future__ import annotations
@@ -203,8 +204,9 @@ def _plain(records: Sequence[Record], graphs: Graphs) -> _Found:
         if record.key.port == "input":
             found.ours[record.key] = _TAKEN
     for value in graphs.values:
-        if id(value.record) not in matched and (reason := said_of(value)):
-            found.theirs[value.record.key] = reason
+        if id(value.record) not in matched:
+            reason = said_of(value) or "the other run has no tensor for this node"
+            found.theirs.setdefault(value.record.key, reason)
     return found
 
 
@@ -328,7 +330,9 @@ def _modules(records: Sequence[Record], graphs: Graphs, found: _Found) -> Iterat
                 yield _Match(record, *reached, confidence=OF_A_MODULE)
                 break
             if graphs.engine != "fx":
-                found.ours[key] = graphs.why_not_kept(graph, _behind_views(graphs, graph, fitting[0]))
+                found.ours[key] = graphs.why_not_kept(
+                    graph, _behind_views(graphs, graph, fitting[0])
+                )
 
 
 def _leaving(graphs: Graphs, graph: Graph) -> dict[str, list[list[GraphNode]]]:

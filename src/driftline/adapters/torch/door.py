@@ -13,10 +13,10 @@ from driftline.adapters.selection import Selection
 from driftline.adapters.torch.provenance import facts
 from driftline.adapters.torch.session import CaptureSession
 from driftline.adapters.torch.steps import StepsBy
-from driftline.runs.calls import CALLS
+from driftline.runs.calls import CALLS, GRAPHS
 from driftline.runs.sink import Sheets, Sink
 
-__all__ = ["Capture", "capture", "facts", "is_model", "session_for", "step"]
+__all__ = ["Capture", "capture", "facts", "is_model", "session_for", "step", "watch_graphs"]
 
 
 def is_model(thing: object) -> bool:
@@ -44,3 +44,16 @@ def session_for(
         session.taps.append(CallTap(session, functools.partial(sink.sheet, CALLS)))
         session.for_replay = True
     return session
+
+
+def watch_graphs(session: CaptureSession, sink: Sink, graph: str | None, *, fusion: bool) -> None:
+    """Let a session see the graphs that `torch.compile` makes.
+
+    Raises:
+        BadInput: No such graph, or levels that cannot be seen at the same time.
+    """
+    from driftline.adapters.torch.graphs.tap import GraphTap, known_graph
+
+    engine = known_graph(graph, session.levels, fusion=fusion)
+    write = functools.partial(sink.sheet, GRAPHS) if isinstance(sink, Sheets) else None
+    session.taps.append(GraphTap(session, engine, write, fusion=fusion, afresh=True))

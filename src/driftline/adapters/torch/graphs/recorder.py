@@ -122,9 +122,7 @@ class Recorder:
         backend: str,
         kernels: Sequence[Kernel] = (),
     ) -> Compiled:
-        graph = Graph(
-            self.graphs, compile_id, kind, engine, backend, tuple(nodes), tuple(kernels)
-        )
+        graph = Graph(self.graphs, compile_id, kind, engine, backend, tuple(nodes), tuple(kernels))
         self.graphs += 1
         self.nodes += len(nodes)
         self.kernels += len(kernels)

@@ -1,6 +1,6 @@
 """Which operator call of the program a node of a traced graph stems from.
 
-While the compiler traces a program it takes operators apart (a softmax becomes six nodes) and throws
+A compiler that traces a program takes operators apart (a softmax becomes six nodes) and throws
 nodes away. What it keeps of their origin is the operator's name, not which call of it. Here every
 call is counted before it is taken apart, and the nodes that give its results are stamped with
 operator and number; so a graph that was taken apart and one that was not speak of the same calls.

@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from driftline.adapters.torch.graphs import compiling, stamps
 from driftline.adapters.torch.graphs.arrival import when_imported
 from driftline.adapters.torch.graphs.fx import compile_by_nodes, compile_id
 from driftline.adapters.torch.graphs.recorder import Recorder, Write
+from driftline.errors import BadInput, did_you_mean
 
 GraphEngine = Literal["fx", "inductor"]
 WHAT_RAN = {
@@ -28,6 +29,27 @@ WHAT_RAN = {
     "inductor --no-fusion": "inductor was told to fuse nothing: every node has a kernel of its "
     "own, which is not what the program runs otherwise",
 }
+
+
+def known_graph(name: str | None, levels: Sequence[str], *, fusion: bool) -> GraphEngine:
+    """What a person asked to see of compiled graphs.
+
+    Raises:
+        BadInput: It does not exist, or does not go with the levels.
+    """
+    if not fusion and name != "inductor":
+        raise BadInput("only inductor fuses kernels", hint="graph='inductor', fusion=False")
+    if name not in get_args(GraphEngine):
+        raise BadInput(
+            f"there is no graph '{name}'", hint=did_you_mean(str(name), get_args(GraphEngine))
+        )
+    if "ops" in levels:
+        raise BadInput(
+            f"graph '{name}' shows the operators of compiled graphs, level 'ops' those of a "
+            "program that is not compiled",
+            hint="make two runs",
+        )
+    return cast(GraphEngine, name)
 
 
 class GraphTap:
