@@ -22,6 +22,8 @@ from driftline.executors.work import Finished, Job, Said, Task, WorkerFailed, re
 
 _RETRIES = 3
 """A task that has ended so many workers has ended them."""
+_IN_A_ROW = 2
+"""A machine that loses so many workers and finishes nothing in between is no longer asked."""
 _AHEAD = 2
 """Tasks that a worker is given at a time: one to do, one to begin with at once after it."""
 _ANSWER = 120.0
@@ -91,6 +93,7 @@ class _Machine:
         self.name = name
         self.absent = dict(absent)
         self.begun: set[str] = set()
+        self.losses = 0
 
     def can(self, task: Task) -> bool:
         return not any(place in self.absent for place in task.needs)
@@ -234,6 +237,8 @@ class _Round:
     def _hand_out(self) -> None:
         for depth in range(1, _AHEAD + 1):  # everybody one, before anybody gets a second
             for worker in self.workers:
+                if worker.machine not in self.machines:
+                    continue
                 if len(worker.tasks) < depth and (at := self._choose(worker)) is not None:
                     self.waiting.remove(at)
                     worker.machine.begun.add(self.tasks[at].near)
@@ -273,6 +278,7 @@ class _Round:
             return 0
         del self.under_way[ref]
         worker.tasks.remove(at)
+        worker.machine.losses = 0
         if said is not None:
             for line in lines:
                 said(at, line)
@@ -294,18 +300,26 @@ class _Round:
                 f"on {worker.machine.name}: {_told(loss)}",
                 hint="memory may be short there: try fewer --jobs",
             )
+        worker.machine.losses += 1
+        self._replace(worker.machine)
+
+    def _replace(self, machine: _Machine) -> None:
+        """Another worker for one that is lost: on its machine, unless that seems to be gone."""
         alive = {str(node["NodeID"]) for node in self.session.nodes()}
-        if worker.machine.id not in alive:
-            self.tell(f"node {worker.machine.name} is gone; its work is done elsewhere")
-            self.machines = [each for each in self.machines if each.id in alive]
-            if not self.machines:
-                raise WorkerFailed("no machine of the Ray cluster is left that could help")
-            self._require_data_of_waiting()
-            if not self.workers:
-                self._start(self.machines[0])
+        others = [each for each in self.machines if each is not machine and each.id in alive]
+        if machine.id in alive and (machine.losses < _IN_A_ROW or not others):
+            self.tell(f"a worker on {machine.name} is lost; its work is done again")
+            self._start(machine)
             return
-        self.tell(f"a worker on {worker.machine.name} is lost; its work is done again")
-        self._start(worker.machine)
+        self.tell(f"node {machine.name} is gone; its work is done elsewhere")
+        self.machines = others
+        for worker in [each for each in self.workers if each.machine is machine]:
+            self._dismiss(worker)  # what it was given fails, and comes back here
+        if not others:
+            raise WorkerFailed("no machine of the Ray cluster is left that could help")
+        self._require_data_of_waiting()
+        if not any(worker.machine in others for worker in self.workers):
+            self._start(others[0])
 
     def _require_data_of_waiting(self) -> None:
         for at in self.waiting:

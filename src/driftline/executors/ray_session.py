@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
-from typing import Any
+from typing import Any, TextIO, cast
 
 from driftline import settings
 from driftline.errors import BadInput, DriftlineError
@@ -22,20 +23,47 @@ _PORT = "10001 is the usual port of Ray's client server; on a machine of the clu
 _HINT = _PORT + "say --executor ray"
 
 
+class _Hushed:
+    """Standard output without what Ray prints there by itself when a machine or worker is lost.
+
+    We say that, on standard error; results on standard output may be read by a program. No stream
+    of Python's own kinds: those close what they stand for when they go.
+    """
+
+    def __init__(self, whole: TextIO) -> None:
+        self.whole = whole
+        self.leaving: threading.Thread | None = None
+
+    def write(self, text: str) -> int:
+        thread = threading.current_thread()
+        if thread.name == "ray_listen_error_messages" or thread is self.leaving:
+            return len(text)
+        return self.whole.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+
 class Session:
     """A connection. One that the program had already is left as it is when we are done."""
 
     def __init__(self, ray: Any, owned: bool) -> None:
         self.ray = ray
         self._owned = owned
+        self._hushed = _Hushed(sys.stdout)
+        sys.stdout = cast(TextIO, self._hushed)
 
     def nodes(self) -> list[dict[str, Any]]:
         """The machines that are alive."""
         return [node for node in self.ray.nodes() if node["Alive"]]
 
     def close(self) -> None:
+        self._hushed.leaving = threading.current_thread()  # who prints what was held back
         if self._owned:
             self.ray.shutdown()
+        self._hushed.leaving = None
+        if cast(Any, sys.stdout) is self._hushed:
+            sys.stdout = self._hushed.whole
 
 
 def connect(address: str, jobs: int | None) -> Session:

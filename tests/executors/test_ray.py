@@ -1,0 +1,376 @@
+"""`--executor ray`: a real cluster of two nodes gives the table of one process, come what may."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sharing_kit import write_run, written
+
+import driftline
+from driftline.errors import BadInput, DriftlineError
+from driftline.executors.ray_cluster import RayCluster
+from driftline.executors.work import WorkerFailed
+
+ray = pytest.importorskip("ray")
+
+SLOW_METRIC = (
+    "import time\ndef slow(r, c):\n    r.size > 1 and time.sleep(0.05)\n    return float(r.size)\n"
+)
+
+
+def free_port():
+    with socket.socket() as line:
+        line.bind(("127.0.0.1", 0))
+        return line.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two nodes, each with a core, as processes of this machine."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    found = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "object_store_memory": 80 << 20,
+        },
+    )
+    try:
+        found.add_node(num_cpus=1, object_store_memory=80 << 20)
+        yield found
+    finally:
+        ray.shutdown()
+        found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    place = tmp_path_factory.mktemp("two")
+    write_run(place / "ref", 0.0, ranks=2)
+    write_run(place / "cand", 1e-3, ranks=2)
+    (place / "own.py").write_text(SLOW_METRIC)
+    return place
+
+
+@pytest.fixture
+def joined(cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    return cluster
+
+
+def finely(monkeypatch):
+    """Many tasks, of a pair or two each."""
+    from driftline.comparison import sharing
+
+    monkeypatch.setattr(sharing, "_LEAST", 1)
+
+
+def test_two_nodes_give_the_table_of_one_process_byte_for_byte(two, joined, monkeypatch):
+    finely(monkeypatch)
+    monkeypatch.chdir(two)
+    told = []
+    one = written(driftline.compare("ref", "cand"), two / "one")
+    done = []
+    table = driftline.compare(
+        "ref",
+        "cand",
+        executor=RayCluster(tell=told.append),
+        progress=lambda *said: done.append(said),
+    )
+    assert written(table, two / "many") == one
+    assert not told
+    assert len(done) > 10 and done[-1][0] == done[-1][1]  # streamed, not all at the end
+    assert done == sorted(done)
+    assert not ray.is_initialized()  # what was connected for it is let go
+
+
+def workers_of(cluster):
+    """Processes of this cluster's workers that do our tasks."""
+    raylets = {
+        info.process.pid
+        for node in cluster.list_all_nodes()
+        for infos in node.all_processes.values()
+        for info in infos
+    }
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            title = (place / "cmdline").read_bytes().decode()
+        except (OSError, ValueError, NotADirectoryError):
+            continue
+        if parent in raylets and title.startswith("ray::Bench"):
+            found.append(int(place.name))
+    return sorted(found)
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_the_middle_loses_nothing_and_nothing_counts_twice(
+    two, joined, monkeypatch
+):
+    finely(monkeypatch)
+    word = f"{two}/own.py:slow"
+    one = driftline.compare(two / "ref", two / "cand", metrics=[word])
+    told, done, killed = [], [], []
+
+    def progress(now, total):
+        done.append(now)
+        if len(done) in (3, 12):
+            victim = workers_of(joined)[0]
+            killed.append(victim)
+            os.kill(victim, signal.SIGKILL)
+
+    table = driftline.compare(
+        two / "ref",
+        two / "cand",
+        metrics=[word],
+        executor=RayCluster(tell=told.append),
+        progress=progress,
+    )
+    assert len(killed) == 2
+    assert written(table, two / "many") == written(one, two / "one")
+    assert sum("is lost; its work is done again" in line for line in told) == 2
+    pairs = sum(row.status not in ("missing", "extra") for row in one.rows)
+    assert done[-1] == pairs and done == sorted(set(done))
+
+
+@pytest.mark.slow
+def test_a_node_that_goes_in_the_middle_loses_nothing(two, joined, monkeypatch, capfd):
+    finely(monkeypatch)
+    word = f"{two}/own.py:slow"
+    one = driftline.compare(two / "ref", two / "cand", metrics=[word])
+    third = joined.add_node(num_cpus=1, object_store_memory=80 << 20)
+    told, done = [], []
+
+    def progress(now, total):
+        done.append(now)
+        if len(done) == 4:
+            joined.remove_node(third, allow_graceful=False)
+
+    table = driftline.compare(
+        two / "ref",
+        two / "cand",
+        metrics=[word],
+        executor=RayCluster(tell=told.append),
+        progress=progress,
+    )
+    assert written(table, two / "many") == written(one, two / "one")
+    assert any(" is gone; its" in line or " is lost; its" in line for line in told), told
+    assert done == sorted(set(done))
+    assert not capfd.readouterr().out  # Ray's own stories are not among the results
+
+
+@pytest.mark.slow
+def test_a_task_that_kills_every_worker_ends_in_a_sentence(two, joined, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os\ndef own(r, c):\n    r.size > 1 and os.kill(os.getpid(), 9)\n    return 0\n"
+    )
+    with pytest.raises(WorkerFailed, match=r"4 workers were lost at rank./step0/square/output/0"):
+        driftline.compare(
+            two / "ref",
+            two / "cand",
+            metrics=[f"{own}:own"],
+            sites=["square"],
+            executor=RayCluster(tell=lambda line: None),
+        )
+
+
+def blind_node(cluster, hidden):
+    """A node that cannot see a folder: something else is mounted there, for its processes only."""
+    script = f"mount -t tmpfs none {hidden} && exec {sys.executable} -c '{START}' {cluster.address}"
+    node = subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    if node.stdout is None or node.stdout.readline().strip() != "up":
+        os.killpg(node.pid, signal.SIGKILL)
+        pytest.skip("no second view of the file system can be made here")
+    return node
+
+
+START = (
+    "import sys, time;"
+    "from ray.cluster_utils import Cluster;"
+    "import ray._private.node, ray._private.parameter;"
+    "p = ray._private.parameter.RayParams(num_cpus=1, object_store_memory=80 << 20,"
+    "gcs_address=sys.argv[1], node_ip_address=sys.argv[1].split(chr(58))[0],"
+    "include_log_monitor=False);"
+    "n = ray._private.node.Node(p, head=False, shutdown_at_exit=True, spawn_reaper=True);"
+    "print(chr(117) + chr(112), flush=True);"
+    "time.sleep(600)"
+)
+
+
+@pytest.mark.slow
+def test_a_node_without_the_data_is_named_with_its_path_and_left_out(two, joined, monkeypatch):
+    finely(monkeypatch)
+    node = blind_node(joined, two)
+    try:
+        told = []
+        table = driftline.compare(two / "ref", two / "cand", executor=RayCluster(tell=told.append))
+        one = driftline.compare(two / "ref", two / "cand")
+        assert written(table, two / "many") == written(one, two / "one")
+        (said,) = told
+        assert "node " in said and f"there is no '{two / 'ref'}'" in said
+        assert said.endswith("it is given no such work")
+    finally:
+        os.killpg(node.pid, signal.SIGTERM)
+        node.wait(20)
+
+
+@pytest.mark.slow
+def test_data_that_no_node_has_is_a_sentence_that_names_nodes_and_path(tmp_path):
+    """This process sees the run in a way of its own; the only node does not."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    hidden = tmp_path / "data"
+    hidden.mkdir()
+    ran = subprocess.run(
+        [sys.executable, program, hidden],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ['PYTHONPATH']}"},
+    )
+    if "cannot mount" in ran.stdout:
+        pytest.skip("no second view of the file system can be made here")
+    said = ran.stdout.strip().splitlines()[-1]
+    assert said.startswith("no machine of the Ray cluster has the data: node "), ran.stdout
+    assert f"there is no '{hidden / 'ref'}'" in said
+
+
+PROGRAM = """
+import ctypes, os, sys
+from pathlib import Path
+import driftline
+from ray.cluster_utils import Cluster
+from sharing_kit import write_run
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+cluster = Cluster(initialize_head=True, head_node_args={
+    "num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20})
+try:
+    # From here on this process has a file system of its own; the cluster keeps the old one.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None) or libc.mount(
+            b"none", sys.argv[1].encode(), b"tmpfs", 0, None):
+        print("cannot mount")
+        sys.exit()
+    place = Path(sys.argv[1])
+    write_run(place / "ref", 0.0, layers=2)
+    write_run(place / "cand", 1e-3, layers=2)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    driftline.compare(place / "ref", place / "cand", executor="ray")
+except driftline.errors.DriftlineError as refused:
+    print(refused)
+finally:
+    cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def client_server(cluster):
+    """What `ray start --head` opens on port 10001."""
+    pytest.importorskip("grpc")
+    port = free_port()
+    words = [f"--address={cluster.address}", "--host=127.0.0.1", f"--port={port}", "--mode=proxy"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "ray.util.client.server", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    yield f"ray://127.0.0.1:{port}"
+    os.killpg(server.pid, signal.SIGTERM)
+    server.wait(20)
+
+
+@pytest.mark.slow
+def test_a_cluster_elsewhere_is_reached_through_its_client_server(two, client_server, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    one = driftline.compare(two / "ref", two / "cand")
+    table = driftline.compare(two / "ref", two / "cand", executor=client_server, jobs=2)
+    assert written(table, two / "many") == written(one, two / "one")
+    assert not ray.is_initialized()
+
+
+def test_an_address_where_nobody_is_is_refused_at_once(two):
+    began = time.monotonic()
+    port = free_port()
+    with pytest.raises(DriftlineError, match=rf"no Ray cluster at ray://127.0.0.1:{port}: conn"):
+        driftline.compare(two / "ref", two / "cand", executor=f"ray://127.0.0.1:{port}")
+    assert time.monotonic() - began < 10
+
+
+def test_a_stale_address_in_the_environment_is_refused_at_once(two, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    with pytest.raises(DriftlineError, match="there is no Ray cluster at 127"):
+        driftline.compare(two / "ref", two / "cand", executor="ray")
+
+
+@pytest.mark.parametrize("word", ["ray://", "ray://host", "ray://host:x", "ray://:1", "ray://h:0"])
+def test_what_is_no_address_is_refused(two, word):
+    with pytest.raises(BadInput, match="is no address of a Ray cluster"):
+        driftline.compare(two / "ref", two / "cand", executor=word)
+
+
+@pytest.mark.slow
+def test_somebody_who_does_not_speak_as_ray_does_is_given_up(two, monkeypatch):
+    from driftline.executors import ray_session
+
+    pytest.importorskip("grpc")
+    monkeypatch.setattr(ray_session, "_PATIENCE", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(DriftlineError, match=r"does not answer as a Ray cluster|refuses"):
+            driftline.compare(two / "ref", two / "cand", executor=f"ray://127.0.0.1:{port}")
+        assert time.monotonic() - began < 8
+    for thread in threading.enumerate():
+        if thread.name == "driftline-ray":
+            thread.join(60)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_workers_and_leaves_the_cluster(two, joined):
+    words = ["compare", "ref", "cand", "--executor", "ray", "--metric", "own.py:slow"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "driftline", *words],
+        cwd=two,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    give_up = time.monotonic() + 60
+    while not workers_of(joined) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert workers_of(joined)
+    command.send_signal(signal.SIGINT)
+    out, said = command.communicate(timeout=30)
+    assert command.returncode == 130, (out, said)
+    assert said.strip().splitlines()[-1] == "driftline: interrupted"
+    give_up = time.monotonic() + 20
+    while workers_of(joined) and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert not workers_of(joined)
