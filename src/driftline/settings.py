@@ -147,10 +147,14 @@ class JobPlace(NamedTuple):
 
 
 def job_place() -> JobPlace:
-    """Rank and size as torchrun, Open MPI or Slurm say, asked in this order; alone: rank 0 of 1."""
+    """Rank and size as the job's launcher says; alone: rank 0 of 1.
+
+    Asked are torchrun's variables, Paddle's, Open MPI's and Slurm's, in this order.
+    """
     env = environment()
     for rank, size in (
         ("RANK", "WORLD_SIZE"),
+        ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("SLURM_PROCID", "SLURM_NTASKS"),
     ):

@@ -34,7 +34,7 @@ def report(**facts) -> ProcessReport:
     ("marks", "plan", "reason"),
     [
         (Marks(), PLAN, "no Python process could be reached"),
-        (Marks(woken=2), PLAN, "2 Python processes ran, none imported torch"),
+        (Marks(woken=2), PLAN, "2 Python processes ran, none imported torch or paddle"),
         (Marks(too_old=("Python 3.8.1",)), PLAN, "runs on Python 3.8.1"),
         (Marks(woken=1, failed=("ImportError: no numpy",)), PLAN, "could not start (ImportError"),
         (Marks(woken=1, began=1), PLAN, "ended before it captured anything"),

@@ -201,7 +201,7 @@ def test_looking_for_torch_does_not_import_it(dump, workshop):
     first, second = dumped.out.splitlines()
     assert first == "True False False"
     assert second == "['driftline', 'driftline.launch', 'driftline.launch.wake']"
-    assert "1 Python process ran, none imported torch" in dumped.err
+    assert "1 Python process ran, none imported torch or paddle" in dumped.err
 
 
 def test_input_is_passed_on_to_the_program(workshop):

@@ -1,9 +1,9 @@
 """Start the capture of a launched process, and end it with the process.
 
-Called once torch is imported, by `wake`. Knows what a plan means: which sink, which rank, when to
-seal. A process may end in five ways: interpreter exit (atexit), multiprocessing's own exit (its
-finalizers), a fork's exit, `os._exit` and `os.exec*`, which are waited for, or a kill, after which
-the run is readable and unsealed.
+Called once a framework is imported, by `wake`. Knows what a plan means: which sink, which rank,
+when to seal. A process may end in five ways: interpreter exit (atexit), multiprocessing's own exit
+(its finalizers), a fork's exit, `os._exit` and `os.exec*`, which are waited for, or a kill, after
+which the run is readable and unsealed.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from driftline import settings
 from driftline.adapters.reduction import Reduction
+from driftline.errors import BadInput
 from driftline.launch.marks import MOST_PLACES, Place, ProcessReport
 from driftline.launch.plan import CapturePlan
 from driftline.launch.sinks import Late, Limited, Nowhere
@@ -33,10 +34,17 @@ from driftline.runs.calls import CALLS, GRAPHS
 from driftline.runs.layout import SHARD_BYTES
 
 if TYPE_CHECKING:
-    from driftline.adapters.torch.session import CaptureSession
+    from driftline.adapters.session import Session
     from driftline.runs.sink import Sink
 
-SESSION = "driftline.adapters.torch.session:CaptureSession"
+SESSIONS = {
+    "torch": "driftline.adapters.torch.session:CaptureSession",
+    "paddle": "driftline.adapters.paddle.session:PaddleSession",
+}
+PROVENANCE = {
+    "torch": "driftline.adapters.torch.provenance",
+    "paddle": "driftline.adapters.paddle.provenance",
+}
 CALLS_TAP = "driftline.adapters.torch.calls:CallTap"
 PROFILE_TAP = "driftline.adapters.torch.profile:ProfileTap"
 GRAPH_TAP = "driftline.adapters.torch.graphs.tap:GraphTap"
@@ -51,23 +59,32 @@ EXPERIMENTS = {
 }
 """What may be done to a program besides looking at it; the same holds for these."""
 
+TORCH_LISTS = ("op", "kernel", "cpu_profiling", "onnx")
+"""Types of a dump that only torch's operators and its profiler can fill."""
 TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
 _LONGEST_GOODBYE = 2.0  # seconds: a signal handler may leave while its own thread is writing
 _SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
 
 
-def begin(plan_path: str) -> None:
-    """Read the plan, start its capture, and see to its end."""
+def begin(plan_path: str, framework: str) -> None:
+    """Read the plan, start the capture of a framework that is there now, and see to its end."""
     _stand_on_real_ground()
     text = Path(plan_path).read_text(encoding="utf-8")
     if is_watch_plan(text):
+        if framework != "torch":
+            leave_mark(plan_path, "apart", framework)
+            return
         from driftline.launch.watching import Watched
 
         launched: Launched = Watched(WatchPlan.from_json(text), plan_path)
     else:
-        launched = Launched(CapturePlan.from_json(text), plan_path)
+        plan = CapturePlan.from_json(text)
+        if framework != "torch" and plan.experiment:
+            leave_mark(plan_path, "apart", framework)
+            return
+        launched = Launched(plan, plan_path, framework)
     launched.start()
-    leave_mark(plan_path, "began", "")
+    leave_mark(plan_path, "began", framework)
 
 
 def _stand_on_real_ground() -> None:
@@ -89,11 +106,14 @@ class Experiment(Protocol):
 
 
 class Launched:
-    """The capture of one launched process."""
+    """The capture of one framework in one launched process."""
 
-    def __init__(self, plan: CapturePlan, plan_path: str) -> None:
+    def __init__(self, plan: CapturePlan, plan_path: str, framework: str = "torch") -> None:
+        if framework != "torch" and plan.layout != "run":
+            raise BadInput(f"--layout {plan.layout} holds what torch programs compute")
         self.plan = plan
         self.plan_path = plan_path
+        self.framework = framework
         self.place = settings.job_place()
         self.ended = False
         selection = plan.selection
@@ -101,8 +121,7 @@ class Launched:
             # The program may tell torch.distributed its rank later: filter when the sink is made.
             selection = dataclasses.replace(selection, ranks=())
         self.sink = Late(self._make_sink, tree_is_enough=not plan.wants_tensors)
-        session = cast("type[CaptureSession]", _load(SESSION))
-        self.session = session(
+        self.session: Session = _load(SESSIONS[framework])(
             self.sink,
             selection,
             plan.reduction if plan.wants_tensors else Reduction("describe"),
@@ -113,6 +132,9 @@ class Launched:
         if plan.experiment:
             kind = EXPERIMENTS[plan.experiment["kind"]]
             self.experiment = _load(kind)(plan.experiment, self.session, self._rank)
+        if framework != "torch":
+            self._say_what_is_not_there()
+            return
         # Whoever keeps operators whole can have them executed again, which takes their parameters.
         again = self.session.replayable and plan.layout == "run" and not plan.experiment
         self.session.for_replay = again
@@ -135,6 +157,12 @@ class Launched:
             )
         if plan.tiling:
             self.sink.event("tiling", "tiling data were asked for; torch on this device has none")
+
+    def _say_what_is_not_there(self) -> None:
+        lists = [word for word in self.plan.types if word in TORCH_LISTS]
+        if lists:
+            text = f"--type {' '.join(lists)} lists what torch programs do"
+            self.sink.event("type", f"{text}; of {self.framework} programs there is no such list")
 
     def start(self) -> None:
         self.session.start()
@@ -226,7 +254,6 @@ class Launched:
         share = self.plan.max_bytes // max(1, world_size)
         if self.plan.layout == "ait":
             return self._make_tree(share)
-        from driftline.adapters.torch.provenance import facts
         from driftline.runs.writer import RunWriter
 
         writer = RunWriter(
@@ -238,7 +265,7 @@ class Launched:
             shard_bytes=self.plan.shard_bytes or SHARD_BYTES,
             seal_at_exit=False,
         )
-        writer.describe(**facts())
+        writer.describe(**importlib.import_module(PROVENANCE[self.framework]).facts())
         if self.plan.selection.ranks:
             writer.describe(only_ranks=list(self.plan.selection.ranks))
         if not self.plan.wants_tensors:
@@ -256,7 +283,10 @@ class Launched:
             print(f"driftline: {sentence}", file=sys.stderr)
 
     def _rank(self) -> tuple[int, int]:
-        """Rank and world size: as torch.distributed says, else as the launcher's variables do."""
+        """Rank and world size: as the framework says, else as the launcher's variables do."""
+        if self.framework != "torch":
+            told = importlib.import_module(PROVENANCE[self.framework]).rank()
+            return told or (self.place.rank, self.place.world_size)
         distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return int(distributed.get_rank()), int(distributed.get_world_size())

@@ -81,6 +81,8 @@ class Marks:
         too_old: Pythons that are too old, as they call themselves.
         reports: What processes said at their end.
         experiments: What came of an experiment in each process, as JSON.
+        frameworks: Those that were imported, with capture running; torch where none is named.
+        apart: Frameworks that were imported and that this command cannot do its work with.
     """
 
     woken: int = 0
@@ -89,6 +91,8 @@ class Marks:
     too_old: tuple[str, ...] = ()
     reports: tuple[ProcessReport, ...] = field(default=())
     experiments: tuple[str, ...] = ()
+    frameworks: tuple[str, ...] = ("torch",)
+    apart: tuple[str, ...] = ()
 
     @property
     def places(self) -> set[Place]:
@@ -111,6 +115,8 @@ def read_marks(folder: Path) -> Marks:
         too_old=tuple(dict.fromkeys(texts.get("too-old", []))),
         reports=tuple(_reports(texts.get("report", []))),
         experiments=tuple(texts.get("experiment", [])),
+        frameworks=tuple(sorted(set(filter(None, texts.get("began", []))))) or ("torch",),
+        apart=tuple(sorted(set(texts.get("apart", [])))),
     )
 
 

@@ -270,13 +270,15 @@ def why_nothing(
             )
         if "ops" in plan.levels:
             return (
-                "nothing was captured: torch was imported, but no module was called and no "
+                f"nothing was captured: {_imported(marks)}, but no module was called and no "
                 "operator ran",
                 "is this the command that runs the model?",
             )
         return (
-            "nothing was captured: torch was imported, but no module was called",
-            "--level ops also sees operators that run in no torch.nn.Module",
+            f"nothing was captured: {_imported(marks)}, but no module was called",
+            "--level ops also sees operators that run in no torch.nn.Module"
+            if marks.frameworks == ("torch",)
+            else "a static graph calls no layers; is this a dynamic program, and its command?",
         )
     wanted = [report for report in marks.reports if plan.selection.takes_rank(report.rank)]
     handed_over = sum(report.tensors for report in wanted)
@@ -317,12 +319,18 @@ def why_nothing(
     )
 
 
+def _imported(marks: Marks) -> str:
+    verb = "was" if len(marks.frameworks) == 1 else "were"
+    return f"{' and '.join(marks.frameworks)} {verb} imported"
+
+
 def why_not_begun(marks: Marks) -> tuple[str, str]:
     """Why no process of a program came so far as to begin, and what to try."""
     if marks.failed:
         return (
             f"nothing was captured: capture could not start ({marks.failed[0]})",
-            "the environment of the program needs Python 3.11, numpy and torch 2.4 or newer",
+            "the environment of the program needs Python 3.11, numpy, and torch 2.4 or Paddle 3.0 "
+            "or newer",
         )
     if marks.too_old:
         return (
@@ -336,9 +344,14 @@ def why_not_begun(marks: Marks) -> tuple[str, str]:
             "Installed in the program's own environment, driftline also reaches `python -I` and "
             "scripts that set PYTHONPATH",
         )
+    if marks.apart:
+        return (
+            f"nothing was captured: the program imported {' and '.join(marks.apart)}, not torch",
+            "this command works on torch programs; dump and compare work on Paddle's too",
+        )
     some = "1 Python process" if marks.woken == 1 else f"{marks.woken} Python processes"
     return (
-        f"nothing was captured: {some} ran, none imported torch",
+        f"nothing was captured: {some} ran, none imported torch or paddle",
         "is this the command that runs the model?",
     )
 

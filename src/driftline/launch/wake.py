@@ -5,10 +5,11 @@ and by the `sitecustomize` that `launch.doorstep` puts in front of the program's
 environments where Driftline is not installed. Both may call it, and site reads `.pth` folders
 twice: the second call does nothing.
 
-It only leaves a mark ("a Python process was reached") and sets a watch for `import torch`. It
-imports nothing that is not loaded at interpreter start, reads no plan and never imports torch: a
-process without torch pays for one empty file. It also stays readable for older Pythons than
-Driftline needs, so that such a process can be named instead of being silently missed.
+It only leaves a mark ("a Python process was reached") and sets a watch for `import torch` and
+`import paddle`. It imports nothing that is not loaded at interpreter start, reads no plan and never
+imports a framework: a process without one pays for one empty file. It also stays readable for
+older Pythons than Driftline needs, so that such a process can be named instead of being silently
+missed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 OLDEST_PYTHON = (3, 11)
-FRAMEWORK = "torch"
+FRAMEWORKS = ("torch", "paddle")
 
-_armed: list[TorchWatch] = []
+_armed: list[ImportWatch] = []
 
 
 def wake(plan_path: str) -> None:
@@ -38,12 +39,12 @@ def wake(plan_path: str) -> None:
             leave_mark(plan_path, "too-old", "Python " + ".".join(map(str, sys.version_info[:3])))
             return
         leave_mark(plan_path, "woken", "")
-        watch = TorchWatch(plan_path)
+        watch = ImportWatch(plan_path)
         _armed.append(watch)
-        if FRAMEWORK in sys.modules:
-            watch.torch_is_here()
-        else:
-            sys.meta_path.insert(0, watch)
+        sys.meta_path.insert(0, watch)
+        for framework in FRAMEWORKS:
+            if framework in sys.modules:
+                watch.is_here(framework)
     except OSError:
         # The folder of the plan is gone: the launcher has ended, this process outlived it.
         return
@@ -61,62 +62,65 @@ def leave_mark(plan_path: str, kind: str, text: str) -> None:
         os.close(handle)
 
 
-class TorchWatch:
-    """A meta path finder that finds nothing itself and starts the capture once torch is imported.
+class ImportWatch:
+    """A meta path finder that finds nothing itself and starts a capture when a framework comes.
 
     Libraries ask `find_spec("torch")` without importing it, so finding is not enough: the start
-    hangs on the execution of the module that was found.
+    hangs on the execution of the module that was found. A program may import several frameworks,
+    and each has a capture of its own.
     """
 
     def __init__(self, plan_path: str) -> None:
         self.plan_path = plan_path
-        self.began = False
+        self.waiting = list(FRAMEWORKS)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != FRAMEWORK or self.began:
+        if name not in self.waiting:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                self._follow(spec)
+                self._follow(name, spec)
                 return spec
         return None
 
-    def torch_is_here(self) -> None:
+    def is_here(self, framework: str) -> None:
         """Start the capture; whatever fails there is told to the launcher, not to the program."""
-        if self.began:
+        if framework not in self.waiting:
             return
-        self.began = True
-        if self in sys.meta_path:
+        self.waiting.remove(framework)
+        if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
         try:
             from driftline.launch.begin import begin
 
-            begin(self.plan_path)
+            begin(self.plan_path, framework)
         except Exception as problem:
             try:
                 leave_mark(self.plan_path, "failed", f"{type(problem).__name__}: {problem}")
             except OSError:
                 return
 
-    def _follow(self, spec: ModuleSpec) -> None:
+    def _follow(self, framework: str, spec: ModuleSpec) -> None:
         loader = spec.loader
         execute = getattr(loader, "exec_module", None)
-        if execute is None:  # a namespace folder called torch, not the framework
+        if execute is None:  # a namespace folder of that name, not the framework
             return
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self.torch_is_here()
+            self.is_here(framework)
 
         try:
             # Loaders are made per spec: replacing the method on this one touches no other import.
             loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
         except AttributeError:
             leave_mark(
-                self.plan_path, "failed", f"the loader of torch, {loader!r}, cannot be followed"
+                self.plan_path,
+                "failed",
+                f"the loader of {framework}, {loader!r}, cannot be followed",
             )

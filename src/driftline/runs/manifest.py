@@ -38,6 +38,8 @@ _ALLOWED = frozenset(
         "SLURM_PROCID",
         "SLURM_NTASKS",
         "SLURM_LOCALID",
+        "PADDLE_TRAINER_ID",
+        "PADDLE_TRAINERS_NUM",
         "PYTHONHASHSEED",
         "TOKENIZERS_PARALLELISM",
         "TRANSFORMERS_OFFLINE",
@@ -174,6 +176,7 @@ def provenance(command: Sequence[str] | None = None, *, world_size: int = 1) -> 
         "versions": cast("JSON", library_versions()),
         "world_size": world_size,
         "environment": cast("JSON", allowed_environment()),
+        **({"job": job} if (job := settings.job_id()) else {}),
     }
 
 
