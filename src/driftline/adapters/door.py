@@ -137,6 +137,10 @@ def capture(
         )
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
         raise BadInput(f"max_bytes is a number of bytes, not {max_bytes!r}")
+    if graph is not None or not fusion:
+        if not hasattr(engine, "check_graph"):
+            raise BadInput("only torch has compiled graphs to be seen", hint="leave out graph")
+        engine.check_graph(graph, levels, fusion=fusion)
     reduction = Reduction.parse(keep)
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):
@@ -157,9 +161,7 @@ def capture(
         steps_by=steps_by,
         to_folder=folder is not None,
     )
-    if graph is not None or not fusion:
-        if not hasattr(engine, "watch_graphs"):
-            raise BadInput("only torch has compiled graphs to be seen", hint="leave out graph")
+    if graph is not None:
         engine.watch_graphs(session, sink, graph, fusion=fusion)
     return Capture(session, folder)
 

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from driftline.alignment.recipe import Recipe
 from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, Origin, read_graphs
+from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, read_graphs
+from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -49,6 +51,21 @@ class Value(NamedTuple):
     node: GraphNode | None
     kernel: Kernel | None = None
     kept: Kept | None = None
+
+
+class Match(NamedTuple):
+    """A tensor of a plain or compiled run, and the compiled value it belongs to."""
+
+    ours: Record
+    theirs: Record
+    recipe: Recipe | None = None
+    confidence: float = 1.0
+
+
+class Found(NamedTuple):
+    matches: list[Match]
+    ours: dict[TensorKey, str]
+    theirs: dict[TensorKey, str]
 
 
 class Place(NamedTuple):
@@ -210,16 +227,5 @@ def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:
     return found
 
 
-def has_graphs(run: Run) -> bool:
-    """Whether a run lists compiled graphs; one look at one folder."""
-    if not run.records:
-        return False
-    key = run.records[0].key
-    return GRAPHS in run.sheets(key.rank, key.process)
-
-
 def _natural(text: str) -> tuple[int, str]:
     return (int(text), "") if text.isdigit() else (1 << 30, text)
-
-
-__all__ = ["Graphs", "Origin", "Place", "Value", "graphs_of", "has_graphs", "is_view", "said_of"]

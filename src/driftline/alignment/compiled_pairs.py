@@ -12,37 +12,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
-from driftline.alignment.compiled import RESHAPES, Graphs, Place, Value, graphs_of, said_of
+from driftline.alignment.compiled import Found, Graphs, Match, Place, Value, graphs_of, said_of
+from driftline.alignment.compiled_modules import NO_NODE, pair_modules, reshaped
 from driftline.alignment.names import pair_by_name
 from driftline.alignment.plan import Pair, Plan
-from driftline.alignment.recipe import Recipe, Step, start
-from driftline.runs.graphs import Graph, GraphNode
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
-OF_A_MODULE = 0.95
 _TAKEN = "what goes in; a run of graphs keeps what nodes give"
-_NO_NODE = "no node of the compiled graphs stems from it"
-_FARTHEST = 8
-"""So many views may lie between a module's output and the memory that holds it."""
-
-
-class _Match(NamedTuple):
-    """A tensor of a plain or compiled run, and the compiled value it belongs to."""
-
-    ours: Record
-    theirs: Record
-    recipe: Recipe | None = None
-    confidence: float = 1.0
-
-
-class _Found(NamedTuple):
-    matches: list[_Match]
-    ours: dict[TensorKey, str]
-    theirs: dict[TensorKey, str]
 
 
 def align_compiled(reference: Run, candidate: Run, plan: Plan) -> Plan:
@@ -66,7 +45,7 @@ def align_compiled(reference: Run, candidate: Run, plan: Plan) -> Plan:
             found = _plain(left, b)
         elif a is not None:
             turned = _plain(right, a)
-            found = _Found(
+            found = Found(
                 [one._replace(ours=one.theirs, theirs=one.ours) for one in turned.matches],
                 turned.theirs,
                 turned.ours,
@@ -124,8 +103,8 @@ def _said(side: str, graphs: Graphs | None, alone: Mapping[TensorKey, str]) -> I
 # --- two compiled runs
 
 
-def _by_calls(a: Graphs, b: Graphs) -> _Found:
-    found = _Found([], {}, {})
+def _by_calls(a: Graphs, b: Graphs) -> Found:
+    found = Found([], {}, {})
     index: dict[tuple[Place, str, int, int], Value] = {}
     for value in b.values:
         if value.node is not None:
@@ -145,7 +124,7 @@ def _by_calls(a: Graphs, b: Graphs) -> _Found:
         if partner is not None:
             matched.add(id(partner.record))
             found.matches.append(
-                _Match(value.record, partner.record, _reshaped(partner.record, value.record.shape))
+                Match(value.record, partner.record, reshaped(partner.record, value.record.shape))
             )
         elif reason := said_of(value) or _why_alone(a, value, b):
             found.ours[value.record.key] = reason
@@ -193,10 +172,10 @@ def _why_alone(mine: Graphs, value: Value, other: Graphs) -> str:
 # --- a compiled run and one of modules or operators
 
 
-def _plain(records: Sequence[Record], graphs: Graphs) -> _Found:
-    found = _Found([], {}, {})
+def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
+    found = Found([], {}, {})
     matched: set[int] = set()
-    for match in (*_operators(records, graphs, found), *_modules(records, graphs, found)):
+    for match in (*_operators(records, graphs, found), *pair_modules(records, graphs, found)):
         found.matches.append(match)
         matched.add(id(match.theirs))
         found.ours.pop(match.ours.key, None)
@@ -210,7 +189,7 @@ def _plain(records: Sequence[Record], graphs: Graphs) -> _Found:
     return found
 
 
-def _operators(records: Sequence[Record], graphs: Graphs, found: _Found) -> Iterator[_Match]:
+def _operators(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
     calls: dict[tuple[int, str, str, str], dict[int, dict[str, Record]]]
     calls = defaultdict(lambda: defaultdict(dict))
     for record in records:
@@ -218,7 +197,7 @@ def _operators(records: Sequence[Record], graphs: Graphs, found: _Found) -> Iter
         if slash and record.key.port == "output":
             key = (record.key.step, module, name, record.key.phase)
             calls[key][record.key.visit][record.key.slot] = record
-            found.ours[record.key] = _NO_NODE
+            found.ours[record.key] = NO_NODE
     if not calls:
         return
     counted = _counted(graphs)
@@ -248,7 +227,7 @@ def _operators(records: Sequence[Record], graphs: Graphs, found: _Found) -> Iter
                 each = total // ran
             ours = there.get(key.visit * each + place, {}).get(origin.slot)
             if ours is not None and math.prod(ours.shape) == math.prod(value.record.shape):
-                yield _Match(ours, value.record, _reshaped(value.record, ours.shape))
+                yield Match(ours, value.record, reshaped(value.record, ours.shape))
                 break
 
 
@@ -294,127 +273,6 @@ def _position(
         return before + nth, total
     numbers = [n for n, _ in counted.get(piece, [])]
     return before + (numbers.index(number) if number in numbers else 0), total
-
-
-def _modules(records: Sequence[Record], graphs: Graphs, found: _Found) -> Iterator[_Match]:
-    wanted = [r for r in records if r.key.port == "output" and "/" not in r.key.site]
-    if not wanted:
-        return
-    leaving = {
-        id(graph): _leaving(graphs, graph) for graph in graphs.graphs if graph.kind != "backward"
-    }
-    for record in wanted:
-        key = record.key
-        found.ours[key] = _NO_NODE
-        holders = [
-            graph
-            for graph in graphs.graphs
-            if graph.kind != "backward" and key.site in leaving[id(graph)]
-        ]
-        if len({graph.piece for graph in holders}) > 1:
-            found.ours[key] = "its nodes lie in several graphs: none of them is the module"
-            continue
-        for graph in holders:
-            calls = leaving[id(graph)][key.site]
-            visit, which = divmod(key.visit, len(calls))
-            left = [node for node in calls[which] if node.shape in (record.shape, None)]
-            fitting = [node for node in left if node.shape == record.shape] or left
-            if len(fitting) != 1:
-                found.ours[key] = (
-                    f"{len(fitting)} values of its shape leave its nodes: which is its output is "
-                    "not known"
-                )
-                continue
-            reached = _reached(graphs, graph, fitting[0], key.step, visit, record.shape)
-            if reached is not None:
-                yield _Match(record, *reached, confidence=OF_A_MODULE)
-                break
-            if graphs.engine != "fx":
-                found.ours[key] = graphs.why_not_kept(
-                    graph, _behind_views(graphs, graph, fitting[0])
-                )
-
-
-def _leaving(graphs: Graphs, graph: Graph) -> dict[str, list[list[GraphNode]]]:
-    """By module, call by call: the nodes whose value is used outside of it."""
-    uses = graphs.uses(graph)
-    calls: dict[str, dict[str, list[GraphNode]]] = defaultdict(lambda: defaultdict(list))
-    for node in graph.nodes:
-        if node.target == "placeholder" or (node.shape is None and not node.dtype):
-            continue
-        for label in node.calls:
-            held = calls[label.partition("@")[0]][label]
-            if node.leaves or any(label not in user.calls for user in _users(uses, node)):
-                held.append(node)
-    return {
-        module: [labels[label] for label in sorted(labels, key=_call_number)]
-        for module, labels in calls.items()
-    }
-
-
-def _users(uses: Mapping[str, list[GraphNode]], node: GraphNode) -> list[GraphNode]:
-    return uses.get(node.name, [])
-
-
-def _call_number(label: str) -> int:
-    number = label.partition("@")[2]
-    return int(number) if number.isdigit() else 0
-
-
-def _reached(
-    graphs: Graphs, graph: Graph, node: GraphNode, step: int, visit: int, shape: tuple[int, ...]
-) -> tuple[Record, Recipe | None] | None:
-    """The tensor that holds a node's value, directly or seen through views."""
-    steps: list[Step] = []
-    wanted = shape
-    for _ in range(_FARTHEST):
-        value = graphs.by_node.get((id(graph), node.name, step, visit))
-        if value is not None:
-            return value.record, _seen_through(value.record, steps, shape)
-        source = graphs.node(graph, node.inputs[0]) if len(node.inputs) == 1 else None
-        if source is None:
-            return None
-        if node.axes is not None:
-            steps.insert(0, Step("transpose", numbers=node.axes))
-        elif node.target.rpartition(".")[0] in RESHAPES:
-            steps.insert(0, Step("reshape", numbers=wanted))
-        else:
-            return None
-        node = source
-        if node.shape is None:
-            if any(step.kind == "transpose" for step in steps):
-                return None
-        else:
-            wanted = node.shape
-    return None
-
-
-def _seen_through(record: Record, steps: Sequence[Step], shape: tuple[int, ...]) -> Recipe | None:
-    if math.prod(record.shape) != math.prod(shape):
-        return None
-    if all(step.kind == "reshape" for step in steps):
-        return _reshaped(record, shape, anyhow=bool(steps))
-    return start(record).then(*steps, shape=shape)
-
-
-def _behind_views(graphs: Graphs, graph: Graph, node: GraphNode) -> GraphNode:
-    for _ in range(_FARTHEST):
-        source = graphs.node(graph, node.inputs[0]) if len(node.inputs) == 1 else None
-        looks = node.axes is not None or node.target.rpartition(".")[0] in RESHAPES
-        if source is None or not looks:
-            return node
-        node = source
-    return node
-
-
-def _reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) -> Recipe | None:
-    """Another shape of as many elements, where only axes of one come or go, or a view says so."""
-    if record.shape == shape or math.prod(record.shape) != math.prod(shape):
-        return None
-    alike = [size for size in record.shape if size != 1] == [size for size in shape if size != 1]
-    if not alike and not anyhow:
-        return None
-    return start(record).then(Step("reshape", numbers=shape), shape=shape)
 
 
 def _others(graphs: Graphs | None, records: Sequence[Record]) -> Sequence[Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import nn
 
@@ -16,7 +17,16 @@ from driftline.adapters.torch.steps import StepsBy
 from driftline.runs.calls import CALLS, GRAPHS
 from driftline.runs.sink import Sheets, Sink
 
-__all__ = ["Capture", "capture", "facts", "is_model", "session_for", "step", "watch_graphs"]
+__all__ = [
+    "Capture",
+    "capture",
+    "check_graph",
+    "facts",
+    "is_model",
+    "session_for",
+    "step",
+    "watch_graphs",
+]
 
 
 def is_model(thing: object) -> bool:
@@ -46,14 +56,22 @@ def session_for(
     return session
 
 
-def watch_graphs(session: CaptureSession, sink: Sink, graph: str | None, *, fusion: bool) -> None:
-    """Let a session see the graphs that `torch.compile` makes.
+def check_graph(graph: str | None, levels: Sequence[str], *, fusion: bool) -> None:
+    """Whether compiled graphs can be seen as a person asked for it.
 
     Raises:
         BadInput: No such graph, or levels that cannot be seen at the same time.
     """
-    from driftline.adapters.torch.graphs.tap import GraphTap, known_graph
+    from driftline.adapters.torch.graphs.tap import known_graph
 
-    engine = known_graph(graph, session.levels, fusion=fusion)
+    known_graph(graph, levels, fusion=fusion)
+
+
+def watch_graphs(
+    session: CaptureSession, sink: Sink, graph: Literal["fx", "inductor"], *, fusion: bool
+) -> None:
+    """Let a session see the graphs that `torch.compile` makes."""
+    from driftline.adapters.torch.graphs.tap import GraphTap
+
     write = functools.partial(sink.sheet, GRAPHS) if isinstance(sink, Sheets) else None
-    session.taps.append(GraphTap(session, engine, write, fusion=fusion, afresh=True))
+    session.taps.append(GraphTap(session, graph, write, fusion=fusion, afresh=True))
