@@ -208,13 +208,13 @@ def checked(arrays: Mapping[str, Any], wanted: Sequence[Wanted], where: str) -> 
     for name in arrays:
         if name not in known:
             raise BadInput(
-                f"the model has no input '{name}', which {where} gives",
+                f"the model has no input '{name}', which is in {where}",
                 hint=f"{_near(name, known)}{_takes(wanted)}",
             )
     missing = [one for one in wanted if one.name not in arrays]
     if missing:
         raise BadInput(
-            f"{where} gives no {_list(one.name for one in missing)}", hint=_takes(wanted)
+            f"{_list(one.name for one in missing)} is not in {where}", hint=_takes(wanted)
         )
     return {one.name: _one(arrays[one.name], one, where) for one in wanted}
 

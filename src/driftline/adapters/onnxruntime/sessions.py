@@ -10,6 +10,7 @@ nodes.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -28,6 +29,8 @@ _LEVELS = {
 }
 _ENDING = "ExecutionProvider"
 _ERRORS_ONLY = 3
+_NO_OPERATOR = ("not a registered", "no op registered", "not implemented", "could not find an impl")
+_LOADING = re.compile(r"^Load model from .*? failed:\s*")
 _WEIGHTS = "weights.bin"
 
 
@@ -194,7 +197,7 @@ def _refused(error: Exception, name: str) -> BadFile:
     kind = type(error).__name__
     hint = "driftline says no more than ONNX Runtime does; is the file whole?"
     lower = text.lower()
-    if kind == "NotImplemented" or "not a registered" in lower or "is not implemented" in lower:
+    if kind == "NotImplemented" or any(words in lower for words in _NO_OPERATOR):
         hint = (
             "this ONNX Runtime has no such operator: export for an older opset, use a newer "
             "onnxruntime, or give the library that holds it with --custom-ops"
@@ -214,7 +217,7 @@ def said(error: Exception) -> str:
     parts = text.split(" : ")
     if text.startswith("[ONNXRuntimeError]") and len(parts) > 2:
         text = " : ".join(parts[3:] or parts[2:])
-    return text[:400] or type(error).__name__
+    return _LOADING.sub("", text)[:400] or type(error).__name__
 
 
 def run(session: Any, outputs: Sequence[str], feed: Mapping[str, Any], name: str) -> list[Any]:
