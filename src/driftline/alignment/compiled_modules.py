@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from driftline.alignment.compiled import RESHAPES, Found, Graphs, Match
 from driftline.alignment.recipe import Recipe, Step, start
@@ -24,63 +24,72 @@ _FARTHEST = 8
 
 
 def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
-    wanted = [r for r in records if r.key.port == "output" and "/" not in r.key.site]
+    """Inputs and outputs of modules, each with the value that enters or leaves its nodes."""
+    wanted = [r for r in records if r.key.port in ("input", "output") and "/" not in r.key.site]
     if not wanted:
         return
-    leaving = {
-        id(graph): _leaving(graphs, graph) for graph in graphs.graphs if graph.kind != "backward"
-    }
+    forward = [graph for graph in graphs.graphs if graph.kind != "backward"]
+    borders = {id(graph): _borders(graphs, graph) for graph in forward}
     for record in wanted:
         key = record.key
         found.ours[key] = NO_NODE
-        holders = [
-            graph
-            for graph in graphs.graphs
-            if graph.kind != "backward" and key.site in leaving[id(graph)]
-        ]
+        holders = [graph for graph in forward if key.site in borders[id(graph)][key.port]]
         if len({graph.piece for graph in holders}) > 1:
             found.ours[key] = "its nodes lie in several graphs: none of them is the module"
             continue
         for graph in holders:
-            calls = leaving[id(graph)][key.site]
+            calls = borders[id(graph)][key.port][key.site]
             visit, which = divmod(key.visit, len(calls))
-            left = [node for node in calls[which] if node.shape in (record.shape, None)]
-            fitting = [node for node in left if node.shape == record.shape] or left
+            fitting = _of_shape(calls[which], record.shape)
             if len(fitting) != 1:
+                verb = "leave" if key.port == "output" else "enter"
                 found.ours[key] = (
-                    f"{len(fitting)} values of its shape leave its nodes: which is its output is "
-                    "not known"
+                    f"{len(fitting)} values of its shape {verb} its nodes: which is its {key.port} "
+                    "is not known"
                 )
                 continue
             reached = _reached(graphs, graph, fitting[0], key.step, visit, record.shape)
             if reached is not None:
                 yield Match(record, *reached, confidence=OF_A_MODULE)
                 break
-            if graphs.engine != "fx":
-                found.ours[key] = graphs.why_not_kept(
-                    graph, _behind_views(graphs, graph, fitting[0])
-                )
+            behind = _behind_views(graphs, graph, fitting[0])
+            if behind.target == "placeholder":
+                found.ours[key] = "an input of the graph, which no kernel gives"
+            elif graphs.engine != "fx":
+                found.ours[key] = graphs.why_not_kept(graph, behind)
 
 
-def _leaving(graphs: Graphs, graph: Graph) -> dict[str, list[list[GraphNode]]]:
-    """By module, call by call: the nodes whose value is used outside of it."""
+def _of_shape(nodes: Sequence[GraphNode], shape: tuple[int, ...]) -> list[GraphNode]:
+    """Nodes of one shape; those whose shape varies only where no other fits."""
+    fitting = [node for node in nodes if node.shape == shape]
+    return fitting or [node for node in nodes if node.shape is None]
+
+
+def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[GraphNode]]]]:
+    """By port and module, call by call: the nodes whose value enters it, and leaves it."""
     uses = graphs.uses(graph)
-    calls: dict[str, dict[str, list[GraphNode]]] = defaultdict(lambda: defaultdict(list))
+    leaving: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
+    entering: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     for node in graph.nodes:
-        if node.target == "placeholder" or (node.shape is None and not node.dtype):
-            continue
-        for label in node.calls:
-            held = calls[label.partition("@")[0]][label]
-            if node.leaves or any(label not in user.calls for user in _users(uses, node)):
-                held.append(node)
+        valued = node.shape is not None or bool(node.dtype)
+        for label in node.calls if node.target != "placeholder" else ():
+            module = label.partition("@")[0]
+            given = leaving[module][label]
+            taken = entering[module][label]
+            if valued and (node.leaves or any(label not in one.calls for one in uses[node.name])):
+                given[node.name] = node
+            for name in node.inputs:
+                source = graphs.node(graph, name)
+                outside = source is not None and label not in source.calls
+                if source is not None and outside and (source.shape is not None or source.dtype):
+                    taken[name] = source
     return {
-        module: [labels[label] for label in sorted(labels, key=_call_number)]
-        for module, labels in calls.items()
+        port: {
+            module: [list(labels[one].values()) for one in sorted(labels, key=_call_number)]
+            for module, labels in sides.items()
+        }
+        for port, sides in (("output", leaving), ("input", entering))
     }
-
-
-def _users(uses: Mapping[str, list[GraphNode]], node: GraphNode) -> list[GraphNode]:
-    return uses.get(node.name, [])
 
 
 def _call_number(label: str) -> int:

@@ -21,7 +21,7 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
-_TAKEN = "what goes in; a run of graphs keeps what nodes give"
+_TAKEN = "what an operator takes; a run of graphs keeps what nodes give"
 
 
 def align_compiled(reference: Run, candidate: Run, plan: Plan) -> Plan:
@@ -179,8 +179,9 @@ def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
         found.matches.append(match)
         matched.add(id(match.theirs))
         found.ours.pop(match.ours.key, None)
+    paired = {match.ours.key for match in found.matches}
     for record in records:
-        if record.key.port == "input":
+        if record.key.port == "input" and "/" in record.key.site and record.key not in paired:
             found.ours[record.key] = _TAKEN
     for value in graphs.values:
         if id(value.record) not in matched:
