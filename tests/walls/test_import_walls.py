@@ -75,7 +75,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "errors": allow(),
     "settings": allow(),
     "registry": allow(),
-    "executors": allow(inside="msgspec ray"),
+    "executors": allow(inside="msgspec ray numpy torch"),
     "numerics": allow(top="numpy"),
     "runs": allow(top="numpy", inside="msgspec ml_dtypes"),
     "remote": allow(inside="fsspec"),

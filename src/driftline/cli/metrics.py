@@ -20,6 +20,7 @@ _MODEL = "Model"
 _PROMPTS = "Prompts and shapes"
 _TARGETS = "Targets"
 _OUTPUT = "Output"
+_SPEED = "Speed"
 
 
 def _spelt(name: str) -> tuple[str, str]:
@@ -61,6 +62,8 @@ def metrics(
     logits: Annotated[Literal["full", "topk"], Option(group=_OUTPUT)] = "full",
     skip_computation: Annotated[bool, Option(_spelt("skip_computation"), group=_OUTPUT)] = False,
     force: Annotated[bool, Option(group=_OUTPUT)] = False,
+    jobs: Annotated[int | None, Option(metavar="N", group=_SPEED)] = None,
+    executor: Annotated[str | None, Option(metavar="ray[://HOST:PORT]", group=_SPEED)] = None,
 ) -> int:
     """Run a decoder on two targets and score every generated token.
 
@@ -104,6 +107,9 @@ def metrics(
         logits: Keep the whole vocabulary, or the largest logits and their logsumexp.
         skip_computation: Only score the logits that are there.
         force: Compute again what is there.
+        jobs: Share the shapes out among so many processes; each loads the models for itself.
+        executor: Share them out on a Ray cluster: the one this machine is in, or one elsewhere.
+            All machines must see the model, the prompts and --output_dir.
     """
     from driftline import settings
     from driftline.decoding.metrics_ask import MetricsAsk
@@ -158,6 +164,8 @@ def metrics(
             for length in lengths
             for batch in _numbers("batch_size", batch_size, "1")
         ]
+    if jobs is not None or executor is not None:
+        return _run_shared(asks, jobs, executor)
     return _run(asks)
 
 
@@ -180,6 +188,25 @@ def _run(asks: list[MetricsAsk]) -> int:
             sys.stdout.write(_summary(outcome, ask))
     script.end(*outcomes)
     models.job.leave()
+    return 0
+
+
+def _run_shared(asks: list[MetricsAsk], jobs: int | None, executor: str | None) -> int:
+    from driftline.decoding.fanning import run_shapes
+    from driftline.decoding.metrics_ask import check
+
+    def ready(ask: MetricsAsk, outcome: Outcome) -> None:
+        if not outcome.skipped:
+            sys.stdout.write(_summary(outcome, ask))
+            sys.stdout.flush()
+
+    for ask in asks:
+        check(ask)
+    told = None if script.asked() else ready
+    outcomes = script.step(
+        "outcomes", run_shapes, asks, jobs=jobs, executor=executor, say=_say, ready=told
+    )
+    script.end(outcomes)
     return 0
 
 

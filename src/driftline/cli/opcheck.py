@@ -58,6 +58,8 @@ def opcheck(
     ] = None,
     format: Format = "table",
     all: bool = False,
+    jobs: Annotated[int | None, Option(metavar="N", group="Execution")] = None,
+    executor: Annotated[str | None, Option(metavar="ray[://HOST:PORT]", group="Execution")] = None,
 ) -> int:
     """Check single operators: their outputs against what they should be for their inputs.
 
@@ -88,6 +90,8 @@ def opcheck(
         format: table for people; json, csv and markdown print the whole result; github (annotations
             and a step summary) and junit are for CI.
         all: Show every output, not only those that are not right (with -metric, the first twenty).
+        jobs: Share the operators out among so many processes; the result is the same.
+        executor: Share them out on a Ray cluster: the one this machine is in, or one elsewhere.
     """
     if input is None:
         raise BadInput(
@@ -119,6 +123,8 @@ def opcheck(
             imports=tuple(import_ or ()),
             repro=repro,
             progress=progress,
+            jobs=jobs,
+            executor=executor,
         )
     finally:
         if progress is not None:

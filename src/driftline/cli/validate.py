@@ -19,6 +19,7 @@ _SHAPES = "Prompts and shapes"
 _TARGETS = "Targets"
 _LIMITS = "Limits"
 _OUTPUT = "Output"
+_SPEED = "Speed"
 Format = Literal["table", "markdown", "github", "junit"]
 
 
@@ -78,6 +79,8 @@ def validate(
     explain: Annotated[bool, Option(group=_OUTPUT)] = False,
     timing: Annotated[Literal["e2e", "per-token"] | None, Option(group=_OUTPUT)] = None,
     format: Annotated[Format, Option(group=_OUTPUT)] = "table",
+    jobs: Annotated[int | None, Option(metavar="N", group=_SPEED)] = None,
+    executor: Annotated[str | None, Option(metavar="ray[://HOST:PORT]", group=_SPEED)] = None,
 ) -> int:
     """Check that a decoder on a device says what it says on a trusted one, or nearly.
 
@@ -130,6 +133,9 @@ def validate(
         timing: Tell how long generating takes.
         format: table for people, line by line; markdown for reviews, github (annotations and a step
             summary) and junit for CI print the result at the end, and the lines go to stderr.
+        jobs: Share the shapes out among so many processes; each loads the models for itself.
+        executor: Share them out on a Ray cluster: the one this machine is in, or one elsewhere.
+            All machines must see the models and the prompts.
     """
     from driftline import settings
     from driftline.decoding.validate_ask import asks_from
@@ -177,25 +183,34 @@ def validate(
             "no model is named",
             hint="give --model_paths, or set FMS_TEST_SHAPES_COMMON_MODEL_PATHS",
         )
-    return _run(asks, explain=explain or read("EXPLAIN") == "1", format=format, output=output)
+    wanted = explain or read("EXPLAIN") == "1"
+    return _run(asks, (jobs, executor), explain=wanted, format=format, output=output)
 
 
-def _run(asks: list[ValidateAsk], *, explain: bool, format: Format, output: Path | None) -> int:
+def _run(
+    asks: list[ValidateAsk],
+    who: tuple[int | None, str | None],
+    *,
+    explain: bool,
+    format: Format,
+    output: Path | None,
+) -> int:
     from driftline.decoding.job import join_job
     from driftline.decoding.telling import SPLIT_UP, lines_of
     from driftline.decoding.validation import Subjects
     from driftline.decoding.validation import validate as check
 
-    subjects = script.step("subjects", Subjects)
+    shared = who != (None, None)
     if script.asked():
-        _write_down(asks, subjects, output)
+        _write_down(asks, who, output)
+    subjects = Subjects()
     failed: list[str] = []
     verdicts: list[Verdict] = []
     job = join_job(asks[0].distributed)
     speak = _say if format == "table" else _aside
     say = speak if job.writes else _nothing
-    for ask in asks:
-        verdict = check(ask, say=speak, subjects=subjects)
+
+    def tell(ask: ValidateAsk, verdict: Verdict) -> None:
         verdicts.append(verdict)
         for line in lines_of(verdict, subjects.tokenizer(ask)):
             say(line)
@@ -205,7 +220,7 @@ def _run(asks: list[ValidateAsk], *, explain: bool, format: Format, output: Path
             write_validation(verdict, output, subjects.tokenizer(ask))
         if verdict.passed:
             say(f"PASSED {ask.id} in {verdict.seconds:.1f} s")
-            continue
+            return
         say(f"FAILED {ask.id} - {verdict.complaint}")
         failed.append(ask.id)
         if explain and ask.split(job.size):
@@ -213,6 +228,14 @@ def _run(asks: list[ValidateAsk], *, explain: bool, format: Format, output: Path
         elif explain and job.writes:
             stream = sys.stdout if format == "table" else sys.stderr
             _explain(ask, verdict, subjects, stream, output)
+
+    if shared:
+        from driftline.decoding.fanning import validate_shapes
+
+        validate_shapes(asks, jobs=who[0], executor=who[1], say=speak, ready=tell)
+    else:
+        for ask in asks:
+            tell(ask, check(ask, say=speak, subjects=subjects))
     if output is not None and job.writes:
         say(f"written to {output}; driftline report {output} -o report.html shows it")
     if len(asks) > 1:
@@ -220,15 +243,23 @@ def _run(asks: list[ValidateAsk], *, explain: bool, format: Format, output: Path
     if job.writes and format != "table":
         _print(verdicts, format)
     job.leave()
-    script.end(*verdicts)
     # Rank 0 speaks for all: when another one fails first, torchrun stops it in mid-sentence.
     return EXIT_DIFFERENT if failed and job.writes else EXIT_FINE
 
 
-def _write_down(asks: list[ValidateAsk], subjects: Subjects, output: Path | None) -> None:
+def _write_down(
+    asks: list[ValidateAsk], who: tuple[int | None, str | None], output: Path | None
+) -> None:
     """The same calls, for `--python`."""
+    from driftline.decoding.fanning import validate_shapes, write_verdicts
     from driftline.decoding.validation import Subjects, validate
 
+    if who != (None, None):
+        found = script.step("verdicts", validate_shapes, asks, jobs=who[0], executor=who[1])
+        if output is not None:
+            script.act(write_verdicts, found, output)
+        script.end(found)
+    subjects = script.step("subjects", Subjects)
     verdicts: list[Verdict] = []
     for ask in asks:
         verdicts.append(script.step("verdict", validate, ask, subjects=subjects))

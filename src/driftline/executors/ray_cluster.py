@@ -80,16 +80,20 @@ class RayCluster:
         return f"RayCluster({self.address!r}, {self.jobs})"
 
 
-def _cores(node: dict[str, Any]) -> int:
-    return int(node["Resources"].get("CPU", 0))
+def _cores(node: dict[str, Any], gpus: int = 0) -> int:
+    """How many workers a node has room for."""
+    has = node["Resources"]
+    return min(int(has.get("CPU", 0)), *([int(has.get("GPU", 0)) // gpus] if gpus else []), 1 << 20)
 
 
 class _Machine:
     """A node of the cluster: what it is called, what it lacks, which places it has begun with."""
 
-    def __init__(self, node: dict[str, Any], name: str, absent: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self, node: dict[str, Any], name: str, absent: Sequence[tuple[str, str]], cores: int
+    ) -> None:
         self.id = str(node["NodeID"])
-        self.cores = _cores(node)
+        self.cores = cores
         self.name = name
         self.absent = dict(absent)
         self.begun: set[str] = set()
@@ -118,6 +122,7 @@ class _Round:
         tell: Callable[[str], None],
     ) -> None:
         self.ray = session.ray
+        self.gpus = job.gpus
         self.session = session
         self.tasks = tasks
         self.jobs = jobs
@@ -158,34 +163,35 @@ class _Round:
         ray = self.ray
         asked: dict[Any, dict[str, Any]] = {}
         for node in self.session.nodes():
-            if _cores(node):
+            if _cores(node, self.gpus):
                 look = ray.remote(ray_bench.look).options(**self._on(str(node["NodeID"]), cores=0))
                 asked[look.remote(self.job)] = node
         if not asked:
-            raise DriftlineError("no machine of the Ray cluster has a core to compute with")
+            what = "a GPU" if self.gpus else "a core"
+            raise DriftlineError(f"no machine of the Ray cluster has {what} to compute with")
         answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)
         machines: list[_Machine] = []
         troubles: list[str] = []
         for ref in silent:
             where = asked[ref]["NodeManagerAddress"]
-            troubles.append(f"node {where} did not answer in {_ANSWER:.0f} s")
+            troubles.append(f"node {where}: did not answer in {_ANSWER:.0f} s")
         for ref in answered:
             node = asked[ref]
             name = f"{node['NodeManagerAddress']} ({str(node['NodeID'])[:8]})"
             try:
                 host, version, trouble, absent = wire.unpack(ray.get(ref))
             except ray.exceptions.RayError as bug:
-                troubles.append(f"node {name} cannot load Driftline: {_told(bug)}")
+                troubles.append(f"node {name}: cannot load Driftline: {_told(bug)}")
                 continue
             name = f"{host} ({str(node['NodeID'])[:8]})"
             if version != __version__:
                 trouble = f"has Driftline {version}, and this is {__version__}"
             if trouble:
-                troubles.append(f"node {name} {trouble}")
+                troubles.append(f"node {name}: {trouble}")
                 continue
-            machines.append(_Machine(node, name, absent))
+            machines.append(_Machine(node, name, absent, _cores(node, self.gpus)))
             if absent:
-                troubles.append(f"node {name} {absent[0][1]}")
+                troubles.append(f"node {name}: {absent[0][1]}")
         if not machines:
             raise DriftlineError(
                 f"no machine of the Ray cluster can help: {'; '.join(troubles[:3])}",
@@ -227,6 +233,8 @@ class _Round:
 
     def _start(self, machine: _Machine) -> None:
         options = {**self._on(machine.id, cores=1), "max_restarts": 0, "max_task_retries": 0}
+        if self.gpus:
+            options["num_gpus"] = self.gpus
         actor = self.ray.remote(ray_bench.Bench).options(**options).remote(self.job)
         self.workers.append(_Worker(actor, machine))
 
@@ -327,7 +335,7 @@ class _Round:
                 why = next(iter(self.machines[0].absent.values()), "")
                 raise WorkerFailed(
                     f"the machine that had the data of {self.tasks[at].called} is gone; node "
-                    f"{self.machines[0].name} {why}"
+                    f"{self.machines[0].name}: {why}"
                 )
 
 

@@ -37,12 +37,14 @@ class Job(NamedTuple):
         about: What the workshop is opened with.
         folder: Where relative paths begin; empty where there are none.
         kernel: Which path of the C kernel must be taken, so that all digits agree; empty: any.
+        gpus: How many GPUs each worker must have for itself, as far as a cluster can tell.
     """
 
     workshop: str
     about: Any
     folder: str
     kernel: str = ""
+    gpus: int = 0
 
 
 class Task(NamedTuple):

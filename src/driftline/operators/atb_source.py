@@ -67,9 +67,18 @@ class AtbSource:
         return len(self._found)
 
     def __iter__(self) -> Iterator[Checked]:
-        for each in self._found:
-            yield Checked(each.call, tuple(self._rows(each)))
-            self.run.release()
+        return map(self.at, range(len(self._found)))
+
+    def call(self, number: int) -> OperatorCall:
+        """One of the operators, by its place."""
+        return self._found[number].call
+
+    def at(self, number: int) -> Checked:
+        """The same, checked."""
+        each = self._found[number]
+        rows = tuple(self._rows(each))
+        self.run.release()
+        return Checked(each.call, rows)
 
     def _wanted(self, each: _Found) -> bool:
         wanted = self.ask.wants(each.call.op_type, each.call.ids)

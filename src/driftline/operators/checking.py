@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from driftline.errors import DriftlineError
+from driftline.executors.choosing import chosen
+from driftline.executors.work import Executor
 from driftline.operators.rows import Coverage, Metric, OutputRow, coverage
 from driftline.operators.sources import Ask, Checked, Source, open_source
 
@@ -55,6 +57,8 @@ def check(
     imports: Sequence[str] = (),
     repro: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    jobs: int | None = None,
+    executor: str | Executor | None = None,
 ) -> OperatorCheck:
     """Check the operators of an ATB dump, or of a run captured at operator level.
 
@@ -70,6 +74,8 @@ def check(
         repro: Folder for stand-alone scripts that show operators that are not right, twenty of them
             at most.
         progress: Called with (operators done, operators in all).
+        jobs: Worker processes that share the operators; the result is the same.
+        executor: `ray` or `ray://HOST:PORT`: workers are those of a Ray cluster.
 
     Raises:
         DriftlineError: There is nothing that can be checked.
@@ -81,7 +87,12 @@ def check(
     scripts: list[Path] = []
     troubles: list[str] = []
     left_out = 0
-    for checked in source:
+    found: Iterable[Checked] = source
+    if (who := chosen(jobs, executor)) is not None:
+        from driftline.operators.workshop import check_all
+
+        found, progress = check_all(source, Path(path), ask, who, progress), None
+    for checked in found:
         calls.append(checked.rows)
         if repro is not None and any(row.status == "fail" for row in checked.rows):
             if len(scripts) < SCRIPTS:

@@ -95,6 +95,14 @@ class Source(Protocol):
 
     def __iter__(self) -> Iterator[Checked]: ...
 
+    def call(self, number: int) -> OperatorCall:
+        """One of the calls, by its place."""
+        ...
+
+    def at(self, number: int) -> Checked:
+        """The same, looked at."""
+        ...
+
     def reproduction(self, checked: Checked) -> Reproduction | None:
         """What shows a failing call without Driftline; None where that cannot be written."""
         ...

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from driftline.errors import BadInput
 from driftline.operators.aten.listing import calls_of
+from driftline.operators.rows import OperatorCall
 from driftline.operators.sources import Ask, Checked, Reproduction
 from driftline.registry import require
 from driftline.runs.run import Run
@@ -54,15 +55,23 @@ class AtenSource:
         return len(self._listed)
 
     def __iter__(self) -> Iterator[Checked]:
+        return map(self.at, range(len(self._listed)))
+
+    def call(self, number: int) -> OperatorCall:
+        """One of the calls, by its place."""
+        return self._listed[number].call
+
+    def at(self, number: int) -> Checked:
+        """The same, replayed."""
         from driftline.operators.aten.checking import rows_of
 
-        for number, one in enumerate(self._listed):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch has told the program already
-                rows = tuple(rows_of(self.run, one, self.ask, self.device))
-            yield Checked(one.call, rows)
-            if number % 256 == 255:
-                self.run.release()
+        one = self._listed[number]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has told the program already
+            rows = tuple(rows_of(self.run, one, self.ask, self.device))
+        if number % 256 == 255:
+            self.run.release()
+        return Checked(one.call, rows)
 
     def reproduction(self, checked: Checked) -> Reproduction | None:
         """The inputs, what the program gave, and how to execute the call, as a script."""
