@@ -355,3 +355,4 @@ def test_a_model_of_more_than_two_gigabytes_is_captured(tmp_path: Path) -> None:
     run = driftline.open_run(tmp_path / "run")
     expected = ort.InferenceSession(str(path)).run(None, {"x": x})[0]
     assert run.get("(root)").numpy().tobytes() == expected.tobytes()
+    (tmp_path / "m.data").unlink()  # pytest keeps the folders of three runs

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from driftline.alignment.classes import kind_of
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
@@ -25,6 +26,7 @@ layers whose order says which is which."""
 ROOT = "(root)"
 _DEQUANTISED = "_DequantizeLinear_Output"
 """How onnxruntime.quantization calls what a tensor is after it was quantised."""
+_NORM = "norm.batch"
 _REPEATED = re.compile(r"_(\d+)$")
 _Call = tuple[int, int, int, str, int]
 
@@ -36,11 +38,13 @@ class ExportedGraph(NamedTuple):
         nodes: Site of each node → what is known of it.
         inside: Site of what is no longer computed → the fused node it went into.
         works: What it does with its weights, in the order of the exported file.
+        reworked: Convolution with a batch norm worked in → the node that computes both.
     """
 
     nodes: Mapping[str, Mapping[str, Any]]
     inside: Mapping[str, str]
     works: Sequence[Mapping[str, Any]] = ()
+    reworked: Mapping[str, str] = {}
 
     def replaced_by(self, site: str) -> tuple[str, ...]:
         """The sites that a fused node stands for."""
@@ -81,6 +85,7 @@ def exported_graph(run: Run) -> ExportedGraph | None:
         nodes,
         {site: str(node) for site, node in inside.items()},
         [_object(work) for work in _list(told.get("works"))],
+        _object(told.get("reworked")),
     )
 
 
@@ -141,6 +146,7 @@ def pair_exported(
     else:
         _repeated_modules(left, exported_first=ours is not None)
         _inputs(left)
+        _worked_in(left, ours or theirs, exported_first=ours is not None)
         _same_bytes(left, exported_first=ours is not None)
     return left.found, _reasons(left, ours, theirs)
 
@@ -245,6 +251,26 @@ def _repeated_modules(left: _Left, *, exported_first: bool) -> None:
                 if alike and id(other) in model and key.port == "output":
                     left.take(*((record, other) if exported_first else (other, record)), MADE)
                     break
+
+
+def _worked_in(left: _Left, graph: ExportedGraph | None, *, exported_first: bool) -> None:
+    """What a convolution with a batch norm in it gives is what the model's batch norm gives."""
+    values, model = (left.here, left.there) if exported_first else (left.there, left.here)
+    made = _outputs(values.values())
+    given = _outputs(model.values())
+    takers = {
+        (record.key.step, record.digest): record
+        for record in model.values()
+        if record.key.port == "input" and record.digest and kind_of(record.class_name) == _NORM
+    }
+    for site, node in graph.reworked.items() if graph is not None else ():
+        for record in given.get(site, ()):
+            taker = takers.get((record.key.step, record.digest))
+            for norm in given.get(taker.key.site, ()) if taker is not None else ():
+                for value in made.get(node, ()):
+                    same = norm.key.step == value.key.step == record.key.step
+                    if same and norm.shape == value.shape and id(norm) in model:
+                        left.take(*((value, norm) if exported_first else (norm, value)), MADE)
 
 
 def _without_number(site: str) -> Iterable[tuple[str, int]]:

@@ -32,6 +32,7 @@ class ModuleCall(NamedTuple):
         nodes: Numbers of its nodes in the exported graph.
         inputs: Values that enter, in the order in which they are first read.
         outputs: Values that leave, in the order in which they are made.
+        reworked: What leaves it with the batch norm after it worked in, which is no longer its own.
     """
 
     site: str
@@ -40,6 +41,7 @@ class ModuleCall(NamedTuple):
     nodes: tuple[int, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    reworked: str = ""
 
 
 def module_calls(graph: Graph, names: Names) -> list[ModuleCall]:
@@ -100,9 +102,17 @@ def _call(
             leaves = value in graph.outputs or not inside.issuperset(readers)
             if value and leaves and value not in graph.constants:
                 outputs.setdefault(value)
+    reworked = ""
     if not names.told and any(_reworked(graph.nodes[number]) for number in numbers):
-        outputs.clear()
-    return ModuleCall(path, visit, class_name, tuple(numbers), tuple(inputs), tuple(outputs))
+        last = graph.nodes[numbers[-1]]
+        reworked = last.outputs[0] if len(outputs) == 1 and _reworked(last) else ""
+        if reworked:  # a container may end with it too: what it gives is right
+            inner = names.scopes[numbers[-1]].module == path
+            outputs = {} if inner else outputs
+            reworked = reworked if inner else ""
+    return ModuleCall(
+        path, visit, class_name, tuple(numbers), tuple(inputs), tuple(outputs), reworked
+    )
 
 
 def _reworked(node: Node) -> bool:

@@ -90,6 +90,7 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
             "by": "onnx",
             "nodes": nodes,
             "inside": inside,
+            "reworked": {c.site: seen.site(c.reworked) for c in seen.modules if c.reworked},
             "works": works(seen.exported, seen.names),
         },
     }

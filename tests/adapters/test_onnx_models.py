@@ -1,0 +1,297 @@
+"""torch models against what ONNX Runtime makes of their exports: aligned, clean, faults named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_zoo as zoo
+import pytest
+import torch
+
+import driftline
+from driftline.alignment.plan import Plan
+from driftline.comparison.table import Table
+from driftline.gating.divergence import Divergence, find_divergence
+from driftline.runs.memory import MemorySink
+from driftline.runs.run import Run
+
+LEVELS = ("none", "basic", "extended", "all")
+
+
+class Exported(NamedTuple):
+    """A model, what it was given, what it computed, and its ONNX file."""
+
+    model: torch.nn.Module
+    given: torch.Tensor
+    run: Run
+    path: Path
+
+
+def _exported(made: tuple[torch.nn.Module, torch.Tensor], path: Path) -> Exported:
+    model, given = made
+    sink = MemorySink(name="torch")
+    with torch.no_grad(), driftline.capture(model, sink):
+        model(given)
+    return Exported(model, given, sink.run(), zoo.export(model, given, path))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return _exported(zoo.small_llama(), tmp_path_factory.mktemp("llama") / "llama.onnx")
+
+
+@pytest.fixture(scope="module")
+def cnn(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return _exported(zoo.conv_net(), tmp_path_factory.mktemp("cnn") / "cnn.onnx")
+
+
+def run_of(path: Path, inputs: Any, **how: Any) -> Run:
+    sink = MemorySink(name=path.name)
+    result = driftline.capture_onnx(path, inputs, sink, **how)
+    assert result.faithful
+    return sink.run()
+
+
+def aligned_leaves(model: torch.nn.Module, plan: Plan) -> float:
+    """The share of leaf modules of which at least one tensor is compared."""
+    leaves = {name for name, module in model.named_modules() if name and not [*module.children()]}
+    seen = {pair.reference.key.site for pair in plan.pairs}
+    return len(leaves & seen) / len(leaves)
+
+
+def first_of(table: Table) -> Divergence:
+    return find_divergence(table.rows)
+
+
+def clean(table: Table) -> None:
+    assert table.verdict == "pass", first_of(table).finding
+    assert not [row for row in table.rows if row.status in ("fail", "incomparable")]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_llama_aligns_with_its_export_and_nothing_is_wrong(llama: Exported, level: Any) -> None:
+    candidate = run_of(llama.path, llama.run, optimize=level)
+    plan = driftline.align(llama.run, candidate)
+    assert aligned_leaves(llama.model, plan) >= 0.9
+    clean(driftline.compare(llama.run, candidate, plan=plan))
+    outputs = {
+        pair.reference.key.site for pair in plan.pairs if pair.reference.key.port == "output"
+    }
+    for layer in ("0", "1"):
+        for part in (
+            "self_attn.q_proj",
+            "self_attn.o_proj",
+            "mlp",
+            "mlp.act_fn",
+            "input_layernorm",
+        ):
+            assert f"model.layers.{layer}.{part}" in outputs
+    assert {"(root)", "lm_head", "model.norm"} <= outputs
+    # The other way round: the same pairs.
+    back = driftline.align(candidate, llama.run)
+    assert {(p.candidate.key, p.reference.key) for p in back.pairs} == {
+        (p.reference.key, p.candidate.key) for p in plan.pairs
+    }
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_cnn_aligns_with_its_export_and_nothing_is_wrong(cnn: Exported, level: Any) -> None:
+    candidate = run_of(cnn.path, cnn.run, optimize=level)
+    plan = driftline.align(cnn.run, candidate)
+    clean(driftline.compare(cnn.run, candidate, plan=plan))
+    leaves = {
+        name for name, module in cnn.model.named_modules() if name and not [*module.children()]
+    }
+    inside = {
+        key.site
+        for (side, key), why in plan.reasons.items()
+        if side == "reference" and "inside the" in why
+    }
+    seen = {pair.reference.key.site for pair in plan.pairs}
+    if level in ("none", "basic"):
+        assert aligned_leaves(cnn.model, plan) >= 0.9
+    else:  # conv, bn and relu are one node: the norm between has no tensor of its own
+        norms = {n for n, m in cnn.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
+        assert leaves - seen <= norms
+    assert len(leaves & (seen | inside)) / len(leaves) >= 0.9
+    outputs = {
+        (p.reference.key.site, p.reference.key.visit)
+        for p in plan.pairs
+        if p.reference.key.port == "output"
+    }
+    assert {
+        ("relu", 0),
+        ("stages.0.relu", 0),
+        ("stages.0.relu", 1),
+        ("stages.1.relu", 1),
+        ("fc", 0),
+    } <= outputs
+
+
+def test_values_in_blocks_of_channels_are_recorded_in_the_usual_order(cnn: Exported) -> None:
+    plain = run_of(cnn.path, cnn.run, optimize="extended")
+    blocked = run_of(cnn.path, cnn.run, optimize="all")
+    classes = {record.class_name for record in blocked.records}
+    if "ReorderOutput" not in classes:
+        pytest.skip("this ONNX Runtime has no blocked layout on this machine")
+    for site, shape in (("stages.0.relu", (2, 32, 8, 8)), ("stages.1.relu", (2, 40, 4, 4))):
+        one, two = plain.get(site), blocked.get(site)
+        assert one.shape == two.shape == shape
+        assert np.allclose(one.numpy(), two.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["none", "all"])
+def test_the_older_exporter_s_names_align_too(cnn: Exported, level: Any, tmp_path: Path) -> None:
+    path = zoo.export(cnn.model, cnn.given, tmp_path / "ts.onnx", dynamo=False)
+    candidate = run_of(path, cnn.run, optimize=level)
+    plan = driftline.align(cnn.run, candidate)
+    clean(driftline.compare(cnn.run, candidate, plan=plan))
+    outputs = {
+        (p.reference.key.site, p.reference.key.visit)
+        for p in plan.pairs
+        if p.reference.key.port == "output"
+    }
+    assert {("stages.0.relu", 0), ("stages.0.relu", 1), ("stages.0", 0), ("fc", 0)} <= outputs
+    if level == "none":
+        assert aligned_leaves(cnn.model, plan) >= 0.9
+
+
+@pytest.mark.parametrize("level", ["none", "all"])
+def test_exports_without_any_names_align_by_structure(
+    llama: Exported, cnn: Exported, level: Any, tmp_path: Path
+) -> None:
+    for made, least in ((llama, 0.8), (cnn, 0.8 if level == "none" else 0.5)):
+        path = zoo.anonymous(made.path, tmp_path / "anonymous.onnx")
+        candidate = run_of(path, made.run, optimize=level)
+        plan = driftline.align(made.run, candidate)
+        assert any(pair.by == "structure" for pair in plan.pairs)
+        assert aligned_leaves(made.model, plan) >= least
+        clean(driftline.compare(made.run, candidate, plan=plan))
+
+
+@pytest.mark.parametrize("level", ["none", "all"])
+@pytest.mark.parametrize(
+    ("site", "value", "change"),
+    [
+        ("model.layers.1.mlp.up_proj", "linear_12", lambda w: -w),
+        ("model.layers.0.self_attn.k_proj", "linear_1", lambda w: w.T),
+        ("model.layers.0.self_attn.v_proj", "linear_2", lambda w: w[:, ::-1]),
+        (
+            "model.layers.1.input_layernorm",
+            "model.layers.1.input_layernorm.weight",
+            lambda w: w * 1.01,
+        ),
+        ("model.embed_tokens", "model.embed_tokens.weight", lambda w: w[::-1]),
+    ],
+)
+def test_a_weight_changed_in_the_file_is_named(
+    llama: Exported, site: str, value: str, change: Any, level: Any, tmp_path: Path
+) -> None:
+    path = zoo.reweighted(llama.path, tmp_path / "changed.onnx", value, change)
+    table = driftline.compare(llama.run, run_of(path, llama.run, optimize=level))
+    assert table.verdict == "fail"
+    assert first_of(table).site == site
+
+
+def test_a_convolution_s_changed_weight_is_named(cnn: Exported, tmp_path: Path) -> None:
+    path = zoo.reweighted(cnn.path, tmp_path / "c.onnx", "stages.0.conv2.weight", lambda w: -w)
+    table = driftline.compare(cnn.run, run_of(path, cnn.run, optimize="none"))
+    assert first_of(table).site == "stages.0.bn2"  # the exporter made one of the two
+
+
+def test_q_in_the_place_of_k_fails_and_does_not_align(llama: Exported, tmp_path: Path) -> None:
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load(str(llama.path))
+    nodes = {node.output[0]: node for node in model.graph.node}
+    q, k = nodes["linear"], nodes["linear_1"]
+    q.input[1], k.input[1] = k.input[1], q.input[1]
+    assert numpy_helper is not None
+    (tmp_path / "swapped.onnx").write_bytes(model.SerializeToString())
+    for path in (
+        tmp_path / "swapped.onnx",
+        zoo.anonymous(tmp_path / "swapped.onnx", tmp_path / "a.onnx"),
+    ):
+        table = driftline.compare(llama.run, run_of(path, llama.run, optimize="none"))
+        failing = {row.key.site for row in table.rows if row.status == "fail"}
+        assert {"model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"} <= failing
+
+
+def test_fused_nodes_pair_with_what_they_replaced(cnn: Exported, llama: Exported) -> None:
+    for made in (cnn, llama):
+        plain = run_of(made.path, made.run, optimize="none")
+        fused = run_of(made.path, made.run, optimize="all")
+        plan = driftline.align(plain, fused)
+        table = driftline.compare(plain, fused, plan=plan)
+        clean(table)
+        nodes = {r.key for r in fused.records if "/" in r.key.site and r.key.port == "output"}
+        paired = {pair.candidate.key for pair in plan.pairs}
+        assert len(nodes & paired) / len(nodes) >= 0.9
+        why = [text for (side, _), text in plan.reasons.items() if side == "reference"]
+        assert any("inside the fused" in text for text in why)
+    # A convolution with sum and activation in it stands against the activation, and takes what
+    # the convolution took.
+    plain = run_of(cnn.path, cnn.run, optimize="none")
+    fused = run_of(cnn.path, cnn.run, optimize="extended")
+    classes = {
+        (pair.reference.class_name, pair.candidate.class_name)
+        for pair in driftline.align(plain, fused).pairs
+    }
+    assert ("Relu", "FusedConv") in classes
+    assert ("Conv", "FusedConv") in classes
+
+
+def test_a_quantised_model_s_layers_have_their_noise_in_decibels(
+    cnn: Exported, tmp_path: Path
+) -> None:
+    quantised = quantise(cnn, tmp_path)
+    plain = run_of(cnn.path, cnn.run, optimize="none")
+    candidate = run_of(quantised, cnn.run, optimize="none")
+    table = driftline.compare(plain, candidate, limits={"sqnr": 10.0})
+    assert table.verdict == "pass"
+    layers = {
+        row.key.site: row.metrics["sqnr"]
+        for row in table.rows
+        if row.key.port == "output" and "/" not in row.key.site and row.status == "pass"
+    }
+    modules = {
+        n for n, m in cnn.model.named_modules() if n.endswith(("relu", "fc", "pool", "down"))
+    }
+    assert modules <= set(layers)
+    assert all(15 < layers[site] < 60 for site in modules)
+    for site in modules:  # 20 log10 of what relative_l2 says
+        row = next(row for row in table.rows if row.key.site == site and row.key.port == "output")
+        assert row.metrics["sqnr"] == pytest.approx(-20 * np.log10(row.metrics["relative_l2"]))
+    worst = min(layers.values())
+    strict = driftline.compare(plain, candidate, limits={"sqnr": worst + 0.01})
+    failing = [row for row in strict.rows if row.status == "fail"]
+    assert failing
+    assert {layers.get(row.key.site, worst) for row in failing} == {worst}
+    shown = strict.worst(3)
+    assert shown[0].metrics["sqnr"] == pytest.approx(worst)
+
+
+def quantise(made: Exported, folder: Path) -> Path:
+    """The model in int8, calibrated on what it is run with, one layer much too coarse."""
+    import logging
+
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left = [{"x": made.given.numpy()}]
+
+        def get_next(self) -> Any:
+            return self.left.pop() if self.left else None
+
+    logging.disable(logging.WARNING)
+    try:
+        quantize_static(
+            str(made.path), str(folder / "int8.onnx"), Reader(), quant_format=QuantFormat.QDQ
+        )
+    finally:
+        logging.disable(logging.NOTSET)
+    return folder / "int8.onnx"
