@@ -150,12 +150,8 @@ class Gathering:
 
     def _known(self, says: Lying) -> dict[int, Placed]:
         """What a record says, by axis of the run's mesh. Terms in a plain tensor are a question."""
-        names = self.mesh.names
-        if says.names and set(says.names) <= set(names):
-            axes = [names.index(name) for name in says.names]
-        elif says.sizes == self.mesh.sizes:
-            axes = list(range(len(names)))
-        else:
+        axes = self.mesh.axes_of(says)
+        if not axes:
             return {}
         return {
             axis: how

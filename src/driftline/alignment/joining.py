@@ -81,7 +81,17 @@ def _one(sources: Sequence[Source], how: Placed) -> Source:
     if len(full) == 1:
         return full[0]
     whole = sum(source.shape[axis] for source in full)
+    full = [part for source in full for part in _flat(source, axis)]
     return joined(full, "concat", axis, (*first[:axis], whole, *first[axis + 1 :]))
+
+
+def _flat(source: Source, axis: int) -> Sequence[Source]:
+    """The parts of what was itself joined along this axis and no more: joined in one go."""
+    if isinstance(source, Recipe) and [(s.kind, s.axis) for s in source.steps] == [
+        ("concat", axis)
+    ]:
+        return source.sources
+    return (source,)
 
 
 def ways(

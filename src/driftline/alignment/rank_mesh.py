@@ -39,6 +39,15 @@ class Mesh(NamedTuple):
     def ranks(self) -> list[int]:
         return sorted(self.at)
 
+    def axes_of(self, lying: Lying) -> tuple[int, ...]:
+        """The axes that a record's placement speaks of; empty where they are not of this mesh."""
+        if lying.names and set(lying.names) <= set(self.names):
+            axes = tuple(self.names.index(name) for name in lying.names)
+            return axes if tuple(self.sizes[axis] for axis in axes) == lying.sizes else ()
+        if not lying.names and lying.sizes == self.sizes:
+            return tuple(range(len(self.sizes)))
+        return ()
+
     def __str__(self) -> str:
         return " x ".join(f"{n} {size}" for n, size in zip(self.names, self.sizes, strict=True))
 
@@ -123,16 +132,21 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def mesh_of(run: Run) -> Mesh:
-    """The mesh over which a run's ranks are to be gathered: the finest that holds all of them."""
+    """The mesh over which a run's ranks are to be gathered.
+
+    It holds all of them, and the axes that most tensors name; of several such, the finest.
+    """
     facts = run.processes()
     here = sorted({record.key.rank for record in run.records})
     world = max([*(_whole(each.get("world_size")) for each in facts), here[-1] + 1, len(here)])
-    best: Mesh | None = None
-    for each in facts:
-        for shown in _list(each.get("meshes")):
-            mesh = _mesh(shown, world)
-            if mesh is not None and (best is None or len(mesh.sizes) > len(best.sizes)):
-                best = mesh
+    known = [_mesh(shown, world) for each in facts for shown in _list(each.get("meshes"))]
+    meshes = [mesh for mesh in known if mesh is not None]
+    said = {(lying.names, lying.sizes): lying for r in run.records if (lying := lying_of(r))}
+    best = max(
+        meshes,
+        key=lambda mesh: (sum(bool(mesh.axes_of(each)) for each in said.values()), len(mesh.sizes)),
+        default=None,
+    )
     if best is None:
         best = _of_groups([_list(each.get("groups")) for each in facts], world)
     if best is not None and set(here) <= set(best.at):

@@ -63,7 +63,8 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     key = first.key
     name = _named(key.site, first)
     when = f" in step {key.step}" if key.step else ""
-    when += f" on rank {key.rank}" if key.rank else ""
+    rank = key.rank if first.candidate_rank is None else first.candidate_rank
+    when += f" on rank {rank}" if rank else ""
     if key.port == "param":
         return key.site, f"the parameter '{key.slot}' of {name} differs already{when}"
     if key.port == "output" and (arrived := _handed_on(first, _nearly_outside(first, rows))):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from driftline.comparison.rank_words import GAP, SAME
 from driftline.comparison.row import LOST, Column, Row, Verdict
 from driftline.comparison.table import Table
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
@@ -134,6 +135,15 @@ def _judge(
             limit=0.0,
             limit_from="always",
             severity=math.inf,
+        )
+    gap = float(row.metrics.get(GAP, 0.0))
+    if gap > (allowed_gap := SAME.get(row.candidate_dtype, 0.0)):
+        return row.judged(
+            "fail",
+            decided_by=GAP,
+            limit=allowed_gap,
+            limit_from="replicas",
+            severity=gap / allowed_gap if allowed_gap else math.inf,
         )
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
     codes, upstream = quantised_row(row), inherited.codes_of(row)

@@ -1,0 +1,288 @@
+"""What measured rows say about ranks: whose copy is another one, whose part is wrong, and how.
+
+Copies of one tensor are set against each other, not only against the other run: a gradient that one
+rank holds differently is a finding, however close it is to the reference. What differs is looked at
+once more, for what can be said of it: an all-reduce that is missing, a part cut along another axis,
+parts in another order. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from driftline.alignment.plan import Pair
+from driftline.alignment.recipe import Recipe, Source, start
+from driftline.comparison.row import Column, Number, Row
+from driftline.errors import DriftlineError
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+
+GAP = "replica_gap"
+GAP_COLUMN = Column(GAP, "lower", "relative L2 distance to what the other ranks hold of it")
+SAME: Mapping[str, float] = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+"""Copies this close are the same: sums may be taken in another order. Else every bit counts."""
+
+_AGREE, _FAR = 0.02, 1e-3
+_MOST = 256
+"""So many tensors are looked at once more; of a run that is all wrong the first say enough."""
+
+
+class _Copies(NamedTuple):
+    """Rows of one tensor of the one side, against what the ranks of the other hold of it."""
+
+    rows: list[int]
+    many: Run
+    sources: list[Source]
+    one: Run
+    whole: Source
+
+
+def with_ranks(
+    pairs: Sequence[Pair], rows: Sequence[Row], reference: Run, candidate: Run
+) -> list[Row]:
+    """The rows of a plan's pairs, with what there is to say about their ranks.
+
+    Args:
+        pairs: Of the plan.
+        rows: Measured, one for each pair.
+        reference: The one run.
+        candidate: The other.
+    """
+    found = list(rows)
+    looks = itertools.count()
+    for copies in _copies(pairs, reference, candidate):
+        for at, gap, words in _disagreeing(copies, found, looks):
+            metrics: dict[str, Number] = {**found[at].metrics, GAP: gap}
+            found[at] = found[at]._replace(metrics=metrics, reason=_and(found[at].reason, words))
+    for at, pair in enumerate(pairs):
+        row = found[at]
+        far = row.metrics.get("relative_l2", 0.0) > _FAR and next(looks) < _MOST
+        if far and (words := _wrong_parts(pair, reference, candidate)):
+            found[at] = row._replace(reason=_and(row.reason, words))
+    return found
+
+
+def has_ranks(pairs: Sequence[Pair]) -> bool:
+    """Whether ranks were gathered: a tensor has several partners, or is made of several ranks."""
+    seen: set[TensorKey] = set()
+    for pair in pairs:
+        if pair.candidate.key.rank != pair.reference.key.rank:
+            return True
+        for recipe in (pair.reference_recipe, pair.candidate_recipe):
+            if recipe is not None and len({record.key.rank for record in recipe.records}) > 1:
+                return True
+        if pair.reference.key in seen:
+            return True
+        seen.add(pair.reference.key)
+    return False
+
+
+# --- copies
+
+
+def _copies(pairs: Sequence[Pair], reference: Run, candidate: Run) -> Iterator[_Copies]:
+    for swapped in (False, True):
+        groups: dict[TensorKey, dict[tuple[TensorKey, TensorKey], list[int]]] = {}
+        for at, pair in enumerate(pairs):
+            one, many = pair.reference, pair.candidate
+            if swapped:
+                one, many = many, one
+            place = many.key._replace(rank=0, process=0)
+            groups.setdefault(place, {}).setdefault((one.key, place), []).append(at)
+        for by_key in groups.values():
+            for members in by_key.values():
+                held = [pairs[at].reference if swapped else pairs[at].candidate for at in members]
+                ranks = {record.key.rank for record in held}
+                if len(ranks) < 2 or len(ranks) != len(members):
+                    continue
+                both = [_sources(pairs[at]) for at in members]
+                sources = [each[0 if swapped else 1] for each in both]
+                whole = both[0][1 if swapped else 0]
+                runs = (reference, candidate) if swapped else (candidate, reference)
+                yield _Copies(members, runs[0], sources, runs[1], whole)
+
+
+def _sources(pair: Pair) -> tuple[Source, Source]:
+    return pair.reference_recipe or pair.reference, pair.candidate_recipe or pair.candidate
+
+
+def _disagreeing(
+    copies: _Copies, rows: Sequence[Row], looks: Iterator[int]
+) -> Iterator[tuple[int, float, str]]:
+    """Rows whose copy is another one than the others', how far, and words about it."""
+    names = [_digest(source) for source in copies.sources]
+    measured = {
+        tuple(rows[at].metrics.get(name) for name in ("relative_l2", "max_abs_error"))
+        for at in copies.rows
+    }
+    if all(names) and len(set(names)) == 1:
+        return
+    if not all(names) and len(measured) == 1:
+        return
+    values = [_values(copies.many, source) for source in copies.sources]
+    if any(each is None for each in values) or len({each.shape for each in values}) != 1:
+        return
+    ranks = [_rank(source) for source in copies.sources]
+    clusters = _clusters(values)
+    most = max(clusters, key=len)
+    allowed = SAME.get(_first(copies.sources[0]).dtype, 0.0)
+    why = _in_words(copies, values) if next(looks) < _MOST else ""
+    for n, at in enumerate(copies.rows):
+        if len(most) > 1 and 2 * len(most) > len(values):
+            if n in most:
+                continue
+            others, right = [ranks[m] for m in most], values[most[0]]
+        else:
+            others = [rank for rank in ranks if rank != ranks[n]]
+            right = sum(values[m] for m in range(len(values)) if m != n) / (len(values) - 1)
+        gap = _distance(right, values[n])
+        if gap > allowed:
+            who = f"rank {ranks[n]} holds something else than {_ranks(others)}"
+            yield at, gap, f"{who} (relative_l2 {gap:.3g}), though it is one tensor{why}"
+
+
+def _clusters(values: Sequence[Any]) -> list[list[int]]:
+    found: dict[bytes, list[int]] = {}
+    for n, each in enumerate(values):
+        found.setdefault(each.tobytes(), []).append(n)
+    return list(found.values())
+
+
+def _in_words(copies: _Copies, values: Sequence[Any]) -> str:
+    """What copies that differ are together."""
+    whole = _values(copies.one, copies.whole)
+    if whole is None or whole.shape != values[0].shape:
+        return ""
+    total = sum(values)
+    alone = min(_distance(whole, each) for each in values)
+    if _distance(whole, total) < min(_AGREE, alone / 5):
+        return "; the sum over the ranks agrees with the other run: an all-reduce is missing"
+    if _distance(whole, total / len(values)) < min(_AGREE, alone / 5):
+        return "; the mean over the ranks agrees with the other run: it was never averaged"
+    return ""
+
+
+# --- parts
+
+
+def _wrong_parts(pair: Pair, reference: Run, candidate: Run) -> str:
+    """Words about a whole that is far off: which ranks' parts are."""
+    for many, made, one, whole in (
+        (candidate, pair.candidate_recipe, reference, pair.reference_recipe or pair.reference),
+        (reference, pair.reference_recipe, candidate, pair.candidate_recipe or pair.candidate),
+    ):
+        if made is None or len(made.steps) != 1 or made.steps[0].kind != "concat":
+            continue
+        parts = [source for source in made.sources if isinstance(source, Record)]
+        if len(parts) != len(made.sources) or len({part.key.rank for part in parts}) < 2:
+            continue
+        right = _values(one, whole)
+        values = [_values(many, part) for part in parts]
+        if right is not None and right.shape == made.shape and all(v is not None for v in values):
+            return _about_parts(right, values, [p.key.rank for p in parts], made.steps[0].axis)
+    return ""
+
+
+def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: int) -> str:
+    import numpy as np
+
+    ends = list(itertools.accumulate(part.shape[axis] for part in parts))
+    slices = np.split(right, ends[:-1], axis=axis)
+    off = [_distance(one, part) for one, part in zip(slices, parts, strict=True)]
+    bad = [n for n, each in enumerate(off) if each > max(_FAR, max(off) / 10)]
+    if not bad:
+        return ""
+    wrong = [ranks[n] for n in bad]
+    for other in range(right.ndim):
+        if other == axis or right.shape[other] % len(parts):
+            continue
+        cuts = np.split(right, len(parts), axis=other)
+        if all(_fits(cuts[n], parts[n], axis, other) for n in bad):
+            hold = "holds" if len(bad) == 1 else "hold"
+            return (
+                f"{_ranks(wrong)} {hold} a slice of axis {other}, not of axis {axis}: cut along "
+                "the wrong dimension"
+            )
+    places = {n: _place_of(parts[n], slices) for n in bad}
+    if all(place is not None for place in places.values()):
+        said = [
+            f"rank {ranks[n]} that of rank {ranks[at]}"
+            for n, at in places.items()
+            if at is not None
+        ]
+        return f"the parts are in another order: {', '.join(said[:4])}"
+    if len(bad) == len(parts):
+        return f"the parts of all {len(parts)} ranks are off"
+    verb = "is" if len(bad) == 1 else "are"
+    return f"the part of {_ranks(wrong)} {verb} off, those of the other ranks agree"
+
+
+def _fits(cut: Any, part: Any, axis: int, other: int) -> bool:
+    if cut.size != part.size:
+        return False
+    ways = [cut.swapaxes(axis, other), cut.reshape(part.shape)]
+    return any(way.shape == part.shape and _distance(way, part) < _AGREE for way in ways)
+
+
+def _place_of(part: Any, slices: Sequence[Any]) -> int | None:
+    fits = [
+        n for n, s in enumerate(slices) if s.shape == part.shape and _distance(s, part) < _AGREE
+    ]
+    return fits[0] if len(fits) == 1 else None
+
+
+# --- values
+
+
+def _values(run: Run, source: Source) -> Any:
+    """What a source holds, as float64 of its shape; None where it has no values."""
+    from driftline.comparison.cooking import cook
+    from driftline.numerics.dtypes import to_float64
+
+    try:
+        made = cook(run, source if isinstance(source, Recipe) else start(source))
+        if made.dtype.kind in ("complex", "bits"):
+            return None
+        found: Any = to_float64(made.values, made.dtype)
+        return found.reshape(made.shape)
+    except (DriftlineError, OSError, ValueError):
+        return None
+
+
+def _distance(right: Any, found: Any) -> float:
+    from driftline.alignment.joining import distance
+
+    return distance(right, found)
+
+
+def _digest(source: Source) -> str:
+    if isinstance(source, Recipe):
+        return ""
+    return source.digest if source.kept == "full" else ""
+
+
+def _first(source: Source) -> Record:
+    return source.records[0] if isinstance(source, Recipe) else source
+
+
+def _rank(source: Source) -> int:
+    return _first(source).key.rank
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> _ranks([2]), _ranks([0, 1, 3])
+    ('rank 2', 'ranks 0, 1 and 3')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _and(first: str, second: str) -> str:
+    return f"{first}; {second}" if first else second
