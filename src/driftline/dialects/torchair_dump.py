@@ -4,12 +4,14 @@
     torch.compile(model, backend=torchair.get_npu_backend(compiler_config=config))
 
 What they leave opens as a run: `driftline show dump`, `driftline compare FX GE`. Only names of
-settings are known here; torchair, which runs on its own hardware, is asked for the object.
+settings are known here; torchair, which runs on its own hardware, is asked for the object. FX nodes
+can be recorded without it, too.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,14 +60,37 @@ def get_ge_dump_config(
 
 
 def get_fx_dump_config() -> Any:
-    """A CompilerConfig that runs the FX graph and saves its tensors, below the current folder.
+    """What records every FX node of a compiled model.
+
+    With torchair: a CompilerConfig, with which its backend runs the FX graph and saves tensors
+    below the current folder. Without: a `RecordedGraphs`, whose `backend` does so anywhere, into
+    the run `driftline_fx_{YYYYmmdd_HHMMSS}` below the current folder (its `path`).
+
+        config = get_fx_dump_config()
+        model = torch.compile(model, backend=config.backend)
 
     Raises:
-        DriftlineError: torchair is not there.
+        DriftlineError: Neither torchair nor torch is there.
     """
-    config = _compiler_config()
-    config.debug.data_dump.type = "npy"
-    return config
+    if importlib.util.find_spec("torchair") is not None:
+        config = _compiler_config()
+        config.debug.data_dump.type = "npy"
+        return config
+    if importlib.util.find_spec("torch") is None:
+        raise BadInput("torch cannot be imported", hint="pip install 'driftline[torch]'")
+    from driftline.adapters.torch.graphs.backend import RecordedGraphs
+
+    path = Path(f"driftline_fx_{datetime.now():%Y%m%d_%H%M%S}").absolute()
+    return RecordedGraphs(_unused(path))
+
+
+def _unused(path: Path) -> Path:
+    """The path, or one with a number where two are asked for within a second."""
+    count, found = 0, path
+    while found.exists():
+        count += 1
+        found = path.with_name(f"{path.name}_{count}")
+    return found
 
 
 def _compiler_config() -> Any:

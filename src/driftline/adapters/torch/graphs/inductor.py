@@ -114,7 +114,7 @@ def install(watcher: Watcher) -> bool:
                 (scheduler, "enter_context", _enter),
                 (scheduler, "free_buffers", _free),
                 (graph, "codegen", _codegen),
-                (graph, "run_node", _run_node),
+                *(((graph, "run_node", _run_node),) if not watcher.fusion else ()),
             )
             if not all(hasattr(owner, name) for owner, name, _ in places):
                 return False

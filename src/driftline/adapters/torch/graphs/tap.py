@@ -196,7 +196,8 @@ class GraphTap:
 
 
 def _first_line(error: BaseException) -> str:
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text}"[:300]
 
 
