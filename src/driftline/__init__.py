@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from driftline.diagnosis.door import diagnose as diagnose
     from driftline.dialects.ait import DumpConfig as DumpConfig
     from driftline.dialects.ait import register_hook as register_hook
-    from driftline.dialects.ait import register_saving_hook as register_saving_hook
     from driftline.dialects.labels import gen_id as gen_id
     from driftline.dialects.labels import set_label as set_label
     from driftline.dialects.labels import set_task_id as set_task_id
+    from driftline.dialects.saving_hook import register_saving_hook as register_saving_hook
     from driftline.formats.conversion import convert as convert
     from driftline.formats.opening import open_run as open_run
     from driftline.gating.checking import check as check
@@ -69,7 +69,7 @@ _DOORS = {
     "atb_json_to_onnx": "driftline.topology.door:atb_json_to_onnx",
     "DumpConfig": "driftline.dialects.ait:DumpConfig",
     "register_hook": "driftline.dialects.ait:register_hook",
-    "register_saving_hook": "driftline.dialects.ait:register_saving_hook",
+    "register_saving_hook": "driftline.dialects.saving_hook:register_saving_hook",
     "set_label": "driftline.dialects.labels:set_label",
     "gen_id": "driftline.dialects.labels:gen_id",
     "set_task_id": "driftline.dialects.labels:set_task_id",

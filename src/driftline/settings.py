@@ -166,12 +166,16 @@ def job_place() -> JobPlace:
 def job_id() -> str:
     """A name that the ranks of one job share and those of another do not; empty where alone.
 
-    Of what launchers say: the id of a torchrun or Slurm job, and where its ranks meet.
+    Of what launchers say: the id of a torchrun or Slurm job, and where its ranks meet, which is all
+    that Paddle says.
     """
     if job_place().world_size < 2:
         return ""
     env = environment()
-    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+    names = (
+        *("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"),
+        "PADDLE_TRAINER_ENDPOINTS",
+    )
     said = "\0".join(env.get(name, "") for name in names)
     import hashlib  # 3 ms that most commands need not pay
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import driftline
 from driftline import register_hook, register_saving_hook
+from driftline.dialects import saved_files, saving_hook
+from driftline.dialects.saving_hook import wait_until_saved
+from driftline.errors import AlreadyThere
 
 
 class Net(nn.Module):
@@ -23,6 +31,7 @@ class Net(nn.Module):
 
 
 def names(folder):
+    wait_until_saved()
     return sorted(p.name for p in folder.glob("*.npy"))
 
 
@@ -79,6 +88,7 @@ def test_bfloat16_becomes_float32_and_a_tuple_does_not_raise(tmp_path):
     model = nn.Sequential(Pair())
     register_saving_hook(model, tmp_path, "Pair")
     model(torch.ones(2, dtype=torch.bfloat16))
+    wait_until_saved()
     saved = [np.load(p) for p in sorted((tmp_path / "tensors/rank_0").iterdir())]
     assert [s.dtype for s in saved] == [np.float32] * 3
     assert [float(s[0]) for s in saved] == [1.0, 2.0, 3.0]
@@ -111,9 +121,10 @@ def test_what_cannot_be_hooked_is_refused_in_a_sentence(tmp_path):
         register_saving_hook(Net(), tmp_path, "Linear", max_saved_tensors="all")
     with pytest.raises(ValueError, match="torch module"):
         register_saving_hook(object(), tmp_path, "Linear")
-    layer = type("Layer", (), {"__module__": "paddle.nn.layer.layers"})
-    with pytest.raises(RuntimeError, match="Paddle"):
-        register_saving_hook(layer(), tmp_path, "Linear")
+    with pytest.raises(ValueError, match="path is a str"):
+        register_saving_hook(Net(), 3, "Linear")
+    with pytest.raises(ValueError, match="there is no layout 'nyp'"):
+        register_saving_hook(Net(), tmp_path, "Linear", layout="nyp")
 
 
 def test_a_full_disk_does_not_stop_the_training(tmp_path, capsys):
@@ -121,4 +132,127 @@ def test_a_full_disk_does_not_stop_the_training(tmp_path, capsys):
     model = Net()
     register_saving_hook(model, tmp_path, "Linear")
     model(torch.tensor([1])).sum().backward()
+    wait_until_saved()
     assert capsys.readouterr().err.count("saving hook stopped") == 1
+
+
+def test_a_class_that_no_leaf_layer_has_is_said_at_once(tmp_path, capsys):
+    register_saving_hook(Net(), tmp_path, ["Linear", "LayerNom"])
+    said = capsys.readouterr().err
+    assert "no leaf layer is a 'LayerNom'" in said and "LayerNorm" in said
+
+
+def test_a_run_on_request_has_the_paths_of_the_model_and_the_micro_steps(tmp_path):
+    model = Net()
+    register_saving_hook(model, tmp_path / "run", "Linear", layout="run")
+    for _ in range(2):
+        model(torch.tensor([1])).sum().backward()
+    wait_until_saved()
+    run = driftline.open_run(tmp_path / "run")
+    keys = {(r.key.site, r.key.port, r.key.slot, r.key.step) for r in run.records}
+    assert ("block.0", "output", "0", 1) in keys and ("head", "param_grad", "bias", 0) in keys
+    assert [each["framework"] for each in run.processes()] == ["torch"]
+    with pytest.raises(AlreadyThere):
+        register_saving_hook(model, tmp_path / "run", "Linear", layout="run")
+
+
+def test_a_slow_disk_does_not_hold_up_a_step(tmp_path, monkeypatch):
+    written = []
+
+    def slow(path, dtype, shape, data):
+        time.sleep(0.02)
+        written.append(path.name)
+
+    monkeypatch.setattr(saved_files, "write_npy", slow)
+    model = Net()
+    register_saving_hook(model, tmp_path, "Linear", -1, -1)
+    began = time.monotonic()
+    for _ in range(5):
+        model(torch.tensor([1])).sum().backward()
+    stepped = time.monotonic() - began
+    wait_until_saved()
+    assert len(written) == 30  # of which each took 20 ms
+    assert stepped < 0.3 and time.monotonic() - began > 0.6
+
+
+def test_what_is_changed_in_place_after_the_hook_is_saved_as_it_was(tmp_path, monkeypatch):
+    gate = threading.Event()
+    plain = saved_files.write_npy
+    monkeypatch.setattr(saved_files, "write_npy", lambda *a: (gate.wait(5), plain(*a)))
+    model = nn.Sequential(nn.Linear(3, 3))
+    register_saving_hook(model, tmp_path, "Linear")
+    with torch.no_grad():
+        out = model(torch.ones(1, 3))
+        before = out.clone()
+        out.zero_()
+    gate.set()
+    (saved,) = (tmp_path / "tensors/rank_0" / name for name in names(tmp_path / "tensors/rank_0"))
+    assert np.array_equal(np.load(saved), before.numpy())
+
+
+def test_memory_has_an_end_and_then_the_program_waits(tmp_path, monkeypatch):
+    most = 0
+    plain = saved_files.write_npy
+
+    def slow(*call):
+        time.sleep(0.005)
+        plain(*call)
+
+    monkeypatch.setattr(saved_files, "write_npy", slow)
+    monkeypatch.setattr(saved_files, "MOST_WAITING", 1000)
+    model = nn.Sequential(nn.Linear(8, 8))
+    register_saving_hook(model, tmp_path, "Linear", -1, -1)
+    (files,) = (s.files for s in saving_hook._STORES if s.path == tmp_path)
+    for _ in range(20):
+        model(torch.ones(2, 8)).sum().backward()
+        most = max(most, files._waiting)
+    assert most <= 1000
+    assert len(names(tmp_path / "grads/rank_0")) == 40
+
+
+def test_when_both_limits_are_reached_the_writing_thread_ends(tmp_path):
+    model = Net()
+    register_saving_hook(model, tmp_path, "Linear", 2, 1)
+    for _ in range(3):
+        model(torch.tensor([1])).sum().backward()
+    (files,) = (s.files for s in saving_hook._STORES if s.path == tmp_path)
+    thread = files._staging._thread
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(names(tmp_path / "tensors/rank_0")) == 2
+    assert len(names(tmp_path / "grads/rank_0")) == 1
+
+
+ENDINGS = {
+    "raise": "raise SystemError",
+    "exit": "import sys; sys.exit(0)",
+    "end": "",
+    "kill": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+PROGRAM = """
+import time, torch
+from torch import nn
+from driftline import register_saving_hook
+from driftline.dialects import saved_files
+plain = saved_files.write_npy
+def slow(*call):
+    time.sleep(0.01)
+    plain(*call)
+saved_files.write_npy = slow
+model = nn.Sequential(nn.Linear(64, 64))
+register_saving_hook(model, "kept", "Linear", -1, -1)
+for _ in range(8):
+    model(torch.ones(2, 64)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_everything_is_on_disk_at_exit_and_a_kill_leaves_whole_files_only(
+    tmp_path, warm_python, ending
+):
+    words = [warm_python, "-c", PROGRAM + ENDINGS[ending]]
+    subprocess.run(words, cwd=tmp_path, capture_output=True, check=ending in ("end", "exit"))
+    files = [*tmp_path.glob("kept/*/rank_0/*.npy")]
+    assert len(files) < 24 if ending == "kill" else len(files) == 24
+    for file in files:
+        np.load(file)

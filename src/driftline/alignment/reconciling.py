@@ -15,7 +15,7 @@ from driftline.alignment.operator_steps import OperatorSteps
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.quantised import Scales, as_numbers, dequantised, same_terms
 from driftline.alignment.quantised_operators import OperatorScales
-from driftline.alignment.settling import takes_weights
+from driftline.alignment.settling import framework_of, takes_weights
 from driftline.alignment.sides import shapes_of
 from driftline.runs.run import Run
 
@@ -36,7 +36,7 @@ class Reconciler:
         self._runs = (reference, candidate)
         steps = OperatorSteps(reference), OperatorSteps(candidate)
         operands = OperandLayouts(steps[0]), OperandLayouts(steps[1])
-        frameworks = (_framework(reference), _framework(candidate))
+        frameworks = (framework_of(reference), framework_of(candidate))
         self._layouts = Layouts(frameworks, operands, plan.pairs)
         self._scales: tuple[Scales, Scales] | None = None
         self._operators = (OperatorScales(steps[0]), OperatorScales(steps[1]))
@@ -96,17 +96,6 @@ def _formats(run: Run) -> set[str]:
         elif before:
             found.add(str(before).partition(":")[0])
     return found
-
-
-def _framework(run: Run) -> str:
-    """`torch`, `paddle`, or nothing where the run does not say."""
-    said = str(run.manifest.get("framework", "")).lower()
-    if said:
-        return "paddle" if said.startswith("paddle") else said
-    for process in run.processes():
-        if said := str(process.get("framework", "")).lower():
-            return said
-    return "paddle" if "paddle" in str(run.manifest.get("format", "")).lower() else ""
 
 
 def _dims(shape: tuple[int, ...]) -> str:

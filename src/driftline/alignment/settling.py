@@ -88,7 +88,9 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
         from driftline.alignment.moments import said_of_moments
 
         plan = said_of_moments(plan)
-    foreign = reference.manifest.get("framework") != candidate.manifest.get("framework")
+    foreign = any(_is_square_weight(pair) for pair in plan.pairs) and (
+        framework_of(reference) != framework_of(candidate)
+    )
     operators = all(takes_weights(run) for run in (reference, candidate))
     codes = operators and any(
         record.dtype in _CODES for run in (reference, candidate) for record in run.records
@@ -120,6 +122,22 @@ def _without_sources(plan: Plan) -> Plan:
         missing=tuple(record for record in plan.missing if record.key not in ours),
         extra=tuple(record for record in plan.extra if record.key not in theirs),
     )
+
+
+def framework_of(run: Run) -> str:
+    """`torch`, `paddle`, or nothing where the run does not say."""
+    said = str(run.manifest.get("framework", "")).lower()
+    if said:
+        return "paddle" if said.startswith("paddle") else said
+    for process in run.processes():
+        if said := str(process.get("framework", "")).lower():
+            return said
+    return "paddle" if "paddle" in str(run.manifest.get("format", "")).lower() else ""
+
+
+def _is_square_weight(pair: Pair) -> bool:
+    shape = pair.reference.shape
+    return len(shape) == 2 and shape[0] == shape[1] and pair.reference.key.port in _WEIGHTS
 
 
 def _unlike(pair: Pair, foreign: bool) -> bool:

@@ -3,26 +3,37 @@
     {path}/tensors/rank_{r}/tensor_idx_{i}_layer_class_{C}_layer_name_{n}_micro_step_{m}.npy
     {path}/grads/rank_{r}/grad_idx_{i}_of_param_name_{p}_micro_step_{m}.npy
 
-For torch modules; `layer_name` is the module's path. Where it differs from the original, and why,
-is in docs/seed-differences.md. It knows nothing of runs: its tree is read by the seed's checker.
+For Paddle and torch models. `layer_name` is Paddle's own name of a layer (`linear_0`), or the path
+of a torch module. A tensor is copied in the hook and written by a thread (`saved_files`). Where it
+differs from the original, and why, is in docs/seed-differences.md.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
-import itertools
+import hashlib
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
-
-import numpy as np
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 
 from driftline import settings
-from driftline.dialects.refusals import BadConfig, NoEngine
+from driftline.adapters.saving import Engine, Leaf, engine_for
+from driftline.adapters.snapshot import Snapshot
+from driftline.dialects.refusals import BadConfig
+from driftline.dialects.saved_files import SavedFiles
+from driftline.errors import did_you_mean
+from driftline.runs.key import Port, TensorKey
+from driftline.runs.record import Record
+from driftline.runs.together import begin_run
 
 Model = TypeVar("Model")
+Layout = Literal["npy", "run"]
+
+_UNSAFE = re.compile(r"[/\\\0\n\r]")
+_LONGEST_NAME = 140
+"""Bytes of a layer's name in a file's; a file system takes 255 in all."""
 
 
 def register_saving_hook(
@@ -31,18 +42,25 @@ def register_saving_hook(
     target_class_names: str | Sequence[str] | None = None,
     max_saved_tensors: int = 50,
     max_saved_grads: int = 100,
+    *,
+    layout: Layout = "npy",
 ) -> Model:
     """Save what the chosen leaf layers compute, and the gradients of their parameters.
 
     Args:
-        model: A torch module.
+        model: A Paddle layer or a torch module.
         path: Folder of the tree; made when the first tensor is saved.
         target_class_names: Class name or names of the layers to save, as `type(layer).__name__`.
         max_saved_tensors: Stop after that many activations, over all micro steps; negative: never.
         max_saved_grads: The same for gradients.
+        layout: `npy`, the tree above; or `run`, a run of Driftline's own.
 
     Returns:
         The model itself, hooked.
+
+    Raises:
+        ValueError: An argument has a wrong type or value.
+        AlreadyThere: For a run: the folder holds something already.
     """
     names = _class_names(target_class_names)
     for label, limit in (
@@ -51,16 +69,31 @@ def register_saving_hook(
     ):
         if not isinstance(cast(object, limit), int) or isinstance(limit, bool):
             raise BadConfig(f"{label} is a whole number, not {limit!r}")
-    if not names:
-        print(
-            "driftline: register_saving_hook was given no target_class_names: nothing to save",
-            file=sys.stderr,
+    if not isinstance(cast(object, path), str | Path):
+        raise BadConfig(f"path is a str, not {path!r}")
+    if layout not in get_args(Layout):
+        raise BadConfig(
+            f"there is no layout {layout!r}", hint=did_you_mean(str(layout), get_args(Layout))
         )
+    engine = engine_for(model)
+    if engine is None:
+        raise BadConfig(
+            f"register_saving_hook needs a torch module or a Paddle layer, "
+            f"not {type(model).__name__}"
+        )
+    if not names:
+        _say("register_saving_hook was given no target_class_names: nothing to save")
         return model
-    torch = _torch_for(model)
-    saver = _Saver(Path(path), torch, names, _Cap(max_saved_tensors), _Cap(max_saved_grads))
+    store = (_Run if layout == "run" else _Tree)(Path(path).absolute(), engine)
+    saver = _Saver(engine, store, names, _Cap(max_saved_tensors), _Cap(max_saved_grads))
     saver.attach(model)
     return model
+
+
+def wait_until_saved() -> None:
+    """Return when everything that was saved so far is on disk; at exit nobody needs to call it."""
+    for store in list(_STORES):
+        store.flush()
 
 
 def _class_names(given: object) -> frozenset[str]:
@@ -75,144 +108,243 @@ def _class_names(given: object) -> frozenset[str]:
     return frozenset(cast(list[str], listed))
 
 
-def _torch_for(model: object) -> Any:
-    """The torch module if `model` is a torch model; anything else is refused in a sentence."""
-    families = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
-    if "torch" in families:
-        return sys.modules["torch"]
-    if "paddle" in families:
-        raise NoEngine(
-            "saving hooks for Paddle layers are not in this version of driftline",
-            hint="for a torch model the same call works",
-        )
-    raise BadConfig(f"register_saving_hook needs a torch module, not {type(model).__name__}")
+def _say(sentence: str) -> None:
+    print(f"driftline: {sentence}", file=sys.stderr)
 
 
-@dataclass(slots=True)
 class _Cap:
     """Counts up to a limit; a negative limit is none."""
 
-    limit: int
-    used: int = 0
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
 
-    def take(self) -> int | None:
-        """The next index, or None when the limit is reached."""
-        if 0 <= self.limit <= self.used:
-            return None
+    @property
+    def reached(self) -> bool:
+        return 0 <= self.limit <= self.used
+
+    def take(self) -> int:
         self.used += 1
         return self.used - 1
 
 
-@dataclass(slots=True)
 class _Saver:
     """One registration: its counters are its own, a second model never shares them."""
 
-    path: Path
-    torch: Any
-    names: frozenset[str]
-    tensors: _Cap
-    grads: _Cap
-    micro_step: int = -1
-    broken: bool = False
-    hooked: set[int] = field(default_factory=lambda: set[int]())
+    def __init__(
+        self, engine: Engine, store: _Store, names: frozenset[str], tensors: _Cap, grads: _Cap
+    ) -> None:
+        self.engine = engine
+        self.store = store
+        self.names = names
+        self.tensors = tensors
+        self.grads = grads
+        self.micro_step = -1
+        self._hooked: set[int] = set()
+        self._refused = False
 
     def attach(self, model: Any) -> None:
-        leaves = [
-            (name, layer) for name, layer in model.named_modules() if not any(layer.children())
-        ]
-        for position, (name, layer) in enumerate(leaves):
+        leaves = self.engine.leaves(model)
+        for position, leaf in enumerate(leaves):
             if position == 0:
-                layer.register_forward_hook(self._count_micro_step)
-            if type(layer).__name__ in self.names:
-                layer.register_forward_hook(self._activation_hook(name, type(layer).__name__))
-                self._watch_parameters(name, layer)
+                self.engine.after_forward(leaf.layer, self._count_micro_step)
+            if type(leaf.layer).__name__ in self.names:
+                self.engine.after_forward(leaf.layer, self._activation(leaf))
+                self._watch_parameters(leaf)
+        found = {type(leaf.layer).__name__ for leaf in leaves}
+        for name in sorted(self.names - found):
+            hint = did_you_mean(name, found)
+            _say(f"no leaf layer is a {name!r}: nothing to save of it" + (f"; {hint}" * bool(hint)))
 
-    def _count_micro_step(self, *_call: object) -> None:
-        if not self._is_replay():
+    def _count_micro_step(self, _output: object) -> None:
+        if not self.engine.is_replay():
             self.micro_step += 1
 
-    def _activation_hook(self, name: str, class_name: str) -> Any:
-        def save(_layer: object, _inputs: object, output: object) -> None:
-            if self._is_replay():
+    def _activation(self, leaf: Leaf) -> Callable[[Any], None]:
+        class_name = type(leaf.layer).__name__
+
+        def save(output: Any) -> None:
+            if self.tensors.reached or self.engine.is_replay():
                 return
-            for tensor in _tensors_in(output, self.torch):
-                index = self.tensors.take()
-                if index is None:
-                    return
-                self._write(
-                    "tensors",
-                    f"tensor_idx_{index}_layer_class_{class_name}"
-                    f"_layer_name_{name}_micro_step_{self.micro_step}",
-                    tensor,
-                )
+            for slot, alias, tensor in self.engine.tensors(output):
+                if self.tensors.reached:
+                    break
+                where = _Where("output", leaf.site, leaf.name, slot, class_name, alias)
+                self._save(where, self.tensors, tensor)
 
         return save
 
-    def _watch_parameters(self, name: str, layer: Any) -> None:
-        for short, parameter in layer.named_parameters(recurse=False):
-            if not parameter.requires_grad or id(parameter) in self.hooked:
-                continue
-            self.hooked.add(id(parameter))
-            full = f"{name}.{short}" if name else short
-            parameter.register_hook(self._gradient_hook(full))
+    def _watch_parameters(self, leaf: Leaf) -> None:
+        class_name = type(leaf.layer).__name__
+        for short, name, parameter in self.engine.parameters(leaf):
+            if id(parameter) not in self._hooked:  # tied: once, at its first layer
+                self._hooked.add(id(parameter))
+                where = _Where("param_grad", leaf.site, name, short, class_name)
+                self.engine.at_gradient(parameter, self._gradient(where))
 
-    def _gradient_hook(self, name: str) -> Any:
+    def _gradient(self, where: _Where) -> Callable[[Any], None]:
         def save(gradient: Any) -> None:
-            index = self.grads.take()
-            if index is not None:
-                self._write(
-                    "grads",
-                    f"grad_idx_{index}_of_param_name_{name}_micro_step_{self.micro_step}",
-                    gradient,
-                )
+            if not self.grads.reached:
+                self._save(where, self.grads, gradient)
 
         return save
 
-    def _is_replay(self) -> bool:
-        """A compiler looking at the model, or gradient checkpointing's second forward."""
-        if self.torch.compiler.is_compiling():
-            return True
-        return self.torch._C._current_graph_task_id() != -1
-
-    def _write(self, kind: str, name: str, tensor: Any) -> None:
-        if self.broken:
-            return
+    def _save(self, where: _Where, cap: _Cap, tensor: Any) -> None:
+        """Never raises: the training run is worth more than its tensors."""
         try:
-            folder = self.path / kind / f"rank_{self._rank()}"
-            folder.mkdir(parents=True, exist_ok=True)
-            np.save(folder / f"{name}.npy", _as_numpy(tensor, self.torch), allow_pickle=False)
-        except (OSError, RuntimeError, TypeError) as problem:
-            # The training run is worth more than its tensors: say it once, and stop saving.
-            self.broken = True
-            print(f"driftline: saving hook stopped at {name}: {problem}", file=sys.stderr)
+            with self.engine.undisturbed():
+                shot = self.engine.look(tensor)
+            if isinstance(shot, Snapshot):
+                self.store.put(where, cap.take(), self.micro_step, shot)
+            elif not self._refused:
+                self._refused = True
+                reason = getattr(shot, "reason", "it is not there yet")
+                _say(f"saving hook leaves out a tensor of {where.name}: {reason}")
+        except Exception as problem:
+            self.store.stopped(where.name, problem)
+        if self.tensors.reached and self.grads.reached:
+            self.store.finish_behind()
 
-    def _rank(self) -> int:
-        distributed = self.torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            return int(distributed.get_rank())
-        return settings.job_place().rank
+
+class _Where:
+    """Which tensor it is, but for its number and its micro step."""
+
+    def __init__(
+        self, port: Port, site: str, name: str, slot: str, class_name: str, alias: str = ""
+    ) -> None:
+        self.port: Port = port
+        self.site = site
+        self.name = name
+        self.slot = slot
+        self.class_name = class_name
+        self.alias = alias
 
 
-def _tensors_in(output: object, torch: Any) -> Iterator[Any]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from itertools.chain.from_iterable(
-            _tensors_in(value, torch) for value in cast(Mapping[object, object], output).values()
+class _Store(Protocol):
+    """Where tensors go."""
+
+    def put(self, where: _Where, index: int, micro_step: int, shot: Snapshot) -> None: ...
+
+    def stopped(self, name: str, problem: Exception) -> None:
+        """Say once that nothing more is saved."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def finish_behind(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+_STORES: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Tree:
+    """The seed's tree of `.npy` files."""
+
+    def __init__(self, path: Path, engine: Engine) -> None:
+        self.path = path
+        self.engine = engine
+        self.files = SavedFiles(lambda path, problem: self.stopped(path.stem, problem))
+        self._told = False
+        _STORES.add(self)
+
+    def put(self, where: _Where, index: int, micro_step: int, shot: Snapshot) -> None:
+        data = shot.data
+        assert data is not None
+        name = short_name(where.name)
+        if where.port == "output":
+            kind = "tensors"
+            stem = f"tensor_idx_{index}_layer_class_{where.class_name}_layer_name_{name}"
+        else:
+            kind = "grads"
+            stem = f"grad_idx_{index}_of_param_name_{name}"
+        folder = self.path / kind / f"rank_{_place(self.engine)[0]}"
+        file = folder / f"{stem}_micro_step_{micro_step}.npy"
+        self.files.save(file, shot.dtype, shot.shape, data)
+
+    def stopped(self, name: str, problem: Exception) -> None:
+        self.files.broken = True
+        if not self._told:
+            self._told = True
+            _say(f"saving hook stopped at {name}: {problem}")
+
+    def flush(self) -> None:
+        self.files.flush()
+
+    def finish_behind(self) -> None:
+        self.files.finish_behind()
+
+
+class _Run:
+    """A run: sites are paths in the model, steps are micro steps."""
+
+    def __init__(self, path: Path, engine: Engine) -> None:
+        self.path = path
+        self.engine = engine
+        self._writer: Any = None
+        self._told = False
+        self._visits: dict[tuple[str, str, str, int], int] = {}
+        begin_run(path)
+        _STORES.add(self)
+
+    def put(self, where: _Where, index: int, micro_step: int, shot: Snapshot) -> None:
+        if self._told:
+            return
+        writer = self._writer or self._open()
+        site, step = where.site or "(root)", max(micro_step, 0)
+        place = (site, where.port, where.slot, step)
+        visit = self._visits.get(place, -1) + 1
+        self._visits[place] = visit
+        key = TensorKey.of(site, where.port, where.slot, step=step, visit=visit)
+        record = Record(
+            key,
+            0,
+            shot.dtype,
+            shot.shape,
+            where.alias,
+            where.class_name,
+            shot.device,
+            placement=shot.placement,
         )
-    elif isinstance(output, list | tuple):
-        for value in cast(Sequence[object], output):
-            yield from _tensors_in(value, torch)
+        writer.put(record, shot.data)
+        if writer.failure:
+            self.stopped(where.name, OSError(writer.failure))
+
+    def _open(self) -> Any:
+        from driftline.runs.writer import RunWriter
+
+        rank, world_size = _place(self.engine)
+        self._writer = RunWriter(self.path, rank=rank, world_size=world_size)
+        self._writer.describe(**self.engine.facts())
+        return self._writer
+
+    def stopped(self, name: str, problem: Exception) -> None:
+        if not self._told:
+            self._told = True
+            _say(f"saving hook stopped at {name}: {problem}")
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finish_behind(self) -> None:
+        return  # sealing waits for the disk: at exit
 
 
-def _as_numpy(tensor: Any, torch: Any) -> np.ndarray[Any, Any]:
-    """numpy has no bfloat16 and no float8: both go up to float32, which holds all their values."""
-    with torch.no_grad():
-        plain = tensor.detach()
-        if plain.is_floating_point() and plain.dtype not in (
-            torch.float16,
-            torch.float32,
-            torch.float64,
-        ):
-            plain = plain.to(torch.float32)
-        return cast("np.ndarray[Any, Any]", plain.cpu().resolve_conj().resolve_neg().numpy())
+def _place(engine: Engine) -> tuple[int, int]:
+    return engine.rank() or settings.job_place()
+
+
+def short_name(name: str) -> str:
+    """A layer's name as part of a file's.
+
+    >>> short_name("encoder/layer.0")
+    'encoder_layer.0'
+    """
+    name = _UNSAFE.sub("_", name)
+    text = name.encode("utf-8", "replace")
+    if len(text) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(text).hexdigest()[:8]
+    return f"{text[: _LONGEST_NAME - 9].decode('utf-8', 'ignore')}~{digest}"

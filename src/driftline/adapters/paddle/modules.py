@@ -54,12 +54,22 @@ _set_eval_frame: Callable[[Any], Any] = getattr(_core, "set_eval_frame", _unset)
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """What stands in for `Layer.__call__` while a session runs."""
-    if _in_translation() or _in_tracing() or not _in_dynamic():
+    if _in_translation() or _in_tracing() or not _in_dynamic():  # inlined: this is translated too
         return _original(self, *args, **kwargs)
     call = _original
     for session in _sessions:
         call = partial(_watched, session, call)
     return call(self, *args, **kwargs)
+
+
+def is_plain_call() -> bool:
+    """Whether a static graph is being made, so that a call computes nothing yet."""
+    return _in_translation() or _in_tracing() or not _in_dynamic()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way: a forward in it is a recomputation."""
+    return bool(_in_backward())
 
 
 def _watched(
