@@ -221,11 +221,52 @@ def _by_edges(
             site,
         )
 
-    roots = [node(root, 0) for root in tree.get("roots") or ()]
+    roots = [node(root, 0) for root in _with_operators(tree, feeding)]
     nodes = tuple(child for root in roots for child in (root.children or (root,)))
     title = roots[0].kind if len(roots) == 1 and roots[0].kind != "Operation" else ""
     domain = "atb" if format_name.startswith("atb") else "graph"
     return Graph(title or "program", title or "Program", nodes, (), (), tensors, domain)
+
+
+def _with_operators(
+    tree: Mapping[str, Any], feeding: Mapping[str, Mapping[str, str]]
+) -> list[Mapping[str, Any]]:
+    """The roots of a tree, with the nodes of an exported graph in the modules they stand in."""
+    roots = [dict(root) for root in tree.get("roots") or ()]
+    exported = tree.get("exported")
+    if not isinstance(exported, Mapping) or not roots:
+        return cast("list[Mapping[str, Any]]", roots)
+    holders: dict[str, list[Any]] = {}
+    below: list[dict[str, Any]] = list(roots)
+    while below:
+        holder = below.pop()
+        children = [dict(child) for child in holder.get("children") or ()]
+        holder["children"] = children
+        holders.setdefault(str(holder.get("site", "")), children)
+        below += children
+    order: dict[int, int] = {}
+    outermost = cast("list[Any]", roots[0]["children"])
+    listed = cast("list[dict[str, Any]]", cast("Mapping[str, Any]", exported).get("nodes") or [])
+    for number, node in enumerate(listed):
+        site = str(node.get("site", ""))
+        made = [f"{output}:0" for output in node.get("outputs") or (site,)]
+        own = {"site": site, "class": node.get("class"), "outputs": made}
+        own["inputs"] = list(feeding.get(site, {}).values())
+        holders.get(site.rpartition("/")[0], outermost).append(own)
+        order[id(own)] = number
+
+    def first(data: Mapping[str, Any]) -> int:
+        """When a part begins; parts in this order feed those after them."""
+        known = order.get(id(data))
+        if known is None:
+            children = cast("list[Any]", data.get("children") or [])
+            children.sort(key=first)
+            known = order[id(data)] = min(map(first, children), default=-1)
+        return known
+
+    for root in roots:
+        first(root)
+    return cast("list[Mapping[str, Any]]", roots)
 
 
 def _edge(edge: Any) -> tuple[str, str, str, str]:
