@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from driftline.formats.atb_sheets import OperationLine, read_operations, read_profile
 from driftline.formats.tree import DumpTable, TreeRun
+from driftline.runs.calls import GRAPHS
 from driftline.runs.run import Run
 from driftline.runs.sheets import kind_of_sheet
 
@@ -21,6 +22,12 @@ def tables_of(run: Run) -> Sequence[DumpTable]:
     for about in run.processes():
         rank, process = int(about.get("rank", 0)), int(about.get("process", 0))
         for name in run.sheets(rank, process):
+            if name == GRAPHS:
+                from driftline.formats.graph_tables import graph_tables
+
+                where = f" (rank {rank}, process {process})" if rank or process else ""
+                found += graph_tables(run.sheet(name, rank, process), where)
+                continue
             kind = kind_of_sheet(name)
             if kind is None or (kind == "operation_statistic" and name.endswith(".csv")):
                 continue
