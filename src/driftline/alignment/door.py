@@ -123,7 +123,7 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     if _is_compiled(reference) or _is_compiled(candidate):
         from driftline.alignment.compiled_pairs import align_compiled
 
-        plan = align_compiled(reference, candidate, plan)
+        plan = _by_calls(align_compiled(reference, candidate, plan), reference, candidate)
         return plan if plan.pairs else _in_common(plan)
     ordered = reference.ordered and candidate.ordered
     notes: list[str] = []
@@ -168,6 +168,18 @@ def _is_compiled(run: Run) -> bool:
     """Whether a run lists graphs of a compiler beside its tensors: one look at one folder."""
     key = run.records[0].key
     return GRAPHS in run.sheets(key.rank, key.process)
+
+
+def _by_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
+    """With pairs of nodes where one of the two graphs was compiled and the other one exported."""
+    from driftline.alignment.exported import exported_graph
+
+    for first, run, other in ((True, reference, candidate), (False, candidate, reference)):
+        if (graph := exported_graph(run)) is not None and exported_graph(other) is None:
+            from driftline.alignment.exported_nodes import pair_calls
+
+            plan = _more(plan, pair_calls(plan, other, graph, exported_first=first))
+    return plan
 
 
 def _by_export(

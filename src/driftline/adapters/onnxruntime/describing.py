@@ -71,6 +71,9 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
             about["fx"] = scope.operator
             about["target"] = scope.target
             about["line"] = scope.line
+            nth = seen.names.calls.get(scope.operator)
+            if made[0] == scope.operator and nth is not None:  # others are steps on the way to it
+                about["nth"] = nth
         gone = _gone(members, seen)
         if gone:
             about["replaces"] = gone

@@ -8,7 +8,9 @@ Read from the file as it was exported: an optimiser keeps neither. Knows names o
 from __future__ import annotations
 
 import ast
+import builtins
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 from driftline.adapters.onnxruntime.graph import Graph, Node
@@ -18,6 +20,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _STACK = "pkg.torch.onnx.stack_trace"
 _OUTPUT = re.compile(r"_output_(\d+)$|:(\d+)$")
+_SUFFIX = re.compile(r"_(\d{1,6})$")
 _LONGEST = 1 << 16
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -112,6 +115,7 @@ class Names:
     def __init__(self, graph: Graph) -> None:
         self.scopes = [scope_of(node) for node in graph.nodes]
         self.told = any(_SCOPES in node.about for node in graph.nodes)
+        self.calls = _calls(self.scopes)
         self._graph = graph
         self._sites: dict[str, str] = {}
         self._taken: set[str] = set()
@@ -169,6 +173,44 @@ class Names:
             site, number = f"{label}~{number}", number + 1
         self._taken.add(site)
         self._sites[value] = site
+
+
+def _calls(scopes: Sequence[Scope]) -> dict[str, int]:
+    """Call of torch's graph → the how manieth it is of its operator in its module.
+
+    An exporter leaves calls out. torch numbers them (`mul`, `mul_1`, ...), so a gap shows: in a
+    module beside one nothing is said of calls with that name.
+    """
+    counts: dict[tuple[str, str], int] = {}
+    found: dict[str, tuple[int, tuple[str, str]]] = {}
+    modules: dict[str, dict[int, str]] = {}
+    for scope in scopes:
+        if scope.target and scope.operator not in found:
+            place = (scope.module, scope.target)
+            base, number = _base(scope.operator)
+            found[scope.operator] = counts.get(place, 0), (scope.module, base)
+            counts[place] = counts.get(place, 0) + 1
+            modules.setdefault(base, {})[number] = scope.module
+    doubtful: set[tuple[str, str]] = set()
+    for base, at in modules.items():
+        first = int(hasattr(builtins, base))  # torch calls no node `pow`, but `pow_1`
+        for number in range(first, max(at) + 1):
+            if number not in at:
+                beside = (at[n] for n in (_next(at, number, -1), _next(at, number, 1)) if n in at)
+                doubtful.update((module, base) for module in beside)
+    return {name: nth for name, (nth, place) in found.items() if place not in doubtful}
+
+
+def _next(at: Mapping[int, str], number: int, step: int) -> int:
+    """The nearest number that is there, on one side."""
+    while number not in at and 0 <= number <= max(at):
+        number += step
+    return number
+
+
+def _base(name: str) -> tuple[str, int]:
+    match = _SUFFIX.search(name)
+    return (name[: match.start()], int(match[1])) if match else (name, 0)
 
 
 def _numbered(match: re.Match[str]) -> str:
