@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
@@ -23,12 +23,51 @@ from driftline.runs.record import Kept, Record
 
 if TYPE_CHECKING:
     from driftline.adapters.frames import Frame
-    from driftline.runs.sink import Sink
+    from driftline.runs.sink import Bytes, Sink
 
 Look = Callable[..., Snapshot | Refusal | Pending]
 """Looks at one tensor; `values=False` describes it only."""
 
 _REMEMBERED_SUMMARIES = 512
+
+
+class Elsewhere(Protocol):
+    """Takes in what does not lie in host memory, and hands it over later, in its turn.
+
+    Attributes:
+        under_way: Whether anything taken before now has not been handed over.
+    """
+
+    @property
+    def under_way(self) -> bool: ...
+
+    def takes(self, tensor: Any) -> bool:
+        """Whether a tensor is its business."""
+        ...
+
+    def take(self, tensor: Any, address: Sequence[Any], placement: str) -> bool:
+        """Take it in; False when it has to go over the host. `address`: as `Intake.take` has it."""
+        ...
+
+    def queue(self, record: Record, data: Bytes | None) -> None:
+        """Hand a record over when all before it is; its bytes are copied."""
+        ...
+
+    def queue_act(self, act: Callable[[], None]) -> None:
+        """Do something then."""
+        ...
+
+    def send(self) -> None:
+        """Hand over what has come; nothing is waited for."""
+        ...
+
+    def drain(self) -> None:
+        """Hand over everything."""
+        ...
+
+    def finish(self) -> None:
+        """The same for good, and say what was left out."""
+        ...
 
 
 class Intake:
@@ -39,6 +78,7 @@ class Intake:
         tensors: How many were handed to the sink.
         weight_bytes: What parameters took of the sink; a second step finds them there.
         broken: The sink could not even take an event; nothing more is tried.
+        elsewhere: Takes tensors of devices; the framework's session sets it.
     """
 
     def __init__(
@@ -56,6 +96,8 @@ class Intake:
         self.lock = threading.RLock()
         self.tensors = self.weight_bytes = 0
         self.broken = False
+        self.elsewhere: Elsewhere | None = None
+        self._sink_lock = threading.RLock()
         self._selection = selection
         self._reduction = reduction
         self._rank = rank
@@ -65,12 +107,12 @@ class Intake:
 
     def after_fork(self) -> None:
         self.lock = threading.RLock()
+        self._sink_lock = threading.RLock()
         self.tensors = self.weight_bytes = 0
 
     def event(self, kind: str, message: str, **details: Any) -> None:
         """Note something for the reader of the run."""
-        with self.lock:
-            self._open_sink().event(kind, message, **details)
+        self._open_sink().event(kind, message, **details)
 
     def event_once(self, kind: str, message: str, **details: Any) -> None:
         """The same, but only the first time for this kind and site."""
@@ -131,6 +173,11 @@ class Intake:
         if self.broken:
             return
         kept = self._reduction.kept
+        elsewhere = self.elsewhere
+        if elsewhere is not None and kept != "describe" and elsewhere.takes(tensor):
+            address = (site, port, slot, step, visit, phase, moment, alias, class_name)
+            if elsewhere.take(tensor, address, placement):
+                return
         shot = self._look(tensor, values=kept != "describe")
         if isinstance(shot, Pending):
             rest = (alias, class_name, visit, phase, moment, step, shot.placement)
@@ -185,14 +232,43 @@ class Intake:
             summary,
             shot.placement,
         )
+        if self.elsewhere is not None and self.elsewhere.under_way:
+            self.elsewhere.queue(record, data)
+        else:
+            self.hand_over(record, data)
+
+    def hand_over(self, record: Record, data: Bytes | None) -> None:
+        """Give a record to the sink: the last thing that happens to it here, in any thread."""
         sink = self.sink or self._open_sink()
-        if key.port == "param":
+        if record.key.port == "param":
             before = sink.bytes_written
             sink.put(record, data)
             self.weight_bytes += sink.bytes_written - before
         else:
             sink.put(record, data)
         self.tensors += 1
+
+    def in_turn(self, act: Callable[[], None]) -> None:
+        """Do something when everything taken before now has been handed over."""
+        if self.elsewhere is not None and self.elsewhere.under_way:
+            self.elsewhere.queue_act(act)
+        else:
+            act()
+
+    def call_done(self) -> None:
+        """A model has run: what has come of what it left elsewhere is handed over."""
+        if self.elsewhere is not None:
+            self.elsewhere.send()
+
+    def drain(self) -> None:
+        """Return when everything taken has been handed over."""
+        if self.elsewhere is not None:
+            self.elsewhere.drain()
+
+    def finish(self) -> None:
+        """The same, for good."""
+        if self.elsewhere is not None:
+            self.elsewhere.finish()
 
     def _summary(self, digest: str, shot: Snapshot) -> Summary:
         """One module's output is the next one's input: what was summarised is not read again."""
@@ -208,7 +284,8 @@ class Intake:
         return known
 
     def _open_sink(self) -> Sink:
-        if self.sink is None:
-            assert self._make_sink is not None
-            self.sink = self._make_sink()
-        return self.sink
+        with self._sink_lock:
+            if self.sink is None:
+                assert self._make_sink is not None
+                self.sink = self._make_sink()
+            return self.sink

@@ -155,6 +155,7 @@ class Session(ABC):
         for kind, text, hint in self._unmatched():
             self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
         self.say_at_end()
+        self.intake.finish()
         skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
         if skipped:
             taken = len(self.steps_seen) - len(skipped)
@@ -347,6 +348,12 @@ class Session(ABC):
         self.shielded("step", self._note_step, step)
 
     def _note_step(self, step: int) -> None:
+        self.intake.call_done()
+        self._write_topology()
+        self.intake.in_turn(lambda: self._count_step(step))
+
+    def _count_step(self, step: int) -> None:
+        """A step is over, and what was taken in it is with the sink."""
         if self.intake.sink is None:
             return
         if self.bytes_in_first_step is None and self.tensors:
@@ -361,7 +368,6 @@ class Session(ABC):
                 once=once,
                 total=None if steps is None else once + (taken - once) * steps,
             )
-        self._write_topology()
         self.intake.sink.step_done(step)
 
     def root_done(self) -> None:
@@ -372,9 +378,15 @@ class Session(ABC):
         """
         if len(self.names.roots) + self.names.count != self._topology_places:
             self.shielded("topology", self._write_topology)
-        sink = self.intake.sink
-        if sink is not None and multiprocessing.current_process().daemon:
-            self.shielded("flush", sink.flush)
+        self.shielded("devices", self.intake.call_done)
+        if multiprocessing.current_process().daemon:
+            self.shielded("flush", self.flush)
+
+    def flush(self) -> None:
+        """Return when everything taken so far would outlive a kill of the process."""
+        self.intake.drain()
+        if self.intake.sink is not None:
+            self.intake.sink.flush()
 
     def _write_topology(self) -> None:
         places = len(self.names.roots) + self.names.count

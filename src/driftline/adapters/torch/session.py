@@ -17,6 +17,7 @@ from torch import nn
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.session import LEVELS, Session, known_levels
+from driftline.adapters.torch.device.arrivals import Arrivals
 from driftline.adapters.torch.names import FAMILY
 from driftline.adapters.torch.snapshot import snapshot, undisturbed
 from driftline.adapters.torch.steps import StepClock, StepsBy
@@ -76,6 +77,9 @@ class CaptureSession(Session):
             look=snapshot,
             clock=lambda roots, done: StepClock(steps_by, roots, done),
         )
+        self.arrivals = self.intake.elsewhere = Arrivals(
+            self.intake, self.selection, self.reduction, rank, process
+        )
         self._graphs_before = 0
         self.sees_graphs = False  # a tap looks into compiled graphs
 
@@ -93,6 +97,10 @@ class CaptureSession(Session):
         from driftline.adapters.torch import modules
 
         modules.unwatch(self)
+
+    def after_fork(self) -> None:
+        self.arrivals.forget()
+        super().after_fork()
 
     def undisturbed(self) -> AbstractContextManager[None]:
         return undisturbed()

@@ -193,6 +193,49 @@ def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal |
     )
 
 
+def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
+    """Describe a tensor of a device whose values are taken there; `owner` is a plain tensor.
+
+    None for what only the way over the host understands: zeros without memory, packed halves of
+    bytes, results that are still under way.
+    """
+    placement = ""
+    if type(tensor) in _ORDINARY:
+        placement = placement_of_plain(tensor)
+    else:
+        plain = _plain(tensor)
+        if isinstance(plain, Pending):
+            return None
+        if isinstance(plain, Refusal):
+            return plain
+        tensor, placement = plain
+    reason = _refusal(tensor, values=True)
+    if reason:
+        return Refusal(reason)
+    dtype = dtype_name(tensor.dtype)
+    if not dtype:
+        return Refusal(f"{tensor.dtype} elements are not understood")
+    if is_zero(tensor) or DTYPES[dtype].bits < 8:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype is torch.complex32:
+        tensor = tensor.detach().view(torch.int32)
+    device = tensor.device
+    on_host = device.type == _CPU  # only where a test pretends
+    return Snapshot(
+        dtype,
+        tuple(tensor.shape),
+        0,
+        _NOTHING,
+        _CPU if on_host else str(device),
+        None if on_host else device.index,
+        tensor.numel(),
+        placement,
+        tensor,
+    )
+
+
 def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
     if tensor.is_nested:
         return "a nested tensor has no single shape"

@@ -8,6 +8,7 @@ interpreter, a Triton whose inside has changed) the ordinary way is taken.
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportPrivateUsage=false
+# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import functools
@@ -101,9 +102,7 @@ class Kernel:
 class _Usual:
     """The ordinary launch, called like the short one."""
 
-    def __init__(
-        self, function: Any, constants: dict[str, Any], options: dict[str, Any]
-    ) -> None:
+    def __init__(self, function: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self._function = function
         self._constants = constants
         self._options = options

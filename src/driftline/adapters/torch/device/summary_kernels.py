@@ -1,8 +1,8 @@
 """The summary of a device tensor in one pass over its memory, as Triton kernels.
 
-The figures are those of `numerics/definition.py` and the sketch is that of `numerics/sketch.py`; the
-digest is `digest.py`'s, because xxh3 can only be made by one thread after the other. Kernels take
-addresses as plain numbers: whoever launches them keeps the memory alive and holds the layout.
+The figures are those of `numerics/definition.py`, the sketch is that of `numerics/sketch.py`; the
+digest is that of `digests.py`, because xxh3 can only be made by one thread after the other. Kernels
+take addresses as plain numbers: whoever launches them keeps the memory alive.
 
 One program takes some chunks of a tensor and leaves a row of partial figures. It reads fast first,
 without a mask, and looks at its sums afterwards: if something was not finite, or a mask's
@@ -14,8 +14,8 @@ their order, so that the result does not depend on which program was faster, or 
 # pyright: basic, reportMissingTypeStubs=false, reportUnknownParameterType=false
 # pyright: reportMissingParameterType=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportPossiblyUnbound=false
-# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR2004, D103, SIM108
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 # `from __future__ import annotations` would turn the arguments' types into text.
 import triton
 import triton.language as tl
@@ -37,20 +37,23 @@ def mixed(z):
 
 
 @triton.jit
+def _exchanged(z, mask, by):
+    return ((z & mask) << by) | ((z >> by) & mask)
+
+
+@triton.jit
 def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK: tl.constexpr):
-    """Fill the tables of the sketch: signs in the order of the buckets, and the XOR of each group."""
+    """Fill the sketch's tables: signs in the order of the buckets, and the XOR of each group."""
     group = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = mixed((group + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     flip = (z * 0xD6E8FEB86659FD93) >> 58
     # Bit b of what is stored is bit b ^ flip of the hash: six exchanges of neighbours.
-    z = tl.where((flip & 1) != 0, ((z & 0x5555555555555555) << 1) | ((z >> 1) & 0x5555555555555555), z)
-    z = tl.where((flip & 2) != 0, ((z & 0x3333333333333333) << 2) | ((z >> 2) & 0x3333333333333333), z)
-    z = tl.where((flip & 4) != 0, ((z & 0x0F0F0F0F0F0F0F0F) << 4) | ((z >> 4) & 0x0F0F0F0F0F0F0F0F), z)
-    z = tl.where((flip & 8) != 0, ((z & 0x00FF00FF00FF00FF) << 8) | ((z >> 8) & 0x00FF00FF00FF00FF), z)
-    z = tl.where(
-        (flip & 16) != 0, ((z & 0x0000FFFF0000FFFF) << 16) | ((z >> 16) & 0x0000FFFF0000FFFF), z
-    )
-    z = tl.where((flip & 32) != 0, (z << 32) | (z >> 32), z)
+    z = tl.where((flip & 1) != 0, _exchanged(z, 0x5555555555555555, 1), z)
+    z = tl.where((flip & 2) != 0, _exchanged(z, 0x3333333333333333, 2), z)
+    z = tl.where((flip & 4) != 0, _exchanged(z, 0x0F0F0F0F0F0F0F0F, 4), z)
+    z = tl.where((flip & 8) != 0, _exchanged(z, 0x00FF00FF00FF00FF, 8), z)
+    z = tl.where((flip & 16) != 0, _exchanged(z, 0x0000FFFF0000FFFF, 16), z)
+    z = tl.where((flip & 32) != 0, _exchanged(z, 0x00000000FFFFFFFF, 32), z)
     tl.store(signs_at.to(tl.pointer_type(tl.uint64)) + group, z)
     tl.store(flips_at.to(tl.pointer_type(tl.uint8)) + group, flip.to(tl.uint8))
 
@@ -76,7 +79,8 @@ def _decoded(word, KIND: tl.constexpr):
         # By hand: only recent devices have the format.
         code = (word & 0x7F).to(tl.uint32)
         normal = (code << 20) + 0x3C000000
-        x = tl.where(code >= 8, normal.to(tl.float32, bitcast=True), code.to(tl.float32) * 0.001953125)
+        small = code.to(tl.float32) * 0.001953125
+        x = tl.where(code >= 8, normal.to(tl.float32, bitcast=True), small)
         x = tl.where(code == 0x7F, float("nan"), x)
         x = tl.where((word & 0x80) != 0, -x, x)
     elif KIND == "e5m2":
@@ -174,6 +178,7 @@ def summary_rows(
     nothing: tl.int64,
     KIND: tl.constexpr,
     LOWEST: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """Partial figures of one tensor: each program leaves row `row + program` of the arena.
 
@@ -191,6 +196,8 @@ def summary_rows(
             as if they were the main thing, and shuffle everything else to fit.
         KIND: How elements are decoded.
         LOWEST: What counts as minus infinity; 0 where nothing does.
+        TOGETHER: Reduce all figures at once: a dozen reductions one by one take longer than a small
+            tensor. The interpreter, which is for tests, is slow at just that.
     """
     PAIRED: tl.constexpr = KIND == "bf16" or KIND == "f16" or KIND == "i16" or KIND == "u16"
     WIDE: tl.constexpr = KIND == "f64" or KIND == "i64" or KIND == "u64"
@@ -264,7 +271,7 @@ def summary_rows(
     for chunk in range(begin, whole):
         a = tl.zeros([8, COLUMNS], tl.uint64)
         b = tl.zeros([8, COLUMNS], tl.uint64)
-        for tile in range(0, TILES):
+        for tile in range(TILES):
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
             for u in tl.static_range(STEPS):
@@ -337,7 +344,7 @@ def summary_rows(
         b = tl.zeros([8, COLUMNS], tl.uint64)
         left = count - chunk * CHUNK
         present = tl.minimum((left + 64 * TILE - 1) // (64 * TILE), TILES)
-        for tile in range(0, present.to(tl.int32)):
+        for tile in range(present.to(tl.int32)):
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
             for u in tl.static_range(STEPS):
@@ -359,9 +366,13 @@ def summary_rows(
                         if FLOAT:
                             nans += (fine & (x != x)).to(tl.int32)
                             above += (fine & (x == float("inf"))).to(tl.int32)
-                            lowest = (x == float("-inf")) | (x == LOWEST)
-                            below += (fine & lowest).to(tl.int32)
-                            fine = fine & (x - x == 0.0) & (x != LOWEST)
+                            if LOWEST != 0.0:
+                                lowest = (x == float("-inf")) | (x == LOWEST)
+                                below += (fine & lowest).to(tl.int32)
+                                fine = fine & (x - x == 0.0) & (x != LOWEST)
+                            else:
+                                below += (fine & (x == float("-inf"))).to(tl.int32)
+                                fine = fine & (x - x == 0.0)
                         seen += fine.to(tl.int32)
                         low = tl.minimum(low, tl.where(fine, x, float("inf")))
                         high = tl.maximum(high, tl.where(fine, x, float("-inf")))
@@ -402,23 +413,35 @@ def summary_rows(
         digest_a += mixed(a ^ spot)
         digest_b += mixed(b + spot)
 
-    # All figures at once: a dozen reductions one by one take longer than a small tensor.
-    flat: tl.constexpr = 8 * COLUMNS
-    figures = (
-        tl.reshape(sum_1, [flat]),
-        tl.reshape(sum_2, [flat]),
-        tl.reshape(seen, [flat]),
-        tl.reshape(zeros, [flat]),
-        tl.reshape(nans, [flat]),
-        tl.reshape(above + (below.to(tl.int64) << 32), [flat]),
-        tl.reshape(digest_a, [flat]),
-        tl.reshape(digest_b, [flat]),
-        tl.reshape(low, [flat]),
-        tl.reshape(high, [flat]),
-    )
-    total, squares, seen_, zeros_, nans_, infinite, da, db, least, most = tl.reduce(
-        figures, 0, _added
-    )
+    infinities = above + (below.to(tl.int64) << 32)
+    if TOGETHER:
+        flat: tl.constexpr = 8 * COLUMNS
+        figures = (
+            tl.reshape(sum_1, [flat]),
+            tl.reshape(sum_2, [flat]),
+            tl.reshape(seen, [flat]),
+            tl.reshape(zeros, [flat]),
+            tl.reshape(nans, [flat]),
+            tl.reshape(infinities, [flat]),
+            tl.reshape(digest_a, [flat]),
+            tl.reshape(digest_b, [flat]),
+            tl.reshape(low, [flat]),
+            tl.reshape(high, [flat]),
+        )
+        total, squares, seen_, zeros_, nans_, infinite, da, db, least, most = tl.reduce(
+            figures, 0, _added
+        )
+    else:
+        total = tl.sum(tl.sum(sum_1, 1), 0)
+        squares = tl.sum(tl.sum(sum_2, 1), 0)
+        seen_ = tl.sum(tl.sum(seen, 1), 0)
+        zeros_ = tl.sum(tl.sum(zeros, 1), 0)
+        nans_ = tl.sum(tl.sum(nans, 1), 0)
+        infinite = tl.sum(tl.sum(infinities, 1), 0)
+        da = tl.sum(tl.sum(digest_a, 1), 0)
+        db = tl.sum(tl.sum(digest_b, 1), 0)
+        least = tl.min(tl.min(low, 1), 0)
+        most = tl.max(tl.max(high, 1), 0)
     finite = (finite + seen_).to(tl.float64)
     some = tl.maximum(finite, 1.0)
     mean = total / some
@@ -438,7 +461,10 @@ def summary_rows(
     tl.store(bits + 10, db)
     if PAIRED:
         pairs = tl.arange(0, COLUMNS) * 2 + 16
-        evens, odds = tl.reduce((sketch_0, sketch_1), 0, _both)
+        if TOGETHER:
+            evens, odds = tl.reduce((sketch_0, sketch_1), 0, _both)
+        else:
+            evens, odds = tl.sum(sketch_0, 0), tl.sum(sketch_1, 0)
         tl.store(out + pairs, evens)
         tl.store(out + pairs + 1, odds)
     else:

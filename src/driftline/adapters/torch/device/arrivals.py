@@ -1,0 +1,214 @@
+"""Tensors of devices on their way into a run: taken at once, handed to the sink when they are here.
+
+The door between a capture's intake and the desk: it describes a tensor, has it taken in, and queues
+what will be its record. Never waits for a device inside a call, but where the program is to wait
+because the run cannot be written as fast.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from driftline.adapters.reduction import Reduction
+from driftline.adapters.selection import Selection
+from driftline.adapters.snapshot import Refusal, Snapshot
+from driftline.adapters.torch import snapshot as snapshots
+from driftline.adapters.torch.device.budgets import Budgets
+from driftline.adapters.torch.device.delivery import Delivery, Waiting
+from driftline.adapters.torch.device.desk import Desk, Ticket
+from driftline.adapters.torch.device.transfers import Parcel
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from driftline.adapters.intake import Intake
+    from driftline.runs.sink import Bytes
+
+
+class Arrivals:
+    """The device side of one intake; see `Elsewhere` for what the methods promise.
+
+    Attributes:
+        budgets: Memory that may be used; set before the first tensor comes.
+        pretends: For tests: tensors of the CPU go the way of those of a device.
+        desk: Takes tensors in; None until there was one.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        selection: Selection,
+        reduction: Reduction,
+        rank: int,
+        process: int,
+    ) -> None:
+        self._intake = intake
+        self._selection = selection
+        self._reduction = reduction
+        self._rank = rank
+        self._process = process
+        self.budgets = Budgets()
+        self.pretends = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has come yet; a forked child cannot use its parent's devices."""
+        self._lock = threading.RLock()  # never held by the thread that hands over
+        self.desk: Desk | None = None
+        self.delivery = Delivery(self._intake.hand_over, self._intake.shielded, self._pressed)
+        self._still = False
+
+    def _pressed(self) -> bool:
+        return self.desk is not None and self.desk.pressure
+
+    @property
+    def under_way(self) -> bool:
+        return len(self.delivery) > 0
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda or self.pretends
+
+    def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
+        desk = self.desk
+        if desk is None:
+            desk = self.desk = Desk(self.budgets, self._intake.event_once)
+        if not desk.usable:
+            return False
+        shot = snapshots.on_device(tensor)
+        if shot is None:
+            return False
+        site, port, slot, step, visit, phase, moment, alias, class_name = address
+        if isinstance(shot, Refusal):
+            self._intake.event_once(
+                "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
+            )
+            return True
+        if not self._selection.takes_device(shot.device_index):
+            return True
+        if placement:
+            shot = shot._replace(placement=placement)
+        key = TensorKey(site, port, slot, step, visit, self._rank, self._process, phase, moment)
+        with self._lock:
+            return self._taken(desk, key, shot, alias, class_name)
+
+    def _taken(
+        self, desk: Desk, key: TensorKey, shot: Snapshot, alias: str, class_name: str
+    ) -> bool:
+        kept = self._reduction.kept
+        what: Ticket | Parcel | None = None
+        stride, lost = 1, ""
+        if kept in ("full", "sample") and not desk.degraded:
+            tensor, owned = shot.owner, False
+            if kept == "sample":
+                stride = self._reduction.stride(shot.elements)
+                if stride > 1:
+                    tensor, owned = tensor.reshape(-1)[::stride].contiguous(), True
+            carried = desk.carry(tensor, self.send, owned=owned)
+            if isinstance(carried, str):
+                lost = carried
+            elif carried is not None:
+                what = carried
+                self.delivery.in_background()
+        if what is None and not lost:
+            if kept in ("full", "sample"):
+                kept, stride = "summary", 1
+            what = desk.summarise(shot.owner, shot.dtype)
+            if what is None:
+                return False
+        self.delivery.add(
+            Waiting(
+                key,
+                shot.dtype,
+                shot.shape,
+                alias,
+                class_name,
+                shot.device,
+                kept,
+                "",
+                stride,
+                None,
+                shot.placement,
+                lost,
+                what,
+            )
+        )
+        return True
+
+    # --- what comes from the host in between
+
+    def queue(self, record: Record, data: Bytes | None) -> None:
+        """Queue a record behind what is under way; its bytes are copied."""
+        self.delivery.add(
+            Waiting(
+                record.key,
+                record.dtype,
+                record.shape,
+                record.alias,
+                record.class_name,
+                record.device,
+                record.kept,
+                record.digest,
+                record.sample_stride,
+                record.summary,
+                record.placement,
+                record.lost,
+                None if data is None else data.copy(),
+            )
+        )
+
+    def queue_act(self, act: Callable[[], None]) -> None:
+        self.delivery.add(act)
+
+    # --- sending
+
+    def send(self) -> None:
+        """Start the copies of what was taken, and hand over what has come."""
+        if self.desk is None or self._still:
+            return
+        with self._lock:
+            self.desk.send()
+        self.delivery.sent()
+
+    def drain(self) -> None:
+        """Return when everything taken has been handed over."""
+        self.send()
+        self.delivery.drain()
+
+    def finish(self) -> None:
+        """The same for good; says what was left out."""
+        self.send()
+        self.delivery.finish()
+        desk = self.desk
+        if desk is None:
+            return
+        if desk.dropped:
+            self._intake.event(
+                "dropped",
+                f"{desk.dropped} tensors ({desk.dropped_bytes} bytes) were dropped: the run could "
+                "not be written as fast as the program ran",
+                tensors=desk.dropped,
+                bytes=desk.dropped_bytes,
+            )
+        if desk.waited:
+            self._intake.event(
+                "waited",
+                f"the program waited {desk.waited} times for the run to be written",
+                times=desk.waited,
+            )
+
+    # --- CUDA graphs
+
+    def recording_begins(self) -> None:
+        """While a CUDA graph is recorded nobody may ask a device anything, in no thread."""
+        self.drain()
+        self._still = True
+
+    def recording_ends(self) -> None:
+        self._still = False

@@ -1,0 +1,223 @@
+"""From devices to the sink, in the order in which things happened.
+
+What was taken from a device is not there yet; what came after it from the host has to queue behind
+it, because a sink numbers what it is given. Summaries are handed over by the program's own thread
+at the end of a call, those that have arrived: that takes microseconds. Whole tensors are handed
+over by a thread of their own, which lets the model run first as long as there is room.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from driftline.adapters.torch.device.desk import Ticket
+from driftline.adapters.torch.device.transfers import Parcel
+from driftline.numerics.kernel import bytes_at
+from driftline.numerics.summary import Summary
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Kept, Record
+from driftline.runs.sink import Bytes
+
+HandOver = Callable[[Record, "Bytes | None"], None]
+_QUIET = 0.003
+"""Seconds without a new tensor after which the model is taken to be doing something else."""
+_MANY = 4096
+
+
+class Waiting(NamedTuple):
+    """A tensor in the queue: its record's fields, and what is still to come.
+
+    Attributes:
+        what: A ticket, a parcel, bytes of our own, or None when the record is complete.
+    """
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]
+    alias: str
+    class_name: str
+    device: str
+    kept: Kept
+    digest: str
+    stride: int
+    summary: Summary | None
+    placement: str
+    lost: str
+    what: Ticket | Parcel | Bytes | None
+
+
+class Delivery:
+    """The queue, and who empties it.
+
+    Args:
+        hand_over: Takes a record and its bytes; may be called from a thread of our own.
+        shielded: Does something so that it cannot raise.
+        pressed: Whether the room for what waits is running out.
+    """
+
+    def __init__(
+        self,
+        hand_over: HandOver,
+        shielded: Callable[..., None],
+        pressed: Callable[[], bool],
+    ) -> None:
+        self._hand_over = hand_over
+        self._shielded = shielded
+        self._pressed = pressed
+        self._queue: deque[Waiting | Callable[[], None]] = deque()
+        self._changed = threading.Condition(threading.Lock())
+        self._emptying = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._last = 0.0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, waiting: Waiting | Callable[[], None]) -> None:
+        """Queue a tensor, or something to be done when all before it is handed over."""
+        self._queue.append(waiting)
+        if self._thread is not None:
+            self._last = time.monotonic()
+        elif len(self._queue) >= _MANY:
+            self.deliver(wait=False)
+
+    def in_background(self) -> None:
+        """From now on a thread hands over."""
+        if self._thread is None and not self._closing:
+            thread = threading.Thread(target=self._work, name="driftline-delivery", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending: `finish` does it
+                return
+            self._thread = thread
+
+    def sent(self) -> None:
+        """Copies have been started, a call is over, or somebody needs room: go on."""
+        if self._thread is None:
+            self.deliver(wait=False)
+            return
+        self._last = 0.0
+        with self._changed:
+            self._changed.notify_all()
+
+    def deliver(self, *, wait: bool) -> None:
+        """Hand over what has arrived; or everything that was sent, after waiting for it."""
+        if not self._emptying.acquire(blocking=wait):
+            return
+        try:
+            while self._queue and self._one(wait=wait):
+                pass
+        finally:
+            self._emptying.release()
+
+    def drain(self, seconds: float = 600.0) -> None:
+        """Return when everything that was sent has been handed over."""
+        if self._thread is None:
+            self.deliver(wait=True)
+            return
+        until = time.monotonic() + seconds
+        self._last = 0.0
+        while self._queue and self._thread.is_alive() and time.monotonic() < until:
+            with self._changed:
+                self._changed.notify_all()
+                self._changed.wait(0.005)
+
+    def finish(self) -> None:
+        """Hand everything over and end the thread."""
+        self._closing = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            with self._changed:
+                self._changed.notify_all()
+            thread.join()
+            self._thread = None
+        self.deliver(wait=True)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    if self._closing:
+                        return
+                    self._changed.wait(0.05)
+                    continue
+            if not self._closing and not self._pressed():
+                quiet = time.monotonic() - self._last
+                if quiet < _QUIET:
+                    time.sleep(_QUIET - quiet)
+                    continue
+            with self._emptying:
+                moved = bool(self._queue) and self._one(wait=True)
+            with self._changed:
+                if moved:
+                    self._changed.notify_all()
+                elif not self._closing:
+                    self._changed.wait(0.01)  # the first one was not sent yet
+                else:
+                    return
+
+    def _one(self, *, wait: bool) -> bool:
+        """Hand the first one over; False if it has not arrived, or was not even sent."""
+        first = self._queue[0]
+        if not isinstance(first, Waiting):
+            self._queue.popleft()
+            self._shielded("delivery", first)
+            return True
+        what = first.what
+        mark: Any = None
+        if isinstance(what, Ticket):
+            mark = what.flight.mark
+        elif isinstance(what, Parcel):
+            mark = what.mark
+        if isinstance(what, (Ticket, Parcel)):
+            if mark is None:
+                return False
+            if not mark.query():
+                if not wait:
+                    return False
+                mark.synchronize()
+        self._queue.popleft()
+        self._shielded(first.key.site, self._deliver, first)
+        return True
+
+    def _deliver(self, waiting: Waiting) -> None:
+        (key, dtype, shape, alias, class_name, device, kept, digest, stride, summary) = waiting[:10]
+        data: Bytes | None = None
+        what = waiting.what
+        region = None
+        if isinstance(what, Ticket):
+            digest, summary = what.flight.result(what.slot, what.count, what.width)
+            if kept == "digest":
+                summary = None
+        elif isinstance(what, Parcel):
+            region = what.region
+            data = bytes_at(region.memory.data_ptr(), region.size)
+        elif what is not None:
+            data = what
+        record = Record(
+            key,
+            0,
+            dtype,
+            shape,
+            alias,
+            class_name,
+            device,
+            kept,
+            digest,
+            None,
+            stride,
+            summary,
+            waiting.placement,
+            waiting.lost,
+        )
+        try:
+            self._hand_over(record, data)
+        finally:
+            if region is not None:
+                region.give_back()

@@ -1,0 +1,161 @@
+"""A device as capture uses it: marks in its work, copies beside its work, memory of both kinds.
+
+`CudaPlace` is the real one. `HostPlace` is the CPU, where everything has happened when a call
+returns: with it, and with Triton's interpreter, the whole path is tested without a device.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportPrivateUsage=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(host, device) tensors of bytes: the second is copied to the first."""
+
+
+class Mark(Protocol):
+    """A point in a device's work."""
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has been."""
+        ...
+
+
+class Place(Protocol):
+    """What capture asks of a device.
+
+    Attributes:
+        index: Its number; -1 for the CPU.
+        name: As torch prints it.
+    """
+
+    index: int
+    name: str
+
+    def stream(self) -> int:
+        """Which queue of work the calling thread uses now."""
+        ...
+
+    def recording(self) -> bool:
+        """Whether what is launched now becomes part of a CUDA graph instead of running."""
+        ...
+
+    def mark(self) -> Mark: ...
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """So many bytes of host memory that the device can write to by itself."""
+        ...
+
+    def copy_here(self, copies: Copies) -> Mark:
+        """Copy in the current queue: what comes after it there waits."""
+        ...
+
+    def copy_aside(self, copies: Copies) -> Mark:
+        """Copy beside the current queue, once it has come as far as it is now."""
+        ...
+
+    def room(self) -> int:
+        """Bytes of device memory that nobody uses."""
+        ...
+
+
+class _Reached:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Everything has happened already."""
+
+
+class HostPlace:
+    """The CPU in a device's place."""
+
+    index = -1
+    name = "cpu"
+
+    def stream(self) -> int:
+        return 0
+
+    def recording(self) -> bool:
+        return False
+
+    def mark(self) -> Mark:
+        return _Reached()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copy_here(self, copies: Copies) -> Mark:
+        for host, device in copies:
+            host.copy_(device)
+        return _Reached()
+
+    copy_aside = copy_here
+
+    def room(self) -> int:
+        return 1 << 40
+
+
+class CudaPlace:
+    """One CUDA device."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = f"cuda:{index}"
+        self._device = torch.device("cuda", index)
+        self._aside: Any = None
+
+    def stream(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self.index))
+
+    def recording(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def mark(self) -> Mark:
+        # Blocking: a thread that waits for it must not spin on a core the program could use.
+        made = torch.cuda.Event(blocking=True)
+        made.record(torch.cuda.current_stream(self._device))
+        return made
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def copy_here(self, copies: Copies) -> Mark:
+        for host, device in copies:
+            host.copy_(device, non_blocking=True)
+        return self.mark()
+
+    def copy_aside(self, copies: Copies) -> Mark:
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self._device)
+        so_far = torch.cuda.Event()
+        so_far.record(torch.cuda.current_stream(self._device))
+        self._aside.wait_event(so_far)
+        with torch.cuda.stream(self._aside):
+            for host, device in copies:
+                host.copy_(device, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._aside)
+        return done
+
+    def room(self) -> int:
+        """Free memory of the card, and what torch's allocator holds without a user."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(free + held)
