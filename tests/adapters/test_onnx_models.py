@@ -295,3 +295,37 @@ def quantise(made: Exported, folder: Path) -> Path:
     finally:
         logging.disable(logging.NOTSET)
     return folder / "int8.onnx"
+
+
+@pytest.mark.parametrize("level", ["none", "all"])
+def test_nodes_align_with_those_of_torch_s_own_graph(
+    cnn: Exported, level: Any, tmp_path: Path
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(cnn.model, backend="eager")
+    with torch.no_grad(), driftline.capture(compiled, tmp_path / "fx", graph="fx"):
+        compiled(cnn.given)
+    graph = driftline.open_run(tmp_path / "fx")
+    candidate = run_of(cnn.path, cnn.run, optimize=level)
+    plan = driftline.align(graph, candidate)
+    clean(driftline.compare(graph, candidate, plan=plan))
+    pairs = {(p.reference.key.site, p.candidate.key.site) for p in plan.pairs}
+    theirs = {there for _, there in pairs}
+    assert {"relu", "pool", "stages.0", "fc"} <= theirs  # modules, by what leaves them
+    if level == "none":
+        assert {"stages.0/add", "(root)/view"} & theirs  # operators between them, call by call
+
+
+def test_calls_that_the_exporter_left_out_make_no_wrong_pairs() -> None:
+    from driftline.adapters.onnxruntime.scopes import Scope, _calls
+
+    scopes = [
+        Scope(("a",), (), "mul", "aten.mul.Tensor"),
+        Scope(("a",), (), "mul_1", "aten.mul.Tensor"),
+        Scope(("b",), (), "mul_3", "aten.mul.Tensor"),  # mul_2 was a's or b's: nobody knows
+        Scope(("b",), (), "add", "aten.add.Tensor"),
+        Scope(("c",), (), "mul_4", "aten.mul.Tensor"),
+        Scope(("c",), (), "pow_1", "aten.pow.Tensor_Scalar"),
+        Scope(("c",), (), "pow_2", "aten.pow.Tensor_Scalar"),
+    ]
+    assert _calls(scopes) == {"add": 0, "mul_4": 0, "pow_1": 0, "pow_2": 1}
