@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.assembling import assembled
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
+from driftline.comparison.packed import MANY, packed
 from driftline.comparison.repeats import repeated, repeats_of
 from driftline.comparison.row import LOST, Row
 from driftline.comparison.small import FAR_OFF, SmallPairs
@@ -178,6 +179,7 @@ class _Work:
         self.parts: dict[int, dict[int, PairMoments]] = {}
         self.failure: BaseException | None = None
         self.done = 0
+        self.many = len(pairs) > MANY
         self.lock = threading.Lock()
         self.large = threading.Lock()
         self.ticket = itertools.count()
@@ -219,6 +221,8 @@ class _Work:
             if (
                 row is not None and self.rows[at] is None
             ):  # a pair of many blocks may fail in several
+                if self.many:
+                    row = row._replace(metrics=packed(row.metrics))
                 self.rows[at] = row
                 repeats = self.repeats.get(at, ())
                 for later in repeats:

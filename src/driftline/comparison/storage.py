@@ -8,9 +8,12 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
+from driftline.comparison.packed import packed
 from driftline.comparison.row import JSON, ROW_FIELDS, Number, Row
 from driftline.comparison.table import Table
 from driftline.errors import AlreadyThere, BadFile, BadInput
@@ -24,11 +27,13 @@ PARQUET_FILE = "rows.parquet"
 CSV_FILE = "rows.csv"
 _FILES = (TABLE_FILE, PARQUET_FILE, CSV_FILE)
 _LARGEST = 16 << 30
+_ROW_GROUP = 1 << 16
+_LONG = 16 << 20
+_ROWS = ', "rows": ['
 _INTEGER_FIELDS = (
     *("step", "rank", "visit", "process", "order"),
     *("candidate_step", "candidate_visit", "candidate_rank"),
 )
-_SHAPE_FIELDS = ("reference_shape", "candidate_shape")
 _NUMBER_FIELDS = ("limit", "severity", "confidence")
 
 
@@ -75,8 +80,15 @@ def _write_files(table: Table, folder: Path) -> None:
         write_csv(table, stream)
     write_parquet(table, folder / PARQUET_FILE)
     # Compact: a table of 100 000 rows is read by programs; `driftline show` is for people.
-    text = json.dumps(table.as_json(), ensure_ascii=False, allow_nan=False)
-    (folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+    # Row by row: all of them at once would take ten times the memory of the table.
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    with (folder / TABLE_FILE).open("w", encoding="utf-8", buffering=1 << 20) as stream:
+        stream.write(encode(table.head_as_json())[:-1] + ', "rows": [')
+        between = ""
+        for row in table.rows:
+            stream.write(between + encode(row.as_json()))
+            between = ", "
+        stream.write("]}\n")
 
 
 def _url_of(path: StrPath) -> str | None:
@@ -115,10 +127,44 @@ def open_table(folder: StrPath) -> Table:
 
 def _parsed(content: bytes, source: str) -> Table:
     try:
+        if len(content) > _LONG:
+            text = content.decode("utf-8")
+            del content
+            found = _row_by_row(text, source)
+            if found is not None:
+                return found
+            content = text.encode("utf-8")
         shown = json.loads(content)
     except (ValueError, RecursionError) as trouble:
         raise _no_table(source, trouble) from trouble
     return Table.from_json(shown, source=source)
+
+
+def _row_by_row(text: str, source: str) -> Table | None:
+    """A long table that lies as `write_table` writes it; None for any other.
+
+    All rows as JSON values at once would take several times the memory of the table itself.
+    """
+    head, mark, _ = text.partition(_ROWS)
+    try:
+        table = Table.from_json(json.loads(f"{head}{mark}]}}"), source=source, rows=False)
+    except (ValueError, BadFile):
+        return None
+    read = json.JSONDecoder().raw_decode
+    at = len(head) + len(mark)
+    rows: list[Row] = []
+    try:
+        while text[at] == "{":
+            shown, at = read(text, at)
+            row = Row.from_json(shown)
+            rows.append(row._replace(metrics=packed(row.metrics)))
+            at += 2 if text[at] == "," else 0
+        if text[at:].rstrip() != "]}":
+            return None
+        first = json.loads(f"{head}{mark}]}}").get("first_row")
+        return replace(table, rows=tuple(rows), first=None if first is None else rows[first])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
 
 
 def _no_table(source: str, trouble: Exception) -> BadFile:
@@ -172,21 +218,33 @@ def write_parquet(table: Table, path: StrPath) -> None:
     """The same columns typed: numbers are doubles, null when absent; the rest is text."""
     pa = require("pyarrow")
     pq = require("pyarrow.parquet")
-    rows = [row.as_json() for row in table.rows]
+    names = metric_names(table)
+    kinds = [pa.int64() if name in _INTEGER_FIELDS else pa.string() for name in ROW_FIELDS]
+    for name in _NUMBER_FIELDS:
+        kinds[ROW_FIELDS.index(name)] = pa.float64()
+    fields = [*zip(ROW_FIELDS, kinds, strict=True), *((name, pa.float64()) for name in names)]
+    with pq.ParquetWriter(str(path), pa.schema(fields)) as writer:
+        for at in range(0, len(table.rows) or 1, _ROW_GROUP):
+            writer.write_table(pa.table(_columns(table.rows[at : at + _ROW_GROUP], names, pa)))
+
+
+def _columns(rows: Sequence[Row], names: Sequence[str], pa: Any) -> dict[str, JSON]:
+    """Some rows as typed columns."""
+    shown = [_cells(row) for row in rows]
     arrays: dict[str, JSON] = {}
-    for name in ROW_FIELDS:
-        values = [row[name] for row in rows]
+    for place, name in enumerate(ROW_FIELDS):
+        values = [cells[place] for cells in shown]
         if name in _INTEGER_FIELDS:
             arrays[name] = pa.array(values, pa.int64())
         elif name in _NUMBER_FIELDS:
-            numbers: list[float | None] = [getattr(row, name) for row in table.rows]
-            arrays[name] = pa.array(numbers, pa.float64(), from_pandas=False)
+            arrays[name] = pa.array(values, pa.float64(), from_pandas=False)
         else:
-            arrays[name] = pa.array([_text(name, value) for value in values], pa.string())
-    for name in metric_names(table):
-        numbers = [_double(row.metrics.get(name)) for row in table.rows]
-        arrays[name] = pa.array(numbers, pa.float64(), from_pandas=False)
-    pq.write_table(pa.table(arrays), str(path))
+            arrays[name] = pa.array(values, pa.string())
+    numbers = [row.metrics for row in rows]
+    for name in names:
+        column = [_double(found.get(name)) for found in numbers]
+        arrays[name] = pa.array(column, pa.float64(), from_pandas=False)
+    return arrays
 
 
 def _cells(row: Row) -> list[JSON]:
@@ -233,16 +291,6 @@ def _cells(row: Row) -> list[JSON]:
 def _dims(shape: tuple[int, ...] | None) -> str | None:
     """A shape as `2x3`; a 0-d tensor is `scalar`, absence no text."""
     return None if shape is None else "x".join(map(str, shape)) or "scalar"
-
-
-def _text(name: str, value: JSON) -> str | None:
-    """Shapes as `2x3` (a 0-d tensor is `scalar`), lists joined by blanks, absence as no text."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        parts = [str(item) for item in cast(list[JSON], value)]
-        return " ".join(parts) if name not in _SHAPE_FIELDS else "x".join(parts) or "scalar"
-    return repr(value)
 
 
 def _double(value: Number | None) -> float | None:

@@ -176,6 +176,10 @@ class Table:
 
     def as_json(self) -> dict[str, JSON]:
         """The table as JSON values; non-finite numbers are "nan", "inf" and "-inf"."""
+        return {**self.head_as_json(), "rows": [row.as_json() for row in self.rows]}
+
+    def head_as_json(self) -> dict[str, JSON]:
+        """The same without its rows, which come last."""
         return {
             "schema": SCHEMA,
             "verdict": self.verdict,
@@ -195,12 +199,16 @@ class Table:
             "reference": _json_safe(self.reference.as_json()),
             "candidate": _json_safe(self.candidate.as_json()),
             "notes": list(self.notes),
-            "rows": [row.as_json() for row in self.rows],
         }
 
     @classmethod
-    def from_json(cls, shown: JSON, *, source: str = "table") -> Table:
+    def from_json(cls, shown: JSON, *, source: str = "table", rows: bool = True) -> Table:
         """The inverse of `as_json`.
+
+        Args:
+            shown: The JSON values.
+            source: How messages call it.
+            rows: Whether its rows are there too, and not read by themselves.
 
         Raises:
             BadFile: It is no table, or one of a schema this version does not know.
@@ -217,10 +225,10 @@ class Table:
                 hint="a newer driftline wrote it; upgrade, or compare again",
             )
         try:
-            rows = tuple(Row.from_json(row) for row in top["rows"])
-            first_row = cast("int | None", top.get("first_row"))
+            listed = tuple(Row.from_json(row) for row in top["rows"])
+            first_row = cast("int | None", top.get("first_row")) if rows else None
             return cls(
-                rows=rows,
+                rows=listed,
                 columns=tuple(
                     Column(
                         name, about["direction"], about.get("meaning", ""), about.get("unit", "")
@@ -228,7 +236,7 @@ class Table:
                     for name, about in top["metrics"].items()
                 ),
                 verdict=cast(Verdict, top["verdict"]),
-                first=None if first_row is None else rows[first_row],
+                first=None if first_row is None else listed[first_row],
                 first_site=top.get("first_site") or "",
                 finding=str(top.get("finding", "")),
                 limits=top.get("limits", {}),

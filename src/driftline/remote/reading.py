@@ -8,6 +8,8 @@ inside a run is ever asked.
 from __future__ import annotations
 
 import io
+import shutil
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,7 +107,14 @@ class RemoteFiles:
         size = self.sizes(folder).get(own)
         if size is None:
             raise FileNotFoundError(2, "is not there")
-        return cast("BinaryIO", io.BufferedReader(_Stream(self.store, name, size), _CHUNK))
+        if size <= _CHUNK:
+            return io.BytesIO(self.store.read(name, 0, size))
+        # A long index is looked at again and again: from a nameless file of this machine.
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asked closes it
+        with io.BufferedReader(_Stream(self.store, name, size), _CHUNK) as stream:
+            shutil.copyfileobj(stream, copy, _CHUNK)
+        copy.seek(0)
+        return cast("BinaryIO", copy)
 
     def read(self, name: str, limit: int) -> bytes:
         folder, _, own = name.rpartition("/")

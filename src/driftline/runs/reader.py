@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
@@ -19,6 +19,8 @@ from driftline.runs.absent import no_folder
 from driftline.runs.files import Files, FolderFiles, object_in
 from driftline.runs.inside import is_inside, read_object, reason_of
 from driftline.runs.jobs import gaps, refuse_mixed
+from driftline.runs.kept_lines import KeptLines, Room
+from driftline.runs.kept_records import KeptRecords
 from driftline.runs.layout import (
     EVENTS,
     FORMAT,
@@ -46,7 +48,6 @@ else:
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
 _LONGEST_LINE = 16 << 20
-_KEPT_RECORDS = 10_000
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
 _UNSEALED: Mapping[bool | None, str] = {
@@ -114,14 +115,14 @@ def check_schema(place: str, manifest: Mapping[str, Any]) -> None:
 class _Part:
     """What one process left: its folder, its lines, its shards."""
 
-    def __init__(self, files: Files, name: str) -> None:
+    def __init__(self, files: Files, name: str, room: Room) -> None:
         place = parse_folder(name)
         assert place is not None
         self.rank, self.process = place
         self.files = files
         self.name = name
         self.growing = False
-        self.lines: list[Line] = []
+        self.lines = KeptLines(room)
         self.shards = files.shards(name)
 
     def load(self, losses: list[Loss]) -> None:
@@ -136,12 +137,13 @@ class _Part:
     def _decode(self, file: BinaryIO, losses: list[Loss]) -> None:
         decode = decoder()
         sizes: dict[str, int | str] = {}
-        lines = self.lines
-        bad = 0
-        last, in_order = -1, True
+        keep = self.lines.append
+        by_reason: dict[str, int] = {}
+        bad = end = 0
         # Bounded: a file without line ends must not become one string.
         rows = iter(lambda: file.readline(_LONGEST_LINE), b"")
         for number, row in enumerate(rows, 1):
+            start, end = end, end + len(row)
             if row == b"\n":
                 continue
             try:
@@ -160,28 +162,23 @@ class _Part:
                     line.lost = size
                 elif line.offset + line.length > cast("int", size):
                     line.lost = f"{line.shard} ends before its last byte"
-            in_order = in_order and line.order > last
-            last = line.order
-            lines.append(line)
-        if not in_order:
-            lines.sort(key=lambda line: line.order)
+            if line.lost:
+                self._lost(line, by_reason, losses)
+            keep(line, start, end - start)
+        self.lines.finish(file)
         if bad > _MOST_BAD_LINES:
             more = bad - _MOST_BAD_LINES
             losses.append(Loss(f"{self.name}/{INDEX}", f"{more} more lines cannot be read"))
-        self._list_lost(losses)
-
-    def _list_lost(self, losses: list[Loss]) -> None:
-        """One loss per tensor, but a disk that was full for an hour is said in a hundred."""
-        by_reason: dict[str, int] = {}
-        for line in self.lines:
-            if line.lost:
-                count = by_reason[line.lost] = by_reason.get(line.lost, 0) + 1
-                if count <= _MOST_ALIKE:
-                    key = record_of(line, self.rank, self.process).key
-                    losses.append(Loss(str(key), line.lost, key))
         for reason, count in by_reason.items():
             if count > _MOST_ALIKE:
                 losses.append(Loss(self.name, f"{count - _MOST_ALIKE} more tensors: {reason}"))
+
+    def _lost(self, line: Line, by_reason: dict[str, int], losses: list[Loss]) -> None:
+        """One loss per tensor, but a disk that was full for an hour is said in a hundred."""
+        count = by_reason[line.lost] = by_reason.get(line.lost, 0) + 1
+        if count <= _MOST_ALIKE:
+            key = record_of(line, self.rank, self.process).key
+            losses.append(Loss(str(key), line.lost, key))
 
     def _bad_line(self, number: int, row: bytes, error: BaseException) -> Loss:
         where = f"{self.name}/{INDEX}:{number}"
@@ -215,43 +212,6 @@ class _Part:
             return {}
 
 
-class _Records(Sequence[Record]):
-    """The records of a run, built from its lines when asked for.
-
-    A hundred thousand cost nothing until then; a few thousand are kept once all were asked for.
-    """
-
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self._lines = [(line, part) for part in parts for line in part.lines]
-        self._built: list[Record] = []
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Record]: ...
-    def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        if self._built:
-            return self._built[index]
-        if isinstance(index, slice):
-            return [record_of(line, p.rank, p.process) for line, p in self._lines[index]]
-        line, part = self._lines[index]
-        return record_of(line, part.rank, part.process)
-
-    def __iter__(self) -> Iterator[Record]:
-        if not self._built and len(self._lines) <= _KEPT_RECORDS:
-            self._built = [record_of(line, p.rank, p.process) for line, p in self._lines]
-        if self._built:
-            return iter(self._built)
-        return (record_of(line, p.rank, p.process) for line, p in self._lines)
-
-    def sites(self) -> Iterator[str]:
-        for line, _ in self._lines:
-            yield line.site
-
-
 class DiskRun(Run):
     """A run, opened; made by `open_run`, or by `remote.reading` for one that lies elsewhere."""
 
@@ -267,21 +227,23 @@ class DiskRun(Run):
         self.fetched = files.fetched
         self._files = files
         self._manifest = manifest
-        parts = sorted((_Part(files, name) for name in folders), key=lambda p: (p.rank, p.process))
+        room = Room()
+        parts = [_Part(files, name, room) for name in folders]
+        parts.sort(key=lambda part: (part.rank, part.process))
         self._parts = {(part.rank, part.process): part for part in parts}
         self._losses = list(losses)
-        self._records: _Records | None = None
+        self._records: KeptRecords | None = None
         if len(parts) > 1:
             refuse_mixed(name, manifest, [(part.name, part.facts()) for part in parts])
 
-    def _load(self) -> _Records:
+    def _load(self) -> KeptRecords:
         if self._records is None:
             # A hundred thousand small lists keep the collector busier than the decoder.
             with uncollected():
                 parts = list(self._parts.values())
                 for part in parts:
                     part.load(self._losses)
-                self._records = _Records(parts)
+                self._records = KeptRecords(parts)
                 ends = [max((line.step for line in p.lines), default=None) for p in parts]
                 self._losses += gaps(list(zip(self.processes(), ends, strict=True)))
         return self._records
