@@ -8,6 +8,7 @@ copied, summarised or stored it does not know: the session's `emit` does that.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -59,6 +60,10 @@ class ParameterNames:
                 known[id(parameter)] = (weakref.ref(parameter), owner)
                 fresh.append((parameter, owner))
         return fresh
+
+    def add(self, parameter: torch.Tensor, owner: Owner) -> None:
+        """A tensor that stands in for a parameter."""
+        self._known[id(parameter)] = (weakref.ref(parameter), owner)
 
     def owner(self, parameter: torch.Tensor) -> Owner | None:
         entry = self._known.get(id(parameter))
@@ -162,13 +167,33 @@ class ParameterGradients:
             # A frozen parameter cannot carry a hook; it may be thawed between two calls.
             thawed = [(p, owner) for ref, owner in self._frozen if (p := ref()) is not None]
             self._frozen.clear()
-            for parameter, owner in (*thawed, *fresh):
+            for parameter, owner in (*thawed, *fresh, *self._unsharded(root)):
                 if not parameter.requires_grad:
                     self._frozen.append((weakref.ref(parameter), owner))
                 elif parameter.is_leaf:
                     self._hook(parameter, owner)
         except Exception as error:
             self._session.event_once("gradient-lost", f"parameter gradients not captured: {error}")
+
+    def _unsharded(self, root: nn.Module) -> list[tuple[torch.Tensor, Owner]]:
+        """What FSDP computes with in place of its shards: it is there that gradients arrive."""
+        if "torch.distributed.fsdp" not in sys.modules:
+            return []
+        found: list[tuple[torch.Tensor, Owner]] = []
+        for module in root.modules():
+            state_of: Any = getattr(type(module), "_get_fsdp_state", None)
+            state: Any = None if state_of is None else state_of(module)
+            groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [
+                getattr(state, "_fsdp_param_group", None)
+            ]
+            for each in (each for group in groups if group for each in group.fsdp_params):
+                whole = getattr(each, "_unsharded_param", None)
+                owner = self._names.owner(each.sharded_param)
+                if whole is None or owner is None or self._names.owner(whole) is not None:
+                    continue
+                self._names.add(whole, owner)
+                found.append((whole, owner))
+        return found
 
     def _hook(self, parameter: torch.Tensor, owner: Owner) -> None:
         reference = weakref.ref(self)
