@@ -51,7 +51,10 @@ WORDS: dict[str, list[list[str]]] = {
         ["compare", "-gp", "ref", "-mp", "cand", "-o", "."],
         ["compare", "ref", "cand", "--dry-run", "--no-structure"],
         ["compare", "ref", "cand", "--thresholds", "limits.json", "--rtol", "0.1"],
+        ["compare", "ref", "cand", "--jobs", "2"],
+        ["compare", "ref", "cand", "--shard", "2/3", "-o", "pieces", "--site", "model.*"],
     ],
+    "merge": [["merge", "parts", "-o", "merged", "--csv", "merged.csv"]],
     "calibrate": [["calibrate", "table", "-o", "new.json", "--margin", "3", "--metric", "cosine"]],
     "check": [
         ["check", "table", "--thresholds", "limits.json"],
@@ -62,13 +65,18 @@ WORDS: dict[str, list[list[str]]] = {
     "check-hooks": [["check-hooks", "--pathA", "hooks_a", "--pathB", "hooks_b"]],
     "opcheck": [
         ["opcheck", "-i", "ait_dump", "--repro", "shown"],
+        ["opcheck", "-i", "ait_dump", "--jobs", "2"],
         ["opcheck", "-i", "ait_dump", "-opname", "soft,", "lin", "-metric", "kl", "--format=json"],
     ],
     "metrics": [
         [
             *("metrics", *TINY.split(), "--min_pad_length", "16", "--max_new_tokens", "4"),
             *("-o", "scores"),
-        ]
+        ],
+        [
+            *("metrics", *TINY.split(), "--min_pad_length", "16", "--max_new_tokens", "4"),
+            *("-o", "shared", "--batch_size", "1,2", "--jobs", "2"),
+        ],
     ],
     "layer-metrics": [
         [
@@ -83,7 +91,11 @@ WORDS: dict[str, list[list[str]]] = {
         [
             *("validate", "--model_paths", "tiny-llama", "--sharegpt_path", "share_gpt.json"),
             *(*SHAPE.split(), "--metrics_threshold", "9,9", "--force_validation_level_1"),
-        ]
+        ],
+        [
+            *("validate", "--model_paths", "tiny-llama", "--sharegpt_path", "share_gpt.json"),
+            *(*SHAPE.split(), "--metrics_threshold", "9,9", "--jobs", "2", "-o", "found"),
+        ],
     ],
     "diagnose": [
         ["diagnose", "ref", "cand", "--site", "model.*"],
@@ -167,6 +179,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with contextlib.chdir(place):
         table = driftline.compare("ref", "cand")
         table.write("table")
+        driftline.compare_shard("ref", "cand", "1/1").write("parts")
         driftline.calibrate([table]).write("limits.json")
         for tree in ("hooks_a", "hooks_b"):
             (place / tree / "tensors" / "rank_0").mkdir(parents=True)

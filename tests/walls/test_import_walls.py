@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[2] / "src" / "driftline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "settings", "registry"),
-    ("executors",),
     ("numerics",),
+    ("executors",),
     ("runs",),
     ("remote",),
     ("adapters", "launch", "formats", "topology"),
@@ -75,7 +75,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "errors": allow(),
     "settings": allow(),
     "registry": allow(),
-    "executors": allow(inside="msgspec ray numpy torch"),
+    "executors": allow(inside="msgspec ray grpc numpy torch"),
     "numerics": allow(top="numpy"),
     "runs": allow(top="numpy", inside="msgspec ml_dtypes"),
     "remote": allow(inside="fsspec"),

@@ -243,6 +243,7 @@ def _run(
     if job.writes and format != "table":
         _print(verdicts, format)
     job.leave()
+    script.end(*([verdicts] if shared else verdicts))
     # Rank 0 speaks for all: when another one fails first, torchrun stops it in mid-sentence.
     return EXIT_DIFFERENT if failed and job.writes else EXIT_FINE
 
