@@ -1,0 +1,273 @@
+"""Kernels of inductor: what they compute is recorded, set against nodes, and not changed by it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo
+from capture_zoo import one_thread
+from torch import nn
+
+import driftline
+from driftline.runs.calls import GRAPHS
+from driftline.runs.graphs import Graph, read_graphs
+
+decomposition: Any = importlib.import_module("torch._inductor.decomposition")
+metrics: Any = importlib.import_module("torch._inductor.metrics")
+SIGMOID = torch.ops.aten.sigmoid.default
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x) * x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), Gate(), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(self.up(x)))
+
+
+@contextmanager
+def wrong_decomposition() -> Iterator[None]:
+    """Inductor takes sigmoid apart into something that it is not."""
+    assert SIGMOID not in decomposition.decompositions
+    decomposition.decompositions[SIGMOID] = lambda x: torch.tanh(x)
+    decomposition.fast_random_decomps.cache_clear()  # holds a copy of the table
+    try:
+        yield
+    finally:
+        del decomposition.decompositions[SIGMOID]
+        decomposition.fast_random_decomps.cache_clear()
+
+
+class Desk(NamedTuple):
+    """Runs of one model: plain, by nodes, by kernels; and of a compiler that is wrong."""
+
+    path: Path
+    plain: torch.Tensor
+    seen: torch.Tensor
+    kernels_plain: int
+    kernels_seen: int
+
+
+def made() -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(1)
+    return Net().eval(), torch.randn(3, 5, 8)
+
+
+def compiled(path: Path, graph: Any, **options: Any) -> torch.Tensor:
+    torch._dynamo.reset()
+    metrics.reset()
+    model, x = made()
+    with torch.no_grad(), driftline.capture(model, path, graph=graph, **options):
+        return torch.compile(model)(x)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    path = tmp_path_factory.mktemp("desk")
+    with one_thread(), torch.no_grad():
+        torch._dynamo.reset()
+        model, x = made()
+        for level in ("modules", "ops"):
+            with driftline.capture(model, path / level, levels=level):
+                model(x)
+        metrics.reset()
+        plain = torch.compile(model)(x)
+        kernels_plain = metrics.generated_kernel_count
+        seen = compiled(path / "inductor", "inductor")
+        kernels_seen = metrics.generated_kernel_count
+        compiled(path / "fx", "fx")
+        with wrong_decomposition():
+            compiled(path / "wrong", "inductor")
+            compiled(path / "wrong_apart", "inductor", fusion=False)
+        torch._dynamo.reset()
+        yield Desk(path, plain, seen, kernels_plain, kernels_seen)
+
+
+def graphs(path: Path) -> list[Graph]:
+    return list(read_graphs(driftline.open_run(path).sheet(GRAPHS)))
+
+
+def starts_at(reference: Path, candidate: Path) -> tuple[str, str]:
+    table = driftline.compare(reference, candidate)
+    assert table.verdict == "fail"
+    return table.first_site, table.finding
+
+
+def test_recording_changes_neither_kernels_nor_bits(desk: Desk) -> None:
+    assert desk.kernels_plain == desk.kernels_seen > 0
+    assert torch.equal(desk.plain, desk.seen)
+    (graph,) = graphs(desk.path / "inductor")
+    assert graph.engine == graph.backend == "inductor" and graph.kind == "inference"
+    assert [kernel.name for kernel in graph.kernels] == [
+        "extern_kernels.addmm",
+        "cpp_fused_mul_sigmoid_view_0",
+        "extern_kernels.addmm",
+    ]
+    (fused,) = graph.kernels[1].kept
+    assert fused.node == "mul" and {"sigmoid", "mul"} <= set(fused.nodes)
+    run = driftline.open_run(desk.path / "inductor")
+    assert {r.key.site: r.class_name for r in run.records if "/" in r.key.site} == {
+        "up/addmm": "extern_kernels.addmm",
+        "gate/mul": "cpp_fused_mul_sigmoid_view_0",
+        "down/addmm_1": "extern_kernels.addmm",
+    }
+
+
+def test_a_fused_kernel_is_set_against_the_last_node_of_the_fusion(desk: Desk) -> None:
+    plan = driftline.align(desk.path / "fx", desk.path / "inductor")
+    pairs = {p.reference.key.site: p for p in plan.pairs if p.by == "graph"}
+    assert pairs.keys() == {"up/addmm", "gate/mul", "down/addmm_1"}
+    assert all(pair.confidence == 1 for pair in pairs.values())
+    reasons = {key.site: why for (side, key), why in plan.reasons.items() if side == "reference"}
+    assert reasons["gate.act/sigmoid"] == (
+        "inside a fusion: cpp_fused_mul_sigmoid_view_0 computes it on the way to mul"
+    )
+    assert "a view of addmm" in reasons["up/view_1"]
+    assert any("only those are paired" in note for note in plan.notes)
+    assert any("node by node" in note for note in plan.notes)
+    for reference in ("fx", "modules", "ops"):
+        table = driftline.compare(desk.path / reference, desk.path / "inductor")
+        assert table.verdict == "pass", table.finding
+    plan = driftline.align(desk.path / "modules", desk.path / "inductor")
+    outputs = {p.reference.key.site for p in plan.pairs if p.reference.key.port == "output"}
+    assert outputs == {"up", "gate", "down", "(root)"}  # act lies inside the fusion
+
+
+def test_a_wrong_decomposition_is_named_at_its_node(desk: Desk) -> None:
+    path = desk.path
+    site, finding = starts_at(path / "fx", path / "wrong_apart")
+    assert site == "gate.act/sigmoid" and "aten.sigmoid.default" in finding
+    site, _ = starts_at(path / "modules", path / "wrong_apart")
+    assert site == "gate.act"
+    site, _ = starts_at(path / "ops", path / "wrong_apart")
+    assert site == "gate.act/aten.sigmoid"
+
+
+def test_inside_a_fusion_the_kernel_that_holds_it_is_named(desk: Desk) -> None:
+    path = desk.path
+    site, finding = starts_at(path / "fx", path / "wrong")
+    assert site == "gate/mul" and "sigmoid" in finding  # the kernel's name says what it fused
+    site, finding = starts_at(path / "modules", path / "wrong")
+    assert site == "gate" and "sigmoid" in finding
+    site, finding = starts_at(path / "ops", path / "wrong")
+    assert site == "gate/aten.mul" and "sigmoid" in finding
+
+
+def test_without_fusion_every_node_has_a_kernel(desk: Desk) -> None:
+    (graph,) = graphs(desk.path / "wrong_apart")
+    kept = {one.node for kernel in graph.kernels for one in kernel.kept}
+    assert {"addmm", "tanh", "mul", "addmm_1"} <= kept
+    (event,) = [
+        e for e in driftline.open_run(desk.path / "wrong_apart").events() if e["kind"] == "graphs"
+    ]
+    assert "not what the program runs otherwise" in event["message"]
+
+
+def test_settings_of_inductor_are_put_back(tmp_path: Path) -> None:
+    from torch._functorch import config as functorch
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import Scheduler
+
+    def state() -> tuple[Any, ...]:
+        return (
+            config.fx_graph_cache,
+            config.max_fusion_size,
+            functorch.enable_autograd_cache,
+            Scheduler.free_buffers,
+            Scheduler.enter_context,
+            GraphLowering.codegen,
+            GraphLowering.run_node,
+        )
+
+    before = state()
+    inside: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        inside.append(config.fx_graph_cache)
+        return graph.forward
+
+    model, x = made()
+    torch._dynamo.reset()
+    with driftline.capture(model, tmp_path / "run", graph="inductor", fusion=False):
+        torch.compile(model, backend=backend)(x)
+    assert inside == [False]
+    assert state() == before
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_forward_and_backward_of_training_agree_with_nodes_and_operators(tmp_path: Path) -> None:
+    with one_thread():
+        model, x = made()
+        model.train()
+        with driftline.capture(model, tmp_path / "ops", levels="ops"):
+            model(x).square().sum().backward()
+        for graph in ("fx", "inductor"):
+            torch._dynamo.reset()
+            model.zero_grad()
+            with driftline.capture(model, tmp_path / graph, graph=graph):
+                torch.compile(model)(x).square().sum().backward()
+        torch._dynamo.reset()
+    assert [graph.kind for graph in graphs(tmp_path / "inductor")] == ["forward", "backward"]
+    for reference in ("fx", "ops"):
+        plan = driftline.align(tmp_path / reference, tmp_path / "inductor")
+        backward = [p for p in plan.pairs if p.reference.key.phase == "backward"]
+        assert len(backward) >= 4
+        assert driftline.compare(tmp_path / reference, tmp_path / "inductor").verdict == "pass"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_llama_of_eight_layers_agrees_with_its_kernels(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+    )
+    model = transformers.LlamaForCausalLM(config).eval().to(dtype)
+    ids = torch.randint(0, 256, (2, 16))
+    with one_thread(), torch.no_grad():
+        with driftline.capture(model, tmp_path / "modules"):
+            model(ids)
+        torch._dynamo.reset()
+        metrics.reset()
+        plain = torch.compile(model)(ids).logits
+        kernels = metrics.generated_kernel_count
+        torch._dynamo.reset()
+        metrics.reset()
+        with driftline.capture(model, tmp_path / "inductor", graph="inductor"):
+            seen = torch.compile(model)(ids).logits
+        assert metrics.generated_kernel_count == kernels > 50
+        assert torch.equal(plain, seen)
+        with driftline.capture(model, tmp_path / "fx", graph="fx"):
+            torch.compile(model)(ids)
+        torch._dynamo.reset()
+    for reference in ("modules", "fx"):
+        table = driftline.compare(tmp_path / reference, tmp_path / "inductor")
+        assert table.verdict == "pass", table.finding
+        assert not [row for row in table.rows if row.status == "fail"]
+        assert sum(row.compared for row in table.rows) > 130
