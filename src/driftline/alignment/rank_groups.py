@@ -7,6 +7,7 @@ bytes by digest, within one run only.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -85,8 +86,15 @@ def groups_of(
 ) -> list[Group]:
     """Every tensor of a run of many ranks, in the order of the first rank that has it."""
     parts: dict[TensorKey, dict[int, Record]] = {}
+    inside = (
+        set[tuple[int, str]]()
+        if stages is None
+        else {(r.key.rank, r.digest) for r in run.records if r.key.site != "(root)"}
+    )
     for record in run.records:
         key = record.key if stages is None else stages.key(record.key)
+        if key.site != record.key.site == "(root)" and (record.key.rank, record.digest) in inside:
+            continue  # what a stage takes and gives is what its first and last layers do
         key = key._replace(rank=onto[0], process=onto[1])
         # Of several processes of one rank the first counts; the others are no part of the job.
         parts.setdefault(key, {}).setdefault(record.key.rank, record)
@@ -106,13 +114,10 @@ def groups_of(
 
 def _micro(keys: Iterable[TensorKey], other: Run) -> dict[TensorKey, int]:
     """Tensors that one call of the other run stands against several of, and how many."""
-    mine: dict[TensorKey, int] = {}
-    for key in keys:
-        mine[key._replace(visit=0)] = max(mine.get(key._replace(visit=0), 0), key.visit + 1)
-    theirs: dict[TensorKey, int] = {}
-    for record in other.records:
-        at = record.key._replace(visit=0)
-        theirs[at] = max(theirs.get(at, 0), record.key.visit + 1)
+    mine, theirs = (
+        Counter(key._replace(visit=0) for key in each)
+        for each in (keys, [record.key for record in other.records])
+    )
     return {key: count for key, count in mine.items() if count > 1 and theirs.get(key) == 1}
 
 
