@@ -178,3 +178,50 @@ def named_otherwise(place: Path) -> None:
             key = TensorKey.of(site, port, slot, rank=rank)  # type: ignore[arg-type]
             record_into(writer, key, np.ascontiguousarray(values), class_name="Linear")
         writer.close()
+
+
+def onnx_models(place: Path) -> None:
+    """The program's model as ONNX, in float and in int8, and something to run it with."""
+    import logging
+
+    import onnx
+    from onnx import helper, numpy_helper
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
+
+    torch.manual_seed(0)
+    nodes, weights, value = [], [], "x"
+    for layer in range(2):
+        linear = torch.nn.Linear(16, 16)
+        path = ["", "model", f"model.layers.{layer}"]
+        for number, op, made in ((0, "Gemm", f"linear_{layer}"), (1, "Tanh", f"tanh_{layer}")):
+            own = f"model.layers.{layer}.{number}"
+            names = [value, f"{own}.weight", f"{own}.bias"] if op == "Gemm" else [value]
+            how = {"transB": 1} if op == "Gemm" else {}
+            node = helper.make_node(op, names, [made], f"node_{made}", **how)
+            kinds = ["Wrapped", "Model", "Sequential", "Linear" if op == "Gemm" else "Tanh", op]
+            for key, told in (("name_scopes", [*path, own, made]), ("class_hierarchy", kinds)):
+                node.metadata_props.add(key=f"pkg.torch.onnx.{key}", value=repr(told))
+            nodes.append(node)
+            value = made
+        for name, tensor in linear.named_parameters():
+            array = tensor.detach().numpy()
+            weights.append(numpy_helper.from_array(array, f"model.layers.{layer}.0.{name}"))
+    ends = [helper.make_tensor_value_info(name, 1, [4, 16]) for name in ("x", value)]
+    graph = helper.make_graph(nodes, "m", ends[:1], ends[1:], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(place / "m.onnx"))
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).numpy()
+    np.savez(place / "x.npz", x=x)
+
+    class Once(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left = [{"x": x}]
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            return self.left.pop() if self.left else None
+
+    logging.disable(logging.WARNING)
+    quantize_static(
+        str(place / "m.onnx"), str(place / "int8.onnx"), Once(), quant_format=QuantFormat.QDQ
+    )
+    logging.disable(logging.NOTSET)

@@ -47,8 +47,14 @@ COOKED: dict[str, Kitchen] = {
     "docs/tutorial.md": demo,
     "docs/how-to.md": demo,
     "docs/command-line.md": all_of(
-        kitchens.programs, kitchens.ascend, kitchens.hooks, kitchens.files, kitchens.decoder
+        kitchens.programs,
+        kitchens.ascend,
+        kitchens.hooks,
+        kitchens.files,
+        kitchens.decoder,
+        kitchens.onnx_models,
     ),
+    "docs/engines.md": all_of(kitchens.programs, kitchens.onnx_models),
     "docs/alignment.md": kitchens.named_otherwise,
     "docs/decoders.md": kitchens.decoder,
     "docs/formats.md": kitchens.ascend,
