@@ -1,0 +1,288 @@
+"""One small transformer in torch and in Paddle, with copied weights: forward and backward.
+
+Nobody says which module is which. Twins without a fault have no failing row; a planted fault is
+named where it was planted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+import torch
+
+import driftline
+
+WIDTH, HEADS, WORDS, LAYERS = 16, 4, 23, 2
+IDS = np.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+LEVELS = ["modules", "gradients", "params"]
+
+
+class TorchBuiltIn(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(WORDS, WIDTH)
+        layer = torch.nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True
+        )
+        self.encoder = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.encoder(self.embed(ids))))
+
+
+class PaddleBuiltIn(paddle.nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.embed = paddle.nn.Embedding(WORDS, WIDTH)
+        layer = paddle.nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0)
+        self.encoder = paddle.nn.TransformerEncoder(layer, LAYERS)
+        self.norm = paddle.nn.LayerNorm(WIDTH)
+        self.head = paddle.nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.encoder(self.embed(ids))))
+
+
+class TorchBlock(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.proj = (
+            torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)
+        )
+        self.up, self.down = torch.nn.Linear(WIDTH, 40), torch.nn.Linear(40, WIDTH)
+        self.act = torch.nn.GELU()
+
+    def forward(self, x):
+        hidden = self.ln_1(x)
+        b, t, _ = hidden.shape
+        q, k, v = (
+            p(hidden).view(b, t, HEADS, -1).transpose(1, 2)
+            for p in (self.query, self.key, self.value)
+        )
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(b, t, WIDTH))
+        return x + self.down(self.act(self.up(self.ln_2(x))))
+
+
+class TorchOwn(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = torch.nn.Embedding(WORDS, WIDTH)
+        self.blocks = torch.nn.ModuleList(TorchBlock() for _ in range(LAYERS))
+        self.ln_f = torch.nn.LayerNorm(WIDTH)
+        self.lm_head = torch.nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+class PaddleAttention(paddle.nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (paddle.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden):
+        b, t, _ = hidden.shape
+        q, k, v = (p(hidden).reshape([b, t, HEADS, -1]) for p in (self.q, self.k, self.v))
+        mixed = paddle.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.reshape([b, t, WIDTH]))
+
+
+class PaddleBlock(paddle.nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn = paddle.nn.LayerNorm(WIDTH), PaddleAttention()
+        self.norm2, self.fc1 = paddle.nn.LayerNorm(WIDTH), paddle.nn.Linear(WIDTH, 40)
+        self.gelu, self.fc2 = paddle.nn.GELU(), paddle.nn.Linear(40, WIDTH)
+        self.drop = paddle.nn.Dropout(0.0)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.drop(self.fc2(self.gelu(self.fc1(self.norm2(x)))))
+
+
+class PaddleOwn(paddle.nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.embeddings = paddle.nn.Embedding(WORDS, WIDTH)
+        self.layers = paddle.nn.LayerList([PaddleBlock() for _ in range(LAYERS)])
+        self.norm = paddle.nn.LayerNorm(WIDTH)
+        self.out = paddle.nn.Linear(WIDTH, WORDS, bias_attr=False)
+
+    def forward(self, ids):
+        x = self.embeddings(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.norm(x))
+
+
+OTHER_NAMES = {
+    "wte": "embeddings",
+    "blocks": "layers",
+    "ln_f": "norm",
+    "lm_head": "out",
+    "ln_1": "norm1",
+    "ln_2": "norm2",
+    "up": "fc1",
+    "down": "fc2",
+    "query": "attn.q",
+    "key": "attn.k",
+    "value": "attn.v",
+    "proj": "attn.o",
+}
+TWINS = {"built in": (TorchBuiltIn, PaddleBuiltIn), "own": (TorchOwn, PaddleOwn)}
+
+
+def copy_weights(ours, theirs):
+    """Linear weights lie [out, in] in torch and [in, out] in Paddle."""
+    weights = {}
+    for name, value in ours.state_dict().items():
+        value = value.numpy()
+        name = ".".join(OTHER_NAMES.get(part, part) for part in name.split("."))
+        if "in_proj_" in name:
+            holder, kind = name.split("in_proj_")
+            parts = zip("qkv", np.split(value, 3), strict=True)
+            weights |= {f"{holder}{which}_proj.{kind}": part.T for which, part in parts}
+        else:
+            turned = value.ndim == 2 and "embed" not in name
+            weights[name] = value.T if turned else value
+    assert weights.keys() == theirs.state_dict().keys()
+    theirs.set_state_dict({name: paddle.to_tensor(v.copy()) for name, v in weights.items()})
+
+
+@pytest.fixture(scope="module", params=TWINS)
+def twins(request, tmp_path_factory):
+    """What torch computed; and a function that plants a fault in Paddle's and compares."""
+    folder = tmp_path_factory.mktemp("twins")
+    torch.manual_seed(0)
+    ours, kind = TWINS[request.param][0](), TWINS[request.param][1]
+    start = {name: value.clone() for name, value in ours.state_dict().items()}
+    optimizer = torch.optim.SGD(ours.parameters(), 0.05)
+    with driftline.capture(ours, folder / "torch", levels=LEVELS):
+        for _ in range(2):
+            out = ours(torch.tensor(IDS)).reshape(-1, WORDS)
+            torch.nn.functional.cross_entropy(out, torch.tensor(IDS).reshape(-1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.load_state_dict(start)
+
+    def compared(name, plant=None):
+        paddle.seed(5)
+        theirs = kind()
+        copy_weights(ours, theirs)
+        if plant is not None:
+            plant(theirs)
+        optimizer = paddle.optimizer.SGD(0.05, parameters=theirs.parameters())
+        with driftline.capture(theirs, folder / name, levels=LEVELS):
+            for _ in range(2):
+                out = theirs(paddle.to_tensor(IDS)).reshape([-1, WORDS])
+                goal = paddle.to_tensor(IDS).reshape([-1])
+                paddle.nn.functional.cross_entropy(out, goal).backward()
+                optimizer.step()
+                optimizer.clear_grad()
+        return driftline.compare(folder / "torch", folder / name)
+
+    compared.kind = request.param
+    return compared
+
+
+def test_copied_weights_give_no_failing_row_and_all_of_torch_is_compared(twins):
+    table = twins("clean")
+    assert table.verdict == "pass"
+    compared = [row for row in table.rows if row.status == "pass"]
+    assert not [str(row.key) for row in table.rows if row.status not in ("pass", "extra")]
+    ports = {row.key.port for row in compared}
+    assert ports >= {"input", "output", "grad_input", "grad_output", "param", "param_grad"}
+    assert "optimizer_grad" in ports
+    assert {row.key.step for row in compared} == {0, 1}
+    # What Paddle has more: the attention as a layer of its own, its projections as layers.
+    assert all(
+        "attn" in row.key.site or "drop" in row.key.site
+        for row in table.rows
+        if row.status == "extra"
+    )
+
+
+def place(twins, theirs, which):
+    """A layer of the second block by what it does, and torch's name of it."""
+    if twins.kind == "built in":
+        block = theirs.encoder.layers[1]
+        found = {"norm": "norm1", "drop": "dropout2", "attention": "self_attn.out_proj"}[which]
+        layer = block
+        for part in found.split("."):
+            layer = getattr(layer, part)
+        return layer, f"encoder.layers.1.{found}"
+    block = theirs.layers[1]
+    return {
+        "norm": (block.norm2, "blocks.1.ln_2"),
+        "drop": (block.drop, "blocks.1"),
+        "attention": (block.attn.k, "blocks.1.key"),
+    }[which]
+
+
+def test_another_epsilon_is_named_at_its_norm(twins):
+    named = []
+
+    def plant(theirs):
+        layer, site = place(twins, theirs, "norm")
+        layer._epsilon = 1e-3
+        named.append(site)
+
+    table = twins("epsilon", plant)
+    assert table.verdict == "fail"
+    assert table.first.key.site == named[0]
+
+
+def test_a_dropout_left_on_is_named(twins):
+    named = []
+
+    def plant(theirs):
+        layer, site = place(twins, theirs, "drop")
+        layer.p = 0.3
+        named.append(site)
+
+    table = twins("dropout", plant)
+    assert table.verdict == "fail"
+    assert table.first.key.site == named[0]
+
+
+def test_a_square_weight_that_was_not_turned_is_named_and_not_aligned_away(twins):
+    named = []
+
+    def plant(theirs):
+        layer, site = place(twins, theirs, "attention")
+        layer.weight.set_value(layer.weight.numpy().T.copy())
+        named.append(site)
+
+    table = twins("turned", plant)
+    assert table.verdict == "fail"
+    first = table.first.key
+    assert (first.site, first.port, first.slot) == (named[0], "param", "weight")
+    wrong = [row for row in table.rows if row.status == "fail" and row.key.port == "param"]
+    assert len(wrong) == 1
+
+
+def test_weights_that_were_exchanged_are_named(twins):
+    def plant(theirs):
+        if twins.kind == "built in":
+            attention = theirs.encoder.layers[0].self_attn
+            first, second = attention.q_proj, attention.k_proj
+        else:
+            first, second = theirs.layers[0].attn.q, theirs.layers[0].attn.k
+        q, k = first.weight.numpy().copy(), second.weight.numpy().copy()
+        first.weight.set_value(k)
+        second.weight.set_value(q)
+
+    table = twins("exchanged", plant)
+    wrong = [row for row in table.rows if row.status == "fail" and row.key.port == "param"]
+    assert len(wrong) == 2 and all(row.key.slot.endswith("weight") for row in wrong)
+    own = {"blocks.0.query", "blocks.0.key"}
+    fused = {"encoder.layers.0.self_attn"}
+    assert {row.key.site for row in wrong} == (fused if twins.kind == "built in" else own)
