@@ -169,7 +169,8 @@ def test_the_kernel_built_without_vector_instructions_agrees(
     built = tmp_path / "_kernel.so"
     flags = ("-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
     subprocess.run(
-        [compiler, *flags, "-DDRIFTLINE_GENERIC_ONLY=1", "-o", built, KERNEL_C, "-lm"], check=True
+        [compiler, *flags, "-DDRIFTLINE_GENERIC_ONLY=1", "-o", built, KERNEL_C, "-lm", "-pthread"],
+        check=True,
     )
     library = kernel.load(built)
     assert library is not None

@@ -147,3 +147,17 @@ def test_many_threads_and_one_give_the_same_numbers():
     )
     for a, b in zip(one, five, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@needs_kernel
+def test_the_greatest_are_found_where_few_strips_hold_them_all() -> None:
+    """Equal ones are named in order of place; a strip of nothing but NaN or -inf holds none."""
+    reference = DRAW.normal(size=(4, 40 * 1024 + 17)).astype(np.float32)
+    reference[0, 5000:5030] = 9.0
+    reference[1, -30:] = np.linspace(5.0, 6.0, 30, dtype=np.float32)
+    reference[2] = -50.0
+    reference[2, ::2048] = -49.0
+    check(reference, reference + 0.1 * DRAW.normal(size=reference.shape), k=20)
+    reference[1, 1024:3072] = np.nan
+    reference[3, : 30 * 1024] = -np.inf
+    check(reference, reference.copy(), k=20)

@@ -1,6 +1,7 @@
 /* Every number Driftline takes of a tensor or of a pair of tensors, in one pass over memory.
  *
- * A plain shared library for ctypes: no Python, no threads, no OpenMP, no state between calls. What each number
+ * A plain shared library for ctypes: no Python, no OpenMP, no state between calls, threads only within a call that asks
+ * for them. What each number
  * means is written in definition.py and sketch.py, slowly and obviously; this file is only fast, and is tested
  * against them. It knows element types, not tensors: shapes, strides and files are other people's business.
  *
@@ -26,6 +27,8 @@
  */
 #include <float.h>
 #include <math.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -51,7 +54,7 @@
 enum { BLOCK = 4096, PIECE = 512, BUCKETS = 64 };
 
 /* Bumped whenever a struct or a signature changes: the binding refuses a library it does not know. */
-enum { ABI_VERSION = 2 };
+enum { ABI_VERSION = 3 };
 
 /* How the tolerance is tested; the second where it can fall below float32's normal numbers: no absolute part. */
 enum { TOLERANT = 1, EXACT_NEAR_ZERO = 2 };
@@ -271,33 +274,50 @@ static Hash digest(const uint8_t *p, size_t n, int path) {
   return finish_long(sums, n);
 }
 
-/* Rows of logits; `scratch` has room for three rows, each rounded up to whole strips of 1024. */
-EXPORT void driftline_score(const void *r, int r_dtype, const void *c, int c_dtype, int64_t rows, int64_t vocabulary,
-                            const int64_t *tokens, int64_t k, int path, float *scratch, RowScore *out, int64_t *top_at,
-                            float *r_top, float *c_top) {
-  ScoreAsk ask = {{r, c}, {r_dtype, c_dtype}, rows, vocabulary, k, tokens};
-  const int64_t padded = (vocabulary + STRIP - 1) / STRIP * STRIP;
+static void score_share(ScoreAsk *ask, int which) {
   ScoreRoom room;
-  room.es = scratch;
-  room.bases = scratch + 2 * padded;
+  const int64_t padded = (ask->vocabulary + STRIP - 1) / STRIP * STRIP;
+  room.es = ask->scratch + 3 * padded * which;
+  room.bases = room.es + 2 * padded;
+  room.bests = room.bases + padded / STRIP;
   FloatMode mode = exact_floats();
-  memset(out, 0, (size_t)rows * sizeof *out);
-  for (int64_t i = 0; i < rows * k; i++) {
-    r_top[i] = NAN;
-    top_at[i] = -1;
-  }
-  switch (path) {
+  switch (ask->path) {
 #if X86_PATHS
-    case PATH_AVX512: score_rows_avx512(&ask, &room, out, top_at, r_top); break;
-    case PATH_AVX2: score_rows_avx2(&ask, &room, out, top_at, r_top); break;
+    case PATH_AVX512: score_rows_avx512(ask, &room); break;
+    case PATH_AVX2: score_rows_avx2(ask, &room); break;
 #endif
-    default: score_rows_generic(&ask, &room, out, top_at, r_top); break;
-  }
-  for (int64_t i = 0; i < rows * k; i++) {
-    const uint8_t *candidate = (const uint8_t *)c + i / k * vocabulary * (BITS[c_dtype] / 8);
-    c_top[i] = top_at[i] < 0 ? NAN : value_at(candidate, c_dtype, top_at[i]);
+    default: score_rows_generic(ask, &room); break;
   }
   restore_floats(mode);
+}
+
+typedef struct { ScoreAsk *ask; int which; pthread_t thread; } ScoreHand;
+
+static void *score_beside(void *hand) {
+  score_share(((ScoreHand *)hand)->ask, ((ScoreHand *)hand)->which);
+  return 0;
+}
+
+/* Rows of logits. `scratch` has room for three rows per thread, each rounded up to whole strips of 1024. Threads other
+ * than the caller's live as long as the call: a pool would have to survive forks and the interpreter's end. */
+EXPORT void driftline_score(const void *r, int r_dtype, const void *c, int c_dtype, int64_t rows, int64_t vocabulary,
+                            const int64_t *tokens, int64_t k, int path, int threads, float *scratch, RowScore *out,
+                            int64_t *top_at, float *r_top, float *c_top) {
+  ScoreAsk ask = {{r, c}, {r_dtype, c_dtype}, rows, vocabulary, k, tokens, out, top_at, {r_top, c_top}, scratch, path,
+                  threads, 0};
+  ScoreHand hands[MOST_HANDS];
+  int begun = 0;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that were there */
+  for (int i = 1; i < threads && i < MOST_HANDS; i++) {
+    hands[begun] = (ScoreHand){&ask, i, 0};
+    if (pthread_create(&hands[begun].thread, 0, score_beside, &hands[begun])) break; /* those there are do it */
+    begun++;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, 0);
+  score_share(&ask, 0);
+  for (int i = 0; i < begun; i++) pthread_join(hands[i].thread, 0);
 }
 
 /* Benchmark only: the floor that the kernels are measured against, prefetching `ahead` bytes. */

@@ -30,7 +30,7 @@ else:
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 PATHS = ("generic", "avx2", "avx512")
 NUMPY = "numpy"
 NUMPY_BLOCK = 1 << 18
@@ -106,7 +106,7 @@ def load(path: Path) -> ctypes.CDLL | None:
         "driftline_digest": [pointer, int64, c_int, pointer],
         "driftline_score": [
             *(pointer, c_int, pointer, c_int, int64, int64, pointer, int64),
-            *(c_int, pointer, pointer, pointer, pointer, pointer),
+            *(c_int, c_int, pointer, pointer, pointer, pointer, pointer),
         ],
     }
     for name, arguments in signatures.items():

@@ -8,7 +8,6 @@ without a copy of it. Nothing here knows tokens' texts, models or files.
 from __future__ import annotations
 
 import os
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from driftline.errors import BadInput
@@ -32,10 +31,10 @@ INSERTED = 256
 """The longest list of greatest elements that is worth inserting into; longer ones go by numpy."""
 _LINE = 16
 """Elements of a cache line."""
-_SHARE_ROWS = 16
-"""Rows a thread takes at a time: few, so that none is left alone with many at the end."""
 _THREAD_ROWS = 8
 """Rows below which a thread more costs what it saves."""
+_MOST_THREADS = 256
+"""As many as the kernel has hands for."""
 
 
 class RowScores(NamedTuple):
@@ -164,33 +163,17 @@ def score_rows(
     r_top, c_top = (np.empty((rows, k), np.float32) for _ in range(2))
     tokens = np.ascontiguousarray(tokens, np.int64)
     workers = threads or len(os.sched_getaffinity(0))
-    workers = max(1, min(workers, rows // _THREAD_ROWS))
-    shares = iter(range(0, rows, _SHARE_ROWS))  # whoever is free takes the next
-    codes = kernel.code_of(reference_dtype), kernel.code_of(candidate_dtype)
-    size = 3 * (-(-vocabulary // STRIP) * STRIP) + _LINE
-    rooms = [_room(size) for _ in range(workers)]
-
-    parts = (reference, candidate, tokens, figures, top, r_top, c_top)
-    places = [(part.ctypes.data, part.strides[0]) for part in parts]
-
-    def work(room: AnyArray) -> None:
-        # The kernel's vectors should not lie across two cache lines.
-        scratch = room.ctypes.data
-        scratch += -scratch % (4 * _LINE)
-        for first in shares:
-            r, c, t, *rest = (begin + first * stride for begin, stride in places)
-            library.driftline_score(
-                *(r, codes[0], c, codes[1], min(_SHARE_ROWS, rows - first), vocabulary, t, k),
-                *(number, scratch, *rest),
-            )
-
-    others = [threading.Thread(target=work, args=(room,)) for room in rooms[1:]]
-    for thread in others:
-        thread.start()
-    work(rooms[0])
-    for thread in others:
-        thread.join()
-    _ROOMS[:] = rooms
+    workers = max(1, min(workers, rows // _THREAD_ROWS, _MOST_THREADS))
+    room = _room(workers * 3 * (-(-vocabulary // STRIP) * STRIP) + _LINE)
+    scratch = room.ctypes.data
+    scratch += -scratch % (4 * _LINE)  # the kernel's vectors should not lie across two cache lines
+    sides = (reference, reference_dtype), (candidate, candidate_dtype)
+    library.driftline_score(
+        *(x for side, dtype in sides for x in (side.ctypes.data, kernel.code_of(dtype))),
+        *(rows, vocabulary, tokens.ctypes.data, k, number, workers, scratch),
+        *(part.ctypes.data for part in (figures, top, r_top, c_top)),
+    )
+    _ROOMS[:] = [room]
     counts = figures.view(np.int64)
     columns: list[AnyArray] = [
         *(figures[:, at].copy() for at in range(5)),

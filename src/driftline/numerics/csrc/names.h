@@ -114,6 +114,7 @@
 #define rank_of NAME(rank_of)
 #define greatest_of NAME(greatest_of)
 #define offer_strip NAME(offer_strip)
+#define find_top NAME(find_top)
 #define sum_kind NAME(sum_kind)
 #define score_row NAME(score_row)
 #define score_rows NAME(score_rows)

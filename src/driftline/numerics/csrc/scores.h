@@ -139,12 +139,27 @@ TARGET static int64_t place_of(const uint8_t *row, int dtype, int64_t from, int6
   return from < n ? from : 0;
 }
 
-/* Elements that belong to the k greatest so far. */
-TARGET static void offer_strip(TopList *top, const float *p, int64_t from, int64_t n) {
+/* Elements that belong to the k greatest so far; none that is not greater than `floor` is one of the row's. */
+TARGET static void offer_strip(TopList *top, const float *p, int64_t from, int64_t n, float floor) {
   for (int64_t i = 0; i < n; i += WIDTH) {
-    unsigned lanes = top->size < top->k ? ~0u : mask_word(beyond(floats_at(p + i), OP(set1_ps)(top->lowest)));
+    const float limit = top->lowest > floor ? top->lowest : floor;
+    unsigned lanes = ~0u;
+    if (top->size == top->k || floor > -INFINITY) lanes = mask_word(beyond(floats_at(p + i), OP(set1_ps)(limit)));
     lanes &= n - i < WIDTH ? (1u << (n - i)) - 1 : (1u << WIDTH) - 1;
     for (; lanes; lanes &= lanes - 1) offer(top, p[i + __builtin_ctz(lanes)], from + i + __builtin_ctz(lanes));
+  }
+}
+
+/* The k greatest of a row whose strips' greatest are known: k strips have one that is not less than the k-th of those,
+ * so nothing less is looked for, and only where it can be. */
+TARGET static void find_top(const ScoreAsk *ask, int64_t row, ScoreRoom *room, TopList *top) {
+  const int64_t n = ask->vocabulary, strips = (n + STRIP - 1) / STRIP;
+  const float least = kth_greatest(room->bests, strips, top->k, room->bests + strips);
+  const float floor = least > -INFINITY ? nextafterf(least, -INFINITY) : -INFINITY;
+  for (int64_t at = 0; at < strips; at++) {
+    const int64_t from = at * STRIP, size = n - from < STRIP ? n - from : STRIP;
+    if (room->bests[at] < least || (top->size == top->k && !(room->bests[at] > top->lowest))) continue;
+    offer_strip(top, strip_of(row_of(ask, 0, row), ask->dtype[0], from, size, room->strip[0]), from, size, floor);
   }
 }
 
@@ -265,7 +280,6 @@ TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, 
   Strip units = {0, 0, 0};
   float r_top = 0, c_top = -INFINITY;
   int64_t c_at = 0;
-  begin_top(top, ask->k);
   for (int64_t from = 0; from < n; from += STRIP) {
     const int64_t size = n - from < STRIP ? n - from : STRIP;
     const float *r = strip_of(r_row, ask->dtype[0], from, size, room->strip[0]);
@@ -276,9 +290,8 @@ TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, 
       c_dtype = F32;
     }
     if (from == 0) {
-      offer_strip(top, r, from, size);
-      r_top = top->value[0];
-      units = units_of(r_top, value_at(c_row, ask->dtype[1], top->at[0] < 0 ? 0 : top->at[0]) - r_top);
+      r_top = greatest_of((const uint8_t *)r, F32);
+      units = units_of(r_top, value_at(c_row, ask->dtype[1], place_of((const uint8_t *)r, F32, 0, size, r_top)) - r_top);
     }
     seen.again = 0;
     while (!sum_strip(r, c, c_dtype, &units, room->es + 2 * from, &sums, &seen)) {
@@ -287,7 +300,7 @@ TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, 
     }
     join_left(&room->left, seen.parted, room->bases[from / STRIP]);
     room->bases[from / STRIP] = units.base;
-    if (from && (top->size < top->k || seen.best > top->lowest)) offer_strip(top, r, from, size);
+    room->bests[from / STRIP] = seen.best;
     /* No candidate of this strip is greater than the reference's greatest and what lies between them. */
     if (!(seen.best + units.between + seen.apart + 1e-6f * (fabsf(seen.best) + fabsf(units.between) + 1) <= c_top)) {
       const float best = greatest_of(c, c_dtype);
@@ -303,6 +316,7 @@ TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, 
     }
   }
   settle(&room->left);
+  find_top(ask, row, room, top);
   const float said = value_at(c_row, ask->dtype[1], ask->tokens[row]);
   out->choice = place_of(c_row, ask->dtype[1], c_at, n, c_top);
   out->rank = said == c_top && !seen.odd ? 1 : rank_of(c_row, ask->dtype[1], n, said);
@@ -322,11 +336,21 @@ TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, 
   room->left = (Left){out, (float)x, units.base, 0, sums.e * (1 + x)};
 }
 
-TARGET static void score_rows(const ScoreAsk *ask, ScoreRoom *room, RowScore *out, int64_t *top_at, float *r_top) {
+TARGET static void score_rows(ScoreAsk *ask, ScoreRoom *room) {
+  int64_t first, count;
   room->left = (Left){0};
-  for (int64_t row = 0; row < ask->rows; row++) {
-    TopList top = {r_top + row * ask->k, top_at + row * ask->k, 0, ask->k, -INFINITY};
-    score_row(ask, row, room, out + row, &top);
-  }
+  while ((count = take_rows(ask, &first)))
+    for (int64_t row = first; row < first + count; row++) {
+      const int64_t k = ask->k;
+      TopList top = {ask->top[0] + row * k, ask->top_at + row * k, 0, k, -INFINITY};
+      memset(ask->out + row, 0, sizeof *ask->out);
+      for (int64_t i = 0; i < k; i++) {
+        top.value[i] = NAN;
+        top.at[i] = -1;
+      }
+      score_row(ask, row, room, ask->out + row, &top);
+      for (int64_t i = 0; i < k; i++)
+        ask->top[1][row * k + i] = top.at[i] < 0 ? NAN : value_at(row_of(ask, 1, row), ask->dtype[1], top.at[i]);
+    }
   if (room->left.out) sum_left(room, (ask->vocabulary + STRIP - 1) / STRIP * STRIP);
 }

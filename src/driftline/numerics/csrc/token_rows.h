@@ -36,7 +36,26 @@ typedef struct {
   int dtype[2];
   int64_t rows, vocabulary, k;
   const int64_t *tokens;
+  RowScore *out;
+  int64_t *top_at;
+  float *top[2], *scratch;
+  int path, threads;
+  int64_t next; /* the first row that nobody has taken */
 } ScoreAsk;
+
+enum { MOST_HANDS = 256 };
+
+/* The rows a thread takes next, many at first and one by one at the end; how many. */
+static int64_t take_rows(ScoreAsk *ask, int64_t *first) {
+  int64_t from = __atomic_load_n(&ask->next, __ATOMIC_RELAXED), count;
+  do {
+    const int64_t left = ask->rows - from;
+    if (left <= 0) return 0;
+    count = (left + 4 * ask->threads - 1) / (4 * ask->threads);
+  } while (!__atomic_compare_exchange_n(&ask->next, &from, from + count, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  *first = from;
+  return count;
+}
 
 typedef struct { double e, eu, ew, euv; } RowSums;
 
@@ -54,9 +73,10 @@ typedef struct { float best, apart, x; int odd, wide, again; double parted; } Se
 /* A row whose total variation is still being summed, in units of its last strip's. */
 typedef struct { RowScore *out; float x, base; double sum, whole; } Left;
 
-/* What a thread works in: e and e*m of a row in turns, the unit of each strip, a strip of either side as float32. */
+/* What a thread works in: e and e*m of a row in turns, of each strip the unit and the reference's greatest, a strip of
+ * either side as float32. */
 typedef struct {
-  float *es, *bases, strip[2][STRIP];
+  float *es, *bases, *bests, strip[2][STRIP];
   Left left;
 } ScoreRoom;
 
@@ -81,10 +101,16 @@ typedef struct {
   float lowest;
 } TopList;
 
-static void begin_top(TopList *top, int64_t k) {
-  top->size = 0;
-  top->k = k;
-  top->lowest = -INFINITY;
+/* The k-th greatest of n numbers, -inf if there are fewer; `room` takes k. */
+static float kth_greatest(const float *v, int64_t n, int64_t k, float *room) {
+  if (n < k) return -INFINITY;
+  for (int64_t i = 0; i < n; i++) {
+    int64_t at = i < k ? i : k;
+    if (at == k && !(v[i] > room[k - 1])) continue;
+    for (at = at < k ? at : k - 1; at > 0 && room[at - 1] < v[i]; at--) room[at] = room[at - 1];
+    room[at] = v[i];
+  }
+  return room[k - 1];
 }
 
 static void offer(TopList *top, float v, int64_t at) {
