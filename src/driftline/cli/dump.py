@@ -77,7 +77,9 @@ def dump(
     ] = None,
     max_bytes: Annotated[str, Option(metavar="SIZE", group=_HOW)] = "",
     save_tiling: Annotated[bool, Option(names=("--save-tiling", "-tiling"), group=_HOW)] = False,
-    engine: Annotated[Literal["torch", "atb", "onnxruntime"] | None, Option(group=_HOW)] = None,
+    engine: Annotated[
+        Literal["torch", "atb", "paddle", "onnxruntime"] | None, Option(group=_HOW)
+    ] = None,
     graph: Annotated[Literal["fx", "inductor"] | None, Option(group=_HOW)] = None,
     no_fusion: Annotated[bool, Option(group=_HOW)] = False,
     model: Annotated[str, Option(metavar="FILE.onnx", group=onnx.GROUP)] = "",
@@ -140,8 +142,8 @@ def dump(
         max_bytes: Stop storing values at this size, such as 2GB.
         save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
         engine: atb also switches on the probe of the ATB library in the program; that is the
-            default where ATB_HOME_PATH is set. torch leaves it off. onnxruntime runs a model from
-            its file.
+            default where ATB_HOME_PATH is set. torch leaves it off. Paddle programs are recognised
+            too; paddle looks at nothing else. onnxruntime runs a model from its file.
         graph: Record what torch.compile makes: fx executes every graph node by node with torch's
             own operators, whatever the backend; inductor reads what its kernels compute.
         no_fusion: With --graph inductor: fuse nothing, every node has a kernel of its own.

@@ -18,9 +18,9 @@ from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import BadInput
 from driftline.launch.errcheck import WatchOutcome, check_command
-from driftline.launch.plan import Engine, LogLevel
+from driftline.launch.plan import LogLevel
 from driftline.launch.sizes import size_of
-from driftline.launch.watch_plan import WatchLevel, WatchPlan
+from driftline.launch.watch_plan import Engine, WatchLevel, WatchPlan
 
 MOST_SHOWN = 10
 MOST_SITES = 5
@@ -85,7 +85,7 @@ def errcheck(
         max_bytes=size,
         log_level=log_level,
         command=tuple(argv),
-        engine=engine_,
+        engine="atb" if engine_ == "atb" else "torch",
     )
     outcome = script.step("outcome", check_command, argv, plan, need_probe=asked_for)
     if headroom is not None and (script.asked() or not outcome.reason):

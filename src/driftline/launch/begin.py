@@ -79,6 +79,8 @@ def begin(plan_path: str, framework: str) -> None:
         launched: Launched = Watched(WatchPlan.from_json(text), plan_path)
     else:
         plan = CapturePlan.from_json(text)
+        if plan.engine == "paddle" != framework:
+            return
         if framework != "torch" and plan.experiment:
             leave_mark(plan_path, "apart", framework)
             return

@@ -83,6 +83,7 @@ class Marks:
         experiments: What came of an experiment in each process, as JSON.
         frameworks: Those that were imported, with capture running; torch where none is named.
         apart: Frameworks that were imported and that this command cannot do its work with.
+        absent: Frameworks that were asked for and are not installed.
     """
 
     woken: int = 0
@@ -93,6 +94,7 @@ class Marks:
     experiments: tuple[str, ...] = ()
     frameworks: tuple[str, ...] = ("torch",)
     apart: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     @property
     def places(self) -> set[Place]:
@@ -117,6 +119,7 @@ def read_marks(folder: Path) -> Marks:
         experiments=tuple(texts.get("experiment", [])),
         frameworks=tuple(sorted(set(filter(None, texts.get("began", []))))) or ("torch",),
         apart=tuple(sorted(set(texts.get("apart", [])))),
+        absent=tuple(sorted(set(texts.get("absent", [])))),
     )
 
 

@@ -22,7 +22,7 @@ Layout = Literal["run", "ait"]
 Level = Literal["modules", "ops", "gradients", "params"]
 DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", "onnx"]
 GraphEngine = Literal["", "fx", "inductor"]
-Engine = Literal["torch", "atb"]
+Engine = Literal["torch", "atb", "paddle"]
 LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -46,7 +46,8 @@ class CapturePlan:
         tiling: Tiling data were asked for; torch has none, which becomes an event.
         log_level: How much the launched processes and the launcher say.
         command: The program, word by word, for the manifest.
-        engine: atb switches the probe of the ATB library on beside torch's capture.
+        engine: atb switches the probe of the ATB library on beside the capture of torch and Paddle;
+            paddle captures Paddle only.
         experiment: What is done to the program besides: its `kind` and what that kind needs.
         url: Where the output is sent while the program runs; empty: it stays where it is.
         shard_bytes: Begin a new file of values beyond this size; 0: the format's own.

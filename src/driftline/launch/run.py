@@ -349,6 +349,13 @@ def why_not_begun(marks: Marks) -> tuple[str, str]:
             f"nothing was captured: the program imported {' and '.join(marks.apart)}, not torch",
             "this command works on torch programs; dump and compare work on Paddle's too",
         )
+    if marks.absent:
+        extras = " ".join(f"'driftline[{name}]'" for name in marks.absent)
+        return (
+            f"nothing was captured: the program looked for {' and '.join(marks.absent)}, which "
+            f"{'is' if len(marks.absent) == 1 else 'are'} not installed in its environment",
+            f"pip install {extras} there",
+        )
     some = "1 Python process" if marks.woken == 1 else f"{marks.woken} Python processes"
     return (
         f"nothing was captured: {some} ran, none imported torch or paddle",

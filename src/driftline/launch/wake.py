@@ -73,6 +73,7 @@ class ImportWatch:
     def __init__(self, plan_path: str) -> None:
         self.plan_path = plan_path
         self.waiting = list(FRAMEWORKS)
+        self.absent: list[str] = []
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -86,7 +87,17 @@ class ImportWatch:
             if spec is not None:
                 self._follow(name, spec)
                 return spec
+        self._is_absent(name)
         return None
+
+    def _is_absent(self, framework: str) -> None:
+        """Somebody asked for a framework that is not installed: a reason, if nothing else comes."""
+        if framework not in self.absent:
+            self.absent.append(framework)
+            try:
+                leave_mark(self.plan_path, "absent", framework)
+            except OSError:
+                return
 
     def is_here(self, framework: str) -> None:
         """Start the capture; whatever fails there is told to the launcher, not to the program."""

@@ -12,11 +12,12 @@ from typing import Any, Literal, Self, cast, get_args
 
 from driftline.adapters.findings import TYPES
 from driftline.errors import BadInput, did_you_mean
-from driftline.launch.plan import LOG_LEVELS, Engine, LogLevel
+from driftline.launch.plan import LOG_LEVELS, LogLevel
 
 TASK = "errcheck"
 SCHEMA = 1
 WatchLevel = Literal["operator", "module"]
+Engine = Literal["torch", "atb"]
 
 
 @dataclass(frozen=True, slots=True)
