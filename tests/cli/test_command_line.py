@@ -251,7 +251,7 @@ def test_python_dash_m_is_the_same_program(tmp_path: Path, module: str) -> None:
 def test_doctor_names_versions_kernel_and_devices(driftline: Say) -> None:
     said = driftline("doctor")
     assert said.code == 0
-    for word in ("driftline", "python", "numpy", "kernel", "torch", "devices"):
+    for word in ("driftline", "python", "numpy", "kernel", "torch", "paddle", "devices"):
         assert word in said.out
     assert textwrap.dedent(driftline("doctor", "--format", "json").out).startswith("{")
 

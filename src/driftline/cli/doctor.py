@@ -13,7 +13,13 @@ from typing import Literal
 from driftline import __version__
 from driftline.cli import script
 
-PACKAGES = ("numpy", "ml_dtypes", "safetensors", "pyarrow", "msgspec", "torch")
+PACKAGES = ("numpy", "ml_dtypes", "safetensors", "pyarrow", "msgspec")
+ENGINES = {
+    "torch": ("torch",),
+    "paddle": ("paddlepaddle", "paddlepaddle-gpu"),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+}
+"""What can be captured, by the name of its extra, and the packages it may come in."""
 
 
 def doctor(*, format: Literal["table", "json"] = "table") -> int:
@@ -42,15 +48,21 @@ def environment_facts() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
     }
-    for package in PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed"
+    facts |= {package: _version(package) or "not installed" for package in PACKAGES}
+    for engine, packages in ENGINES.items():
+        known = [version for package in packages if (version := _version(package))]
+        facts[engine] = known[0] if known else f"not installed: pip install 'driftline[{engine}]'"
     facts |= _kernel_facts()
     if importlib.util.find_spec("torch") is not None:
         facts |= _torch_facts()
     return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _kernel_facts() -> dict[str, str]:
