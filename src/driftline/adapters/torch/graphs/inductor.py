@@ -28,12 +28,11 @@ from driftline.adapters.torch.graphs.recorder import Compiled, Execution, Record
 from driftline.runs.graphs import GraphNode, Kept, Kernel
 
 _LINE = "__import__('sys').modules[{module!r}].kept({graph}, {buffer!r}, {variable})"
-_CACHES = (
-    ("torch._inductor.config", "fx_graph_cache"),
-    ("torch._inductor.config", "fx_graph_remote_cache"),
-    ("torch._functorch.config", "enable_autograd_cache"),
-    ("torch._functorch.config", "enable_remote_autograd_cache"),
-)
+MODULE = "torch._inductor.graph"
+_CACHES = {
+    "torch._functorch.config": ("enable_autograd_cache", "enable_remote_autograd_cache"),
+    "torch._inductor.config": ("fx_graph_cache", "fx_graph_remote_cache"),
+}
 _lock = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()
 _settings: list[tuple[Any, str, Any]] = []
@@ -103,13 +102,25 @@ def _show(execution: Execution, compiled: Compiled, kernel: str, what: Kept, val
 # --- switching on and off
 
 
+def forget_graphs() -> None:
+    """Before the first graph: one that is found in a cache would never reach inductor."""
+    with _lock:
+        if not _settings:
+            _no_caches("torch._functorch.config")
+
+
+def _no_caches(module: str) -> None:
+    for name in _CACHES[module]:
+        _set(importlib.import_module(module), name, False)
+
+
 def install(watcher: Watcher) -> bool:
     """Show a watcher the kernels of graphs that are compiled from now on."""
     global _watchers
     with _lock:
         if not _watchers:
             scheduler: Any = importlib.import_module("torch._inductor.scheduler").Scheduler
-            graph: Any = importlib.import_module("torch._inductor.graph").GraphLowering
+            graph: Any = importlib.import_module(MODULE).GraphLowering
             places = (
                 (scheduler, "enter_context", _enter),
                 (scheduler, "free_buffers", _free),
@@ -118,8 +129,7 @@ def install(watcher: Watcher) -> bool:
             )
             if not all(hasattr(owner, name) for owner, name, _ in places):
                 return False
-            for module, name in _CACHES:
-                _set(importlib.import_module(module), name, False)
+            _no_caches("torch._inductor.config")
             for owner, name, make in places:
                 original = getattr(owner, name)
                 ours = make(original)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from driftline.adapters.torch.graphs import compiling, stamps
+from driftline.adapters.torch.graphs import compiling, inductor, stamps
 from driftline.adapters.torch.graphs.arrival import when_imported
 from driftline.adapters.torch.graphs.fx import compile_by_nodes, compile_id
 from driftline.adapters.torch.graphs.recorder import Recorder, Write
@@ -97,12 +97,14 @@ class GraphTap:
         if self._begun:
             return
         self._begun = True
-        whole = stamps.install()
+        if not stamps.install():
+            self._unseen()
         if self.engine == "inductor":
-            from driftline.adapters.torch.graphs import inductor
+            inductor.forget_graphs()
+            self._call_off = when_imported(inductor.MODULE, self._inductor_is_here)
 
-            whole = inductor.install(self) and whole
-        if not whole:
+    def _inductor_is_here(self) -> None:
+        if not inductor.install(self):
             self._unseen()
 
     def _unseen(self) -> None:
@@ -117,8 +119,6 @@ class GraphTap:
         compiling.remove(self)
         if self._begun:
             if self.engine == "inductor":
-                from driftline.adapters.torch.graphs import inductor
-
                 inductor.remove(self)
             stamps.remove()
         if self._afresh:

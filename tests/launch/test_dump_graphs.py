@@ -1,0 +1,86 @@
+"""`driftline dump --graph`: an unchanged program that compiles, seen node by node or by kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+import driftline
+from driftline.cli.main import main
+from driftline.runs.calls import GRAPHS
+from driftline.runs.graphs import read_graphs
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+
+class Gate(nn.Module):
+    def forward(self, x):
+        return torch.sigmoid(x) * x
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), Gate(), nn.Linear(16, 8)).eval()
+
+def broken(graph, inputs):
+    raise ValueError("no such tile")
+
+backend = broken if sys.argv[1] == "broken" else sys.argv[1]
+with torch.no_grad():
+    print("sum", torch.compile(model, backend=backend)(torch.ones(2, 8)).sum().item())
+"""
+
+
+@pytest.fixture
+def program(workshop, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    (workshop / "compiles.py").write_text(PROGRAM)
+    return "compiles.py"
+
+
+def test_nodes_of_an_unchanged_program_are_recorded_and_what_ran_is_said(quick, program):
+    dumped = quick("--graph", "fx", run=[program, "aot_eager"])
+    assert dumped.code == 0, dumped.err
+    assert dumped.out.startswith("sum ")
+    assert "executed node by node by torch's own operators" in dumped.err
+    assert "(aot_eager) compiled none of them" in dumped.err
+    sites = {r.key.site: r.class_name for r in dumped.run.records}
+    assert sites["1/sigmoid"] == "aten.sigmoid.default" and sites["0/addmm"] == "aten.addmm.default"
+    (graph,) = read_graphs(dumped.run.sheet(GRAPHS))
+    (line,) = [node.line for node in graph.nodes if node.name == "sigmoid"]
+    assert line.endswith("compiles.py:8 in forward")
+
+
+def test_kernels_of_an_unchanged_program_are_recorded(quick, program, workshop, capfd):
+    dumped = quick("--graph", "inductor", run=[program, "inductor"])
+    assert dumped.code == 0, dumped.err
+    assert "kernels ran as inductor made them" in dumped.err
+    kernels = {r.class_name for r in dumped.run.records if "/" in r.key.site}
+    assert "cpp_fused_mul_sigmoid_0" in kernels
+    assert main(["show", "out"]) == 0
+    shown = capfd.readouterr().out
+    assert "Kernels of graph 0" in shown and "cpp_fused_mul_sigmoid_0" in shown
+
+
+def test_a_program_that_fails_to_compile_shows_its_own_error_and_nothing_of_ours(quick, program):
+    dumped = quick("--graph", "inductor", run=[program, "broken"])
+    assert dumped.code == 1
+    assert "backend='broken' raised:\nValueError: no such tile" in dumped.err
+    assert "broken could not compile a graph, which is not recorded" in dumped.err
+    assert "capture failed" not in dumped.err and "During handling" not in dumped.err
+    assert GRAPHS not in driftline.open_run(dumped.path).sheets()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--no-fusion"], "--no-fusion is for the kernels of inductor"),
+        (["--graph", "fx", "--no-fusion"], "--no-fusion is for the kernels of inductor"),
+        (["--graph", "fx", "--level", "ops"], "TORCHDYNAMO_DISABLE=1 and --level ops"),
+        (["--graph", "fx", "--layout", "ait"], "records tensors into a run"),
+        (["--graph", "fx", "--type", "model"], "records tensors into a run"),
+        (["--graph", "fxx"], "fx"),
+    ],
+)
+def test_what_does_not_go_with_graphs_is_refused(dump, options, message):
+    dumped = dump(*options, argv=["true"])
+    assert dumped.code == 2 and message in dumped.err, dumped.err
