@@ -175,12 +175,17 @@ def capture_onnx(
             len(exported.nodes),
             executions,
             faithful,
-            _notes(sink, faithful=faithful),
+            _notes(sink, work, faithful=faithful),
         )
 
 
-def _notes(sink: Sink, *, faithful: bool) -> tuple[str, ...]:
+def _notes(sink: Sink, work: Work, *, faithful: bool) -> tuple[str, ...]:
     notes: list[str] = []
+    if whole := work.integer_nodes():
+        notes.append(
+            f"{whole} nodes compute with integers, whose values are codes in layouts of their own; "
+            "with optimize 'none' every layer of a QDQ model can be compared as floats"
+        )
     if not faithful:
         notes.append(
             "the captured run is not bit for bit what the session without capture gives; "

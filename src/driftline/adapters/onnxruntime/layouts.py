@@ -1,8 +1,9 @@
-"""Values that ONNX Runtime keeps in blocks of channels, and what they are in the exported graph.
+"""Values that ONNX Runtime keeps in a form of its own, and what they are in the exported graph.
 
 On a CPU its highest level runs convolutions in a layout of its own: 8 or 16 channels lie together,
 the last block is filled up, and values get new names. Which value of the exported graph one is, the
 node's name and its inputs say together; one that fits nothing keeps its own name and its blocks.
+Values of 16 bits that have no kernel are computed in 32, under another name too.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -20,7 +21,8 @@ from driftline.adapters.onnxruntime.values import AnyArray, HostTensor
 
 _DOMAIN = "com.microsoft.nchwc"
 _SUFFIX = "_nchwc"
-_ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid")
+_WIDENED = "InsertedPrecisionFreeCast_"
+"""How ONNX Runtime calls what it computes in 32 bits because it has no kernel for 16."""
 _SUMS = ("Add", "Sum")
 _FUSED_MOST = 3
 
@@ -30,7 +32,7 @@ class Blocked(NamedTuple):
 
     Attributes:
         name: Its name in the optimised graph.
-        channels: How many of its channels are real.
+        channels: How many of its channels are real; 0 for a value that only has another name.
     """
 
     name: str
@@ -50,14 +52,29 @@ def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Blocked]:
         kept = node.op != "ReorderOutput" and any(value in tokens for value in node.inputs)
         if not (own or kept) or not node.outputs or node.outputs[0] in exported.maker:
             continue
+        if node.op == "ReorderInput":
+            tokens.add(node.outputs[0])
+            plain[node.outputs[0]] = plain.get(node.inputs[0], node.inputs[0])
+            continue
         token = node.outputs[0]
         tokens.add(token)
         start = node.name.removesuffix(_SUFFIX) if own else _made_by(node, by_name, exported)
         value = _which(start, node, exported, optimised, plain)
-        channels = _channels(value, exported) if value else 0
-        if value and channels and value not in optimised.maker and value not in found:
-            found[value] = Blocked(token, channels)
+        if value:
             plain[token] = value
+        channels = _channels(value, exported) if value else 0
+        if channels and value not in optimised.maker and value not in found:
+            found[value] = Blocked(token, channels)
+    return found
+
+
+def widened_values(exported: Graph, optimised: Graph) -> dict[str, Blocked]:
+    """Value of the exported graph → the one that holds it with more bits."""
+    found: dict[str, Blocked] = {}
+    for name in optimised.maker:
+        value = name.removeprefix(_WIDENED)
+        if value != name and value in exported.maker and value not in optimised.maker:
+            found[value] = Blocked(name, 0)
     return found
 
 
@@ -79,7 +96,7 @@ def _which(start: str, node: Node, exported: Graph, optimised: Graph, plain: dic
         if not exported.known(known):
             return ""
         wanted.add(known)
-    for value in _led_to(start, exported):
+    for value in _led_to(start, node.activation, exported):
         maker = exported.nodes[exported.maker[value]].op
         fused = not node.activation or maker == node.activation
         if fused and _needs(value, wanted, exported) == wanted:
@@ -87,7 +104,7 @@ def _which(start: str, node: Node, exported: Graph, optimised: Graph, plain: dic
     return ""
 
 
-def _led_to(start: str, exported: Graph) -> Iterator[str]:
+def _led_to(start: str, activation: str, exported: Graph) -> Iterator[str]:
     value = start
     for _ in range(_FUSED_MOST):
         if value not in exported.maker:
@@ -97,7 +114,7 @@ def _led_to(start: str, exported: Graph) -> Iterator[str]:
         if len(readers) != 1 or value in exported.outputs:
             return
         reader = exported.nodes[readers[0]]
-        if reader.op not in (*_SUMS, *_ACTIVATIONS) or not reader.outputs:
+        if reader.op not in (*_SUMS, activation) or not reader.outputs:
             return
         value = reader.outputs[0]
 

@@ -13,7 +13,12 @@ from driftline.adapters.onnxruntime import describing, loading, sessions
 from driftline.adapters.onnxruntime.feeding import Feed, Wanted, wanted_by
 from driftline.adapters.onnxruntime.fusions import placed
 from driftline.adapters.onnxruntime.graph import Graph
-from driftline.adapters.onnxruntime.layouts import block_size, blocked_values, unblocked
+from driftline.adapters.onnxruntime.layouts import (
+    block_size,
+    blocked_values,
+    unblocked,
+    widened_values,
+)
 from driftline.adapters.onnxruntime.recording import Seen, Sight, portions, sights, sizes_of, wanted
 from driftline.adapters.onnxruntime.scopes import Names
 from driftline.adapters.onnxruntime.sessions import SessionPlan
@@ -27,6 +32,7 @@ from driftline.runs.key import usual_moment
 from driftline.runs.sink import Sink
 
 Progress = Callable[[int, int], None]
+_INTEGERS = ("QLinear", "QGemm", "QAttention", "MatMulInteger", "ConvInteger", "DynamicQuantizeM")
 
 
 class Budget(NamedTuple):
@@ -53,16 +59,22 @@ class Work:
         self.wanted: list[Wanted] = wanted_by(made.session)
         self.outputs: list[str] = [one.name for one in made.session.get_outputs()]
         optimised = Graph(loading.load_graph(made.path))
-        self._blocked = blocked_values(exported, optimised)
-        self._block = block_size() if self._blocked else 0
+        blocked = blocked_values(exported, optimised)
+        self._block = block_size() if blocked else 0
+        self._blocked = {**widened_values(exported, optimised), **blocked}
         optimised.rename({one.name: value for value, one in self._blocked.items()})
         self.seen = Seen.of(exported, optimised, Names(exported), placed(exported, optimised))
         self._session: tuple[int, Any] | None = None
+        self._weights: Weights | None = None
 
     def plain_digests(self, feed: Feed) -> list[str]:
         """What the session without capture gives, as digests."""
         values = sessions.run(self._plain, self.outputs, _ort_feed(feed), self._name)
         return [_digest(value) for value in values]
+
+    def integer_nodes(self) -> int:
+        """How many nodes of the optimised graph were made of quantised ones."""
+        return sum(node.op.startswith(_INTEGERS) for node in self.seen.optimised.nodes)
 
     def let_go(self) -> None:
         """The session without capture has done its part; its weights need not stay in memory."""
@@ -98,15 +110,17 @@ class Work:
             parts = portions(taken, sizes, budget.memory, budget.values)
             most = max(most, len(parts))
             for at, part in enumerate(parts):
-                done = sum(map(len, parts[:at]))
                 values = self._values(part, at, len(parts), feed, sizes)
                 if at == 0:
                     given = [_digest(values[name]) for name in self.outputs]
                     faithful = self._faithful(intake, given, expected[number], step) and faithful
-                self._record(intake, part, values, feed, step)
+                counted = number * len(taken) + sum(map(len, parts[:at]))
+                for sight in part:
+                    self._record(intake, sight, values, feed, step)
+                    counted += 1
+                    if progress is not None:
+                        progress(counted, len(feeds) * len(taken))
                 del values
-                if progress is not None:
-                    progress(number * len(taken) + done + len(part), len(feeds) * len(taken))
             sink.step_done(step)
         return most, faithful
 
@@ -128,37 +142,30 @@ class Work:
         return dict(zip(names, values, strict=True))
 
     def _record(
-        self,
-        intake: Intake,
-        part: Sequence[Sight],
-        values: Mapping[str, Any],
-        feed: Feed,
-        step: int,
+        self, intake: Intake, sight: Sight, values: Mapping[str, Any], feed: Feed, step: int
     ) -> None:
-        weights: Weights | None = None
-        for sight in part:
-            tensor: Any = values.get(sight.value, feed.get(sight.value))
-            if sight.port == "param":
-                weights = weights or Weights(self._path)
-                tensor = weights.read(sight.value)
-            elif sight.value in self._blocked:
-                tensor = unblocked(tensor, self._blocked[sight.value].channels, self._block)
-            if tensor is None:
-                continue
-            intake.shielded(
-                sight.site,
-                intake.take,
-                sight.site,
-                sight.port,
-                sight.slot,
-                tensor,
-                sight.alias,
-                sight.class_name,
-                sight.visit,
-                "forward",
-                usual_moment(sight.port),
-                step,
-            )
+        tensor: Any = values.get(sight.value, feed.get(sight.value))
+        if sight.port == "param":
+            self._weights = self._weights or Weights(self._path)
+            tensor = self._weights.read(sight.value)
+        elif sight.value in self._blocked and self._blocked[sight.value].channels:
+            tensor = unblocked(tensor, self._blocked[sight.value].channels, self._block)
+        if tensor is None:
+            return
+        intake.shielded(
+            sight.site,
+            intake.take,
+            sight.site,
+            sight.port,
+            sight.slot,
+            tensor,
+            sight.alias,
+            sight.class_name,
+            sight.visit,
+            "forward",
+            usual_moment(sight.port),
+            step,
+        )
 
     def _faithful(
         self, intake: Intake, given: Sequence[str], expected: Sequence[str], step: int
