@@ -20,7 +20,6 @@ REASONS = (
     "needs a network",
     "needs an AIU",
     "needs an Ascend device",
-    "needs Paddle",
     "sets up an environment",
 )
 """Why a command is not run: there are no others."""

@@ -83,6 +83,53 @@ def tools(place: Path, python: str) -> Path:
     return place
 
 
+TORCH_TRAINING = """
+import numpy, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+net, weights = Net(), numpy.load("w.npz")
+with torch.no_grad():
+    for name in ("first", "last"):
+        getattr(net, name).weight.copy_(torch.from_numpy(weights[name].T))
+        getattr(net, name).bias.zero_()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+net(torch.ones(2, 6)).square().sum().backward()
+optimizer.step()
+"""
+PADDLE_TRAINING = """
+import numpy, paddle
+from paddle import nn
+
+class Net(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+net, weights = Net(), numpy.load("w.npz")
+for name in ("first", "last"):
+    getattr(net, name).weight.set_value(weights[name])
+{hook}
+optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
+net(paddle.ones([2, 6])).square().sum().backward()
+optimizer.step()
+"""
+HOOK = """
+from driftline import register_saving_hook
+net = register_saving_hook(net, path="./tmp_tensors", target_class_names=["Linear", "LayerNorm"])
+"""
+
+
 def programs(place: Path, *, demo: bool = False) -> None:
     if demo:
         shutil.copy(DEMO, place / "infer.py")
@@ -124,6 +171,18 @@ def hooks(place: Path) -> None:
         for step in range(2):
             name = f"tensor_idx_{step}_layer_class_Linear_layer_name_linear_0_micro_step_{step}"
             np.save(folder / f"{name}.npy", np.arange(4, dtype=np.float32) + step)
+
+
+def paddle_programs(place: Path) -> None:
+    """One model in torch (reference.py) and in Paddle (train.py, and hooked.py with its hook)."""
+    dice = np.random.default_rng(0)
+    weights = {"first": (6, 8), "last": (8, 3)}
+    np.savez(
+        place / "w.npz", **{n: dice.standard_normal(s, np.float32) for n, s in weights.items()}
+    )
+    (place / "reference.py").write_text(TORCH_TRAINING)
+    (place / "train.py").write_text(PADDLE_TRAINING.format(hook=""))
+    (place / "hooked.py").write_text(PADDLE_TRAINING.format(hook=HOOK))
 
 
 def files(place: Path) -> None:

@@ -54,14 +54,14 @@ COOKED: dict[str, Kitchen] = {
         kitchens.decoder,
         kitchens.onnx_models,
     ),
-    "docs/engines.md": all_of(kitchens.programs, kitchens.onnx_models),
+    "docs/engines.md": all_of(kitchens.programs, kitchens.onnx_models, kitchens.paddle_programs),
     "docs/alignment.md": kitchens.named_otherwise,
     "docs/decoders.md": kitchens.decoder,
     "docs/formats.md": kitchens.ascend,
     "docs/operators.md": all_of(kitchens.programs, kitchens.ascend),
     "docs/coming-from/ait-llm.md": all_of(kitchens.programs, kitchens.ascend),
     "docs/coming-from/aclcmp.md": labelled,
-    "docs/coming-from/paddle-saving-hook.md": all_of(kitchens.programs, kitchens.hooks),
+    "docs/coming-from/paddle-saving-hook.md": all_of(kitchens.paddle_programs, kitchens.hooks),
     "docs/coming-from/msprobe.md": all_of(kitchens.programs, kitchens.msprobe),
     "docs/coming-from/aiu-fms-testing-utils.md": kitchens.decoder,
 }
@@ -106,8 +106,9 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
     if words[:2] == ["driftline", "view"]:
         return look_and_stop(words, place)
     if words[0] != "driftline":
+        program = words[1:] if words[0] == "python" else ["-m", *words]
         done = subprocess.run(
-            [sys.executable, "-m", *words],
+            [sys.executable, *program],
             cwd=place,
             env=environment,
             capture_output=True,
