@@ -31,6 +31,7 @@ SUITES = (
     "diagnosis",
     "replay",
     "report_page",
+    "scale",
 )
 
 

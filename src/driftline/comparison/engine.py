@@ -54,6 +54,8 @@ Elementwise = Callable[[str, str], tuple[float, float]]
 
 _LARGE = 64 << 20
 """Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
+_MAPPED = 1 << 29
+"""Elements of both sides' large tensors after which mapped files are let go; 4 GB of float32."""
 _FETCHING = 8
 """Threads where values come from another machine: most of the time they wait for it."""
 _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
@@ -180,6 +182,7 @@ class _Work:
         self.failure: BaseException | None = None
         self.done = 0
         self.many = len(pairs) > MANY
+        self.looked_at = 0
         self.lock = threading.Lock()
         self.large = threading.Lock()
         self.ticket = itertools.count()
@@ -211,10 +214,21 @@ class _Work:
     def _worker(self) -> None:
         try:
             while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
-                _, at, block, blocks = self.units[ticket]
+                size, at, block, blocks = self.units[ticket]
                 self._finish(at, self._row(at, block, blocks))
+                self._looked_at(size)
         except BaseException as bug:  # carried to the calling thread, which raises it
             self.failure = bug
+
+    def _looked_at(self, elements: int) -> None:
+        """Let go of mapped pages now and then: wherever memory is limited they count as ours."""
+        with self.lock:
+            self.looked_at += elements
+            if self.looked_at < _MAPPED:
+                return
+            self.looked_at = 0
+        self.reference.release_some()
+        self.candidate.release_some()
 
     def _finish(self, at: int, row: Row | None) -> None:
         with self.lock:

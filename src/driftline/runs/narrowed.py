@@ -88,6 +88,9 @@ class _NarrowedRun(Run):
     def release(self) -> None:
         self._whole.release()
 
+    def release_some(self) -> None:
+        self._whole.release_some()
+
     def events(self) -> Iterator[Mapping[str, Any]]:
         return self._whole.events()
 

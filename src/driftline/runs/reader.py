@@ -312,6 +312,10 @@ class DiskRun(Run):
         for part in self._parts.values():
             part.shards.release()
 
+    def release_some(self) -> None:
+        if not self.fetched:  # what was fetched is bounded anyway
+            self.release()
+
     def events(self) -> Iterator[Mapping[str, Any]]:
         parts = self._parts.values()
         places = [(f"{part.name}/{EVENTS}", part.rank, part.process) for part in parts]

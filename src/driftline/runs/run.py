@@ -284,6 +284,9 @@ class Run(ABC):
     def release(self) -> None:  # noqa: B027 - most runs map nothing
         """Let go of what was mapped to read values; a later read maps it again."""
 
+    def release_some(self) -> None:  # noqa: B027 - most runs map nothing
+        """As `release`, while other threads are reading: what they look at stays."""
+
     def events(self) -> Iterator[Mapping[str, Any]]:
         """Warnings, findings and labels, each with its rank and process."""
         return iter(())

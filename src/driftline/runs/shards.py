@@ -5,7 +5,6 @@ Knows names and sizes of files, not what their bytes mean.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -72,12 +71,9 @@ class Shards:
         return self.memory(record)
 
     def release(self) -> None:
+        """Let go of the maps: each ends with the last array or address of it, in any thread."""
         self._places.clear()
-        while self._maps:
-            _, content = self._maps.popitem()
-            if isinstance(content, mmap.mmap):
-                with contextlib.suppress(BufferError):  # an array of it lives, and keeps it
-                    content.close()
+        self._maps.clear()
 
     def _map(self, shard: str) -> mmap.mmap | bytes:
         found = self._maps.get(shard)

@@ -1,0 +1,256 @@
+"""How time and memory of `driftline compare` grow: with bytes, and with tensors.
+
+    python -m benchmarks scale                    all of it
+    python -m benchmarks.scale bytes 1 10         some of it, in GB of both sides together
+    python -m benchmarks.scale tensors 1000 10000
+    python -m benchmarks.scale disk               what the disk and a cold page cache give
+
+Bytes: tensors of 256 MiB of float32. Each side is one file of 1 GiB, which a large run has many
+times, as hard links of other names: every byte is mapped and measured as often as it is listed, and
+comes from the page cache. So these figures are the work itself, and what it holds in memory; `disk`
+says what reading adds. Tensors: of 64 floats, 2000 per rank, so a million are 500 ranks.
+Seconds are those of the processor (user and system, both cores together), which neighbours disturb
+least, and of the wall. Memory is what the process holds beside mapped files (RssAnon), its page
+tables, and the mapped pages, each at its largest, every 20 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.runs.key import Port, TensorKey
+from driftline.runs.record import Record
+from driftline.runs.writer import RunWriter
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "bench-output" / "scale"
+GIB = 1 << 30
+SIZES = (1, 10, 100)
+COUNTS = (1_000, 10_000, 100_000, 1_000_000)
+PER_RANK = 2_000
+TENSOR = 256 << 20
+LINEAR = 1.25
+"""Ten times as much may take so much more than ten times as long."""
+CONSTANT = 1.25
+
+
+class Measured(NamedTuple):
+    """One comparison."""
+
+    wall: float
+    processor: float
+    memory: int
+    tables: int
+    mapped: int
+
+
+def run() -> list[dict[str, Any]]:
+    """All figures; see the module's text."""
+    return [*_grown("GB", SIZES), *_grown("tensors", COUNTS)]
+
+
+def _grown(unit: str, amounts: tuple[int, ...]) -> list[dict[str, Any]]:
+    figures: list[dict[str, Any]] = []
+    before: tuple[int, Measured] | None = None
+    for amount in amounts:
+        made = make_bytes(amount) if unit == "GB" else make_tensors(amount)
+        found = measured(*made)
+        note = (
+            f"{found.processor:.2f} s of processor; {found.memory / 1e6:.0f} MB held, "
+            f"{found.tables / 1e6:.0f} MB page tables, {found.mapped / 1e9:.1f} GB mapped"
+        )
+        figures.append(_figure(f"compare, {amount:,} {unit}", found.wall, None, "s", note))
+        if before is not None:
+            times = amount / before[0]
+            growth = found.processor / before[1].processor / times
+            figures.append(
+                _figure(f"  time beyond {times:.0f}x of the last", growth, LINEAR, "x", "")
+            )
+            memory = found.memory / before[1].memory
+            figures.append(_figure("  memory against the last", memory, CONSTANT, "x", ""))
+        before = amount, found
+        if unit == "tensors":
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True)
+    return figures
+
+
+def _figure(what: str, value: float, goal: float | None, unit: str, note: str) -> dict[str, Any]:
+    return {
+        "what": what,
+        "value": value,
+        "goal": goal,
+        "better": "lower",
+        "unit": unit,
+        "note": note,
+    }
+
+
+# ---- runs
+
+
+def make_bytes(gigabytes: int) -> tuple[Path, Path]:
+    """Two runs of so many GB together, of which all shards of a side are one file."""
+    count = round(gigabytes * 1e9 / 2 / TENSOR)
+    sides: list[Path] = []
+    for number, side in enumerate(("reference", "candidate")):
+        first = OUTPUT / f"one_{side}"
+        if not (first / "ready").exists():
+            _write_one(first, number)
+        place = OUTPUT / f"{gigabytes}GB_{side}"
+        shutil.rmtree(place, ignore_errors=True)
+        (place / "rank0").mkdir(parents=True)
+        shutil.copyfile(first / "run.json", place / "run.json")
+        lines = (first / "rank0" / "index.jsonl").read_text().splitlines()
+        with (place / "rank0" / "index.jsonl").open("w") as index:
+            for order in range(count):
+                shard, at = divmod(order, len(lines))
+                name = f"tensors-{shard:05d}.safetensors"
+                if at == 0:
+                    os.link(first / "rank0" / "tensors-00000.safetensors", place / "rank0" / name)
+                line = lines[at].replace("tensors-00000.safetensors", name)
+                line = line.replace(f'"order":{at},', f'"order":{order},')
+                index.write(line.replace('"site":"', f'"site":"part{shard}.') + "\n")
+        facts = (first / "rank0" / "process.json").read_text()
+        facts = facts.replace(f'"tensors": {len(lines)}', f'"tensors": {count}')
+        (place / "rank0" / "process.json").write_text(facts)
+        sides.append(place)
+    return sides[0], sides[1]
+
+
+def _write_one(place: Path, number: int) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    writer = RunWriter(place, seal_at_exit=False, shard_bytes=2 * GIB)
+    draw = np.random.default_rng(0)
+    for at in range(GIB // TENSOR):
+        values = draw.standard_normal(TENSOR // 4, np.float32)
+        values *= np.float32(1 + 1e-7 * number)
+        record = Record(TensorKey.of(f"layer{at}", "output"), at, "float32", (TENSOR // 4,))
+        writer.put(record, values.view(np.uint8))
+    writer.close()
+    (place / "ready").touch()
+
+
+def make_tensors(count: int) -> tuple[Path, Path]:
+    """Two runs of so many small tensors each, no two of a run alike."""
+    sides = OUTPUT / f"{count}_reference", OUTPUT / f"{count}_candidate"
+    per_rank = min(count, PER_RANK)
+    base = np.random.default_rng(0).standard_normal(64 + per_rank, np.float32)
+    for number, place in enumerate(sides):
+        shutil.rmtree(place, ignore_errors=True)
+        for rank in range(count // per_rank):
+            writer = RunWriter(place, rank=rank, world_size=count // per_rank, seal_at_exit=False)
+            for at in range(per_rank):
+                port: Port = "output" if at % 2 else "input"
+                site = f"model.layers.{at // 26}.part{at % 26 // 2}"
+                values = (base[at : at + 64] + np.float32(rank)) * np.float32(1 + 1e-7 * number)
+                key = TensorKey.of(site, port, rank=rank)
+                record = Record(key, at, "float32", (64,), class_name="Linear")
+                writer.put(record, values.view(np.uint8))
+            writer.close()
+    return sides
+
+
+# ---- measuring
+
+
+def measured(reference: Path, candidate: Path, *options: str) -> Measured:
+    """The whole command, as a user starts it."""
+    words = [sys.executable, "-m", "driftline", "compare", str(reference), str(candidate), "-q"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begin = time.perf_counter()
+    process = subprocess.Popen([*words, *options], stdout=subprocess.DEVNULL)
+    watch = _Watch(process.pid)
+    watch.start()
+    code = process.wait()
+    wall = time.perf_counter() - begin
+    watch.over = True
+    watch.join()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if code not in (0, 1):
+        raise SystemExit(f"benchmarks: {' '.join(words)} ended with {code}")
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Measured(wall, processor, watch.memory, watch.tables, watch.mapped)
+
+
+class _Watch(threading.Thread):
+    """The largest of what a process holds."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._status = Path(f"/proc/{pid}/status")
+        self.over = False
+        self.memory = self.tables = self.mapped = 0
+
+    def run(self) -> None:
+        while not self.over:
+            with contextlib.suppress(OSError, KeyError, ValueError):
+                lines = self._status.read_text().splitlines()
+                facts = dict(line.split(":", 1) for line in lines)
+                kilobytes = {
+                    name: int(facts[name].split()[0]) * 1024
+                    for name in ("RssAnon", "VmPTE", "RssFile")
+                }
+                self.memory = max(self.memory, kilobytes["RssAnon"])
+                self.tables = max(self.tables, kilobytes["VmPTE"])
+                self.mapped = max(self.mapped, kilobytes["RssFile"])
+            time.sleep(0.02)
+
+
+def disk(gigabytes: int = 4) -> None:
+    """Files that are in no cache: read plainly, and compared."""
+    paths = OUTPUT / "one_reference", OUTPUT / "one_candidate"
+    make_bytes(1)
+    files = [path / "rank0" / "tensors-00000.safetensors" for path in paths]
+    for what in ("read", "compare"):
+        for file in files:
+            _forget(file)
+        begin = time.perf_counter()
+        if what == "read":
+            for file in files:
+                with file.open("rb", buffering=0) as stream:
+                    while stream.read(8 << 20):
+                        pass
+            took = time.perf_counter() - begin
+        else:
+            took = measured(OUTPUT / "1GB_reference", OUTPUT / "1GB_candidate").wall
+        size = sum(file.stat().st_size for file in files) * (1 if what == "read" else 0.5)
+        print(f"cold, {what}: {took:.2f} s, {size / took / 1e9:.2f} GB/s")
+
+
+def _forget(file: Path) -> None:
+    """Ask the system to drop a file from its cache."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words and words[0] == "disk":
+        disk()
+        return
+    from benchmarks.__main__ import show
+
+    amounts = tuple(int(float(word)) for word in words[1:])
+    if words and words[0] == "bytes":
+        show(_grown("GB", amounts or SIZES))  # type: ignore[arg-type]
+    elif words and words[0] == "tensors":
+        show(_grown("tensors", amounts or COUNTS))  # type: ignore[arg-type]
+    else:
+        show(run())  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()
