@@ -81,7 +81,7 @@ def kind_of(name: str) -> Kind | None:
 def _kernel(function: Any, short: str, lowest: float) -> Kernel:
     from driftline.adapters.torch.device.summary_kernels import WARPS
 
-    registers = 80 if short in ("bf16", "f16", "u16", "i16") else 96
+    registers = 64 if short in ("bf16", "f16", "u16", "i16") else 96
     constants = {"KIND": short, "LOWEST": lowest, "TOGETHER": not interpreted()}
     return Kernel(function, constants, warps=WARPS, registers=registers)
 
@@ -115,7 +115,7 @@ class Tables:
         """Have at least so many groups; what was there stays, kernels may be reading it."""
         size = max(_FIRST_TABLE, 1 << (groups - 1).bit_length())
         signs = self._place.empty((size,), torch.int64)
-        flips = self._place.empty((size,), torch.uint8)
+        flips = self._place.empty((size,), torch.int16)
         self._kept += [signs, flips]
         _filling()(size // _TABLE_BLOCK, self._place.index, signs.data_ptr(), flips.data_ptr(), 0)
         self.signs, self.flips, self.groups = signs.data_ptr(), flips.data_ptr(), size

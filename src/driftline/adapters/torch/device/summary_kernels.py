@@ -55,7 +55,11 @@ def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK
     z = tl.where((flip & 16) != 0, _exchanged(z, 0x0000FFFF0000FFFF, 16), z)
     z = tl.where((flip & 32) != 0, _exchanged(z, 0x00000000FFFFFFFF, 32), z)
     tl.store(signs_at.to(tl.pointer_type(tl.uint64)) + group, z)
-    tl.store(flips_at.to(tl.pointer_type(tl.uint8)) + group, flip.to(tl.uint8))
+    # As the kernels want it: for pairs of elements which word, and whether its halves change places.
+    tl.store(
+        flips_at.to(tl.pointer_type(tl.uint16)) + group,
+        ((flip >> 1) | ((flip & 1) << 12)).to(tl.uint16),
+    )
 
 
 @triton.jit
@@ -115,9 +119,42 @@ def _high(word, KIND: tl.constexpr):
 
 @triton.jit
 def _signed(x, signs, place):
-    """`x` as float64, negative where bit `place` of the signs is set."""
-    high = ((signs << (31 - place)) & 0x80000000).to(tl.uint64) << 32
-    return (x.to(tl.uint64, bitcast=True) ^ high).to(tl.float64, bitcast=True)
+    """`x`, the other way round where bit `place` of the signs is set."""
+    high = (signs << (31 - place)) & 0x80000000
+    if x.dtype == tl.float64:
+        y = (x.to(tl.uint64, bitcast=True) ^ (high.to(tl.uint64) << 32)).to(
+            tl.float64, bitcast=True
+        )
+    else:
+        y = (x.to(tl.uint32, bitcast=True) ^ high).to(tl.float32, bitcast=True)
+    return y
+
+
+@triton.jit
+def _least_pair(low, word, KIND: tl.constexpr):
+    """The smaller of two packed pairs, half by half; NaN is passed over."""
+    if KIND == "bf16":
+        found = tl.inline_asm_elementwise(
+            "min.bf16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            "min.f16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
+        )
+    return found
+
+
+@triton.jit
+def _greatest_pair(high, word, KIND: tl.constexpr):
+    if KIND == "bf16":
+        found = tl.inline_asm_elementwise(
+            "max.bf16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            "max.f16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
+        )
+    return found
 
 
 @triton.jit
@@ -196,8 +233,9 @@ def summary_rows(
             as if they were the main thing, and shuffle everything else to fit.
         KIND: How elements are decoded.
         LOWEST: What counts as minus infinity; 0 where nothing does.
-        TOGETHER: Reduce all figures at once: a dozen reductions one by one take longer than a small
-            tensor. The interpreter, which is for tests, is slow at just that.
+        TOGETHER: As a device does it: all figures are reduced at once, since a dozen reductions one
+            by one take longer than a small tensor, and two extremes are found by one instruction.
+            The interpreter has neither.
     """
     PAIRED: tl.constexpr = KIND == "bf16" or KIND == "f16" or KIND == "i16" or KIND == "u16"
     WIDE: tl.constexpr = KIND == "f64" or KIND == "i64" or KIND == "u64"
@@ -215,6 +253,7 @@ def summary_rows(
     # What 16 bits hold is summed exactly enough as it is.
     SHIFTED: tl.constexpr = WIDE or KIND == "f32" or KIND == "i32" or KIND == "u32"
     EXACT: tl.constexpr = WIDE or KIND == "i32" or KIND == "u32"  # float32 does not hold them
+    PACKED: tl.constexpr = TOGETHER and (KIND == "bf16" or KIND == "f16")  # two at a time
     COLUMNS: tl.constexpr = 32 if PAIRED else 64
     STEPS: tl.constexpr = 4
     TILE: tl.constexpr = 32  # groups that are read at a time: STEPS of 8 each
@@ -227,14 +266,14 @@ def summary_rows(
     else:
         data = address.to(tl.pointer_type(tl.uint32))
     sign_words = signs_at.to(tl.pointer_type(tl.uint32))
-    flips = flips_at.to(tl.pointer_type(tl.uint8))
+    flips = flips_at.to(tl.pointer_type(tl.uint16))
     pid = tl.program_id(0).to(tl.int64)
     chunks = (count + CHUNK - 1) // CHUNK
     begin = pid * each
     end = tl.minimum(begin + each, chunks)
     whole = tl.maximum(tl.minimum(end, count // CHUNK), begin)
 
-    lane = tl.arange(0, 8)[:, None] ^ nothing
+    lane = (tl.arange(0, 8)[:, None] ^ nothing).to(tl.int32)
     column = tl.arange(0, COLUMNS)[None, :]
     if PAIRED:
         sign_word = column >> 4
@@ -242,6 +281,10 @@ def summary_rows(
     else:
         sign_word = column >> 5
         place = column & 31
+    # Each thread walks with pointers of its own: what is added to them is the same for all.
+    my_flips = flips + (lane + column * 0)
+    my_signs = sign_words + (lane * 2 + sign_word)
+    my_data = data + (lane * COLUMNS + column * 0)
 
     shift = 0.0
     if SHIFTED:
@@ -257,7 +300,11 @@ def summary_rows(
     sum_2 = tl.zeros([8, COLUMNS], tl.float64)
     sketch_0 = tl.zeros([8, COLUMNS], tl.float64)
     sketch_1 = tl.zeros([8, COLUMNS], tl.float64)
-    if EXACT:
+    if PACKED:
+        inf: tl.constexpr = 0x7F807F80 if KIND == "bf16" else 0x7C007C00
+        low = tl.full([8, COLUMNS], inf, tl.uint32)
+        high = tl.full([8, COLUMNS], inf + 0x80008000, tl.uint32)
+    elif EXACT:
         low = tl.full([8, COLUMNS], float("inf"), tl.float64)
         high = tl.full([8, COLUMNS], float("-inf"), tl.float64)
     else:
@@ -272,32 +319,36 @@ def summary_rows(
         a = tl.zeros([8, COLUMNS], tl.uint64)
         b = tl.zeros([8, COLUMNS], tl.uint64)
         for tile in range(TILES):
+            few = tl.zeros([8, COLUMNS], tl.float32)
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
+            ahead = chunk * 512 + tile * TILE
             for u in tl.static_range(STEPS):
-                group = chunk * 512 + (tile * TILE + u * 8) + lane
-                flip = tl.load(flips + group).to(tl.int32)
-                signs = tl.load(sign_words + group * 2 + sign_word)
+                flip = tl.load(my_flips + ahead + u * 8).to(tl.int32)
+                signs = tl.load(my_signs + ahead * 2 + u * 16)
                 if PAIRED:
-                    word = tl.load(data + group * 32 + (column ^ (flip >> 1)))
-                    other = (flip & 1) != 0
-                    x = _low(word, KIND)
-                    y = _high(word, KIND)
-                    even = tl.where(other, y, x)
-                    odd = tl.where(other, x, y)
-                    low = tl.minimum(low, tl.minimum(even, odd))
-                    high = tl.maximum(high, tl.maximum(even, odd))
+                    word = tl.load(my_data + ahead * 32 + u * 256 + (column ^ (flip & 31)))
+                    if PACKED:
+                        low = _least_pair(low, word, KIND)
+                        high = _greatest_pair(high, word, KIND)
+                    turn = flip >> 8
+                    turned = (word >> turn) | (word << ((32 - turn) & 31))
+                    even = _low(turned, KIND)
+                    odd = _high(turned, KIND)
+                    if not PACKED:
+                        low = tl.minimum(low, tl.minimum(even, odd))
+                        high = tl.maximum(high, tl.maximum(even, odd))
                     zeros += (even == 0.0).to(tl.int32) + (odd == 0.0).to(tl.int32)
-                    even = even.to(tl.float64)
-                    odd = odd.to(tl.float64)
-                    sum_1 += even
+                    few += even + odd
+                    even = _signed(even, signs, place).to(tl.float64)
+                    odd = _signed(odd, signs, place + 1).to(tl.float64)
                     sum_2 += even * even
-                    sum_1 += odd
                     sum_2 += odd * odd
-                    sketch_0 += _signed(even, signs, place)
-                    sketch_1 += _signed(odd, signs, place + 1)
+                    sketch_0 += even
+                    sketch_1 += odd
                 else:
-                    word = tl.load(data + group * 64 + (column ^ flip))
+                    flip = ((flip & 31) << 1) | (flip >> 12)
+                    word = tl.load(my_data + ahead * 64 + u * 512 + (column ^ flip))
                     x = _decoded(word, KIND)
                     low = tl.minimum(low, x)
                     high = tl.maximum(high, x)
@@ -309,18 +360,23 @@ def summary_rows(
                     sum_2 += x * x
                 a += word.to(tl.uint64) * _key(u)
                 b += word.to(tl.uint64) * _key(u + 4)
+            if PAIRED:
+                sum_1 += few.to(tl.float64)  # eight of 16 bits: float32 holds that
         spot = mixed((thread + chunk * (8 * COLUMNS) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
         digest_a += mixed(a ^ spot)
         digest_b += mixed(b + spot)
 
+    if PACKED:
+        low = tl.minimum(_low(low, KIND), _high(low, KIND))
+        high = tl.maximum(_low(high, KIND), _high(high, KIND))
     finite = (whole - begin) * CHUNK
     bad = False
     if FLOAT:
         # What is not finite leaves a trace in the sum; a sentinel is the least there is.
-        total = tl.sum(tl.sum(sum_1, 1), 0)
-        bad = total - total != 0.0
+        odd_one = sum_1 - sum_1 != 0.0
         if LOWEST != 0.0:
-            bad = bad | (tl.min(tl.min(low, 1), 0) <= LOWEST)
+            odd_one = odd_one | (low <= LOWEST)
+        bad = tl.max(tl.reshape(odd_one.to(tl.int32), [8 * COLUMNS]), 0) > 0
     start = whole
     if bad:
         start = begin
@@ -353,13 +409,13 @@ def summary_rows(
                 flip = tl.load(flips + group, mask=there, other=0).to(tl.int32)
                 signs = tl.load(sign_words + group * 2 + sign_word, mask=there, other=0)
                 if PAIRED:
-                    at = (group * 32 + (column ^ (flip >> 1))) * 2
+                    at = (group * 32 + (column ^ (flip & 31))) * 2
                     word = tl.load(data + (at >> 1), mask=at < count, other=0)
                     word = tl.where(at + 1 == count, word & 0xFFFF, word)
                     for half in tl.static_range(2):
                         # Half 0 goes to the even bucket; it is the word's other half where the
                         # group's lowest bit is flipped.
-                        of = (flip & 1) ^ half
+                        of = (flip >> 12) ^ half
                         x = tl.where(of == 0, _low(word, KIND), _high(word, KIND))
                         fine = at + of < count
                         zeros += (fine & (x == 0.0)).to(tl.int32)
@@ -384,7 +440,7 @@ def summary_rows(
                         else:
                             sketch_1 += _signed(z, signs, place + 1)
                 else:
-                    at = group * 64 + (column ^ flip)
+                    at = group * 64 + (column ^ (((flip & 31) << 1) | (flip >> 12)))
                     fine = at < count
                     word = tl.load(data + at, mask=fine, other=0)
                     x = _decoded(word, KIND)

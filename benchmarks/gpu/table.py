@@ -1,0 +1,192 @@
+"""The table of docs/gpu.md: every row is a ratio measured inside one run, in turns.
+
+A figure is the median of the rounds' ratios. Without a CUDA device there is nothing to measure,
+which is said.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROUNDS = 12
+
+
+def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """Measure everything; empty without a device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("  there is no CUDA device here")
+        return []
+    from benchmarks.gpu.model import llama
+
+    print(f"  {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    model = llama()
+    folder = Path(tempfile.mkdtemp(prefix="driftline-gpu-"))
+    try:
+        return [
+            *summaries(model, folder, 8, 1024, 1.25, rounds),
+            *summaries(model, folder, 1, 1, 1.6, rounds * 3),
+            *whole_tensors(model, folder, rounds),
+            *comparison(),
+        ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def figure(
+    what: str, value: float, goal: float | None, unit: str, note: str, better: str = "lower"
+) -> dict[str, Any]:
+    return {
+        "what": what,
+        "value": value,
+        "goal": goal,
+        "better": better,
+        "unit": unit,
+        "note": note,
+    }
+
+
+def in_turns(variants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    order = random.Random(1)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for call in variants.values():
+        call()
+        call()
+    for _ in range(rounds):
+        for name in order.sample(list(variants), len(variants)):
+            times[name].append(variants[name]())
+    return times
+
+
+def ratio(times: list[float], plain: list[float]) -> tuple[float, str]:
+    ratios = sorted(a / b for a, b in zip(times, plain, strict=True))
+    low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
+    return statistics.median(ratios), f"{low:.2f}..{high:.2f}"
+
+
+def passes(model: Any, tokens: Any, steps: int) -> Callable[[], float]:
+    """Forward passes one after the other, as a program makes them; seconds of one."""
+    import torch
+
+    def call() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        with torch.no_grad():
+            for _ in range(steps):
+                model(tokens)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / steps
+
+    return call
+
+
+def summaries(
+    model: Any, folder: Path, batch: int, length: int, goal: float, rounds: int
+) -> list[dict[str, Any]]:
+    """Summaries of all module outputs into a run on disk; steps follow each other."""
+    from benchmarks.gpu.model import tokens
+
+    import driftline
+
+    steps = 4 if batch * length > 1000 else 16
+    plain = passes(model, tokens(batch, length), steps)
+    numbers = iter(range(1_000_000))
+    seen: dict[str, int] = {}
+
+    def captured() -> float:
+        place = folder / f"run{next(numbers)}"
+        with driftline.capture(model, place, keep="summary", ports="output") as capture:
+            plain()  # the first passes open the run and compile kernels, once for a program
+            took = plain()
+        seen["tensors"] = capture.session.tensors // (2 * steps)
+        shutil.rmtree(place)
+        return took
+
+    times = in_turns({"plain": plain, "summaries": captured}, rounds)
+    value, spread = ratio(times["summaries"], times["plain"])
+    note = (
+        f"plain {statistics.median(times['plain']) * 1e3:.1f} ms, "
+        f"{seen['tensors']} tensors a step, {spread}"
+    )
+    return [figure(f"summaries, {batch} x {length} tokens", value, goal, "x plain", note)]
+
+
+def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Full tensors of 1 x 512 tokens: until the last one is in pinned memory, then to the disk."""
+    import torch
+    from benchmarks.gpu.model import tokens
+
+    import driftline
+
+    given = tokens(1, 512)
+    plain = passes(model, given, 1)
+    numbers = iter(range(1_000_000))
+    rates: list[float] = []
+
+    def captured() -> float:
+        place = folder / f"run{next(numbers)}"
+        with driftline.capture(model, place, ports="output") as capture:
+            plain()
+            capture.session.flush()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            with torch.no_grad():
+                model(given)
+            torch.cuda.synchronize()  # every queue: also the one that copies
+            took = time.perf_counter() - begin
+            capture.session.flush()
+            sink = capture.session.sink
+            assert sink is not None
+            rates.append(sink.bytes_written / 2 / (time.perf_counter() - begin) / 1e9)
+        shutil.rmtree(place)
+        return took
+
+    times = in_turns({"plain": plain, "full": captured}, rounds)
+    value, spread = ratio(times["full"], times["plain"])
+    note = f"plain {statistics.median(times['plain']) * 1e3:.1f} ms, {spread}"
+    return [
+        figure("full tensors to pinned memory, 1 x 512", value, 2.3, "x plain", note),
+        figure(
+            "the same to the disk, sealed bytes",
+            statistics.median(rates),
+            None,
+            "GB/s",
+            "forward, copies and writing together",
+            better="higher",
+        ),
+    ]
+
+
+def comparison() -> list[dict[str, Any]]:
+    """Two tensors of 0.5 GB bf16 on the device: all figures that the standard metrics need."""
+    import torch
+
+    try:
+        from driftline.adapters.torch.device.pairs import pair_on_device
+    except ImportError:
+        return []
+    count = 1 << 28
+    reference = torch.randn(count, device="cuda", dtype=torch.bfloat16)
+    candidate = reference + 0.01 * torch.randn(count, device="cuda", dtype=torch.bfloat16)
+    took: list[float] = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        pair_on_device(reference, candidate, rtol=0.016, atol=1e-5)
+        end.record()
+        torch.cuda.synchronize()
+        took.append(begin.elapsed_time(end) / 1e3)
+    size = 2 * reference.nbytes
+    rate = size / statistics.median(took) / 1e12
+    note = f"{statistics.median(took) * 1e3:.2f} ms for {size / 1e9:.1f} GB"
+    return [
+        figure("compare on the device, 2 x 0.5 GB bf16", rate, 2.0, "TB/s", note, better="higher")
+    ]
