@@ -73,6 +73,10 @@ def worker_environment(home: str, kernel: str) -> dict[str, str]:
     """
     env = dict(environment())
     env.pop(LAUNCH, None)
+    # A small process gives memory back to the system after each array, and gets it anew, page by
+    # page: kl of 800 pairs of 256 kB took 2.7 s of processor time without these, 1.0 s with them.
+    env.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 << 20))
+    env.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (home, env.get("PYTHONPATH", ""))))
     return {**env, KERNEL: kernel} if kernel else env
 
