@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -356,3 +358,35 @@ def test_a_model_of_more_than_two_gigabytes_is_captured(tmp_path: Path) -> None:
     expected = ort.InferenceSession(str(path)).run(None, {"x": x})[0]
     assert run.get("(root)").numpy().tobytes() == expected.tobytes()
     (tmp_path / "m.data").unlink()  # pytest keeps the folders of three runs
+
+
+PEAK = """
+import resource, sys
+import numpy as np
+import driftline
+from driftline.runs.memory import MemorySink
+x = np.ones((1 << 21,), np.float32)
+driftline.capture_onnx(sys.argv[1], {"x": x}, MemorySink(), optimize="none", keep="digest",
+                       memory=int(sys.argv[2]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+def test_memory_stays_within_what_was_said(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Neg", ["x" if n == 0 else f"v{n - 1}"], [f"v{n}"]) for n in range(16)
+    ]
+    given = [helper.make_tensor_value_info("x", zoo.F32, [1 << 21])]
+    path = zoo.write(tmp_path / "m.onnx", nodes, given, ["v15"])
+    peaks = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", PEAK, str(path), str(memory)],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for memory in (1 << 30, 32 << 20)  # 16 values of 8 MB, or four at a time
+    ]
+    assert peaks[0] - peaks[1] > 60
