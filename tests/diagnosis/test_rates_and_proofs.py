@@ -144,6 +144,22 @@ def test_trusted_runs_that_disagree_raise_the_rate() -> None:
     assert found.false_alarm_rate == pytest.approx(2 / 61, rel=0.01)
 
 
+@pytest.mark.parametrize(("units", "verdict"), [(2.0, "pass"), (40.0, "fail")])
+def test_units_of_float32_are_allowed_where_no_trusted_run_tried_another_order(
+    units: float, verdict: str
+) -> None:
+    ours = _rows(0, 0.0, np.float32)
+    still = TensorKey.of("layer.7", "output")
+    trusted = [_rows(seed, 1e-7, np.float32) | {still: ours[still]} for seed in (1, 2, 3)]
+    theirs = _rows(9, 1e-7, np.float32)
+    signs = np.where(np.arange(32 * 16).reshape(32, 16) % 2, 1.0, -1.0)
+    theirs[still] = (ours[still] * (1.0 + units * 2.0**-24 * signs)).astype(np.float32)
+    runs = [array_run(run, name=f"noise {at}") for at, run in enumerate(trusted)]
+    found = diagnose(array_run(ours), array_run(theirs), noise=runs)
+    assert found.verdict == verdict
+    assert (found.first_site or "layer.7") == "layer.7"
+
+
 def test_one_noise_run_cannot_carry_a_rate() -> None:
     ours = array_run(_rows(0, 0.0))
     found = diagnose(ours, array_run(_rows(9, 1e-3)), noise=[array_run(_rows(1, 1e-3))])

@@ -158,6 +158,17 @@ def test_a_pair_without_a_fault_passes_with_replay_and_noise(name):
         assert found.flagged == 0
 
 
+@pytest.mark.parametrize(("architecture", "seed"), [("llama", 1106), ("t5", 1109)])
+def test_integers_in_every_layer_are_no_fault_of_the_model_around_them(architecture, seed):
+    """No layer errs by too much, and what they make together is more than the model may alone."""
+    setting = Setting(architecture, "torch-int8", seed, implementation="other attention")
+    pair = planted(setting)
+    found = METHODS["two runs"](setting, pair)
+    assert not found.detected, found
+    assert found.flagged == 0
+    assert pair.error > 0.1
+
+
 def test_a_fixed_tolerance_flags_many_rows_where_replay_flags_the_culprit():
     fault = FAULTS["scaled weight"]
     setting = Setting("llama", "bf16", 5, fault, fault.amounts[0])

@@ -23,6 +23,10 @@ from driftline.tolerance.defaults import LIMITS, coarsest
 _WIDEST = 4.0
 _ONE_RUN = 2.0
 _LEAST = 1.4
+_FINE = 2.0**-20
+"""Unit roundoff up to which sums are rounded like everything else."""
+_UNTRIED = 4.0
+"""Units of a fine format that are allowed where all trusted runs agree to the bit."""
 _BROKEN = 4.0
 """Times the others' error, at a quarter of all tensors: no trusted run does that."""
 
@@ -67,7 +71,9 @@ class Floor(NamedTuple):
         error = self.errors.get(row.key)
         if error is None:
             return None
-        allowed = self.margin * error + 0.25 * unit_of(row)
+        unit = unit_of(row)
+        # In fine formats right orders of a sum differ, also where no trusted run has tried another.
+        allowed = self.margin * error + (0.25 if error or unit > _FINE else _UNTRIED) * unit
         if row.metrics.get("one_sided", 0):
             return math.inf
         return error_of(row) / allowed if allowed > 0.0 else (math.inf if error_of(row) else 0.0)
@@ -84,7 +90,7 @@ class Floor(NamedTuple):
         if len(self.used) < 2:
             return 0.0
         beyond = max(value - high, low - value, 0.0)
-        fine = 32.0 if unit <= 2.0**-20 else 1.0
+        fine = 32.0 if unit <= _FINE else 1.0
         return max(beyond - (high - low), 0.0) / (fine * unit)
 
 

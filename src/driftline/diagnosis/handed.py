@@ -8,7 +8,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from driftline.comparison.row import Row
@@ -19,6 +19,24 @@ class _Event(NamedTuple):
     order: int
     is_source: bool
     row: Row
+
+
+def hands_on_no_more(call: Call, handed: Iterable[Call], factor: float) -> bool:
+    """Whether a container's own code adds nothing to the error of what it was given.
+
+    Everything it handed to its parts, and what it gave in the end, errs by no more than a factor of
+    what it had by then: its inputs and what its parts had made. Then its error is that of its
+    parts, gathered along the way.
+
+    Args:
+        call: A call of the container.
+        handed: What its own code handed to its parts, from `own_code`.
+        factor: The factor.
+    """
+    within = [each for each in handed if call.begin <= each.order <= call.order]
+    if not within or any(each.error > factor * each.error_in for each in within):
+        return False
+    return call.error <= factor * max(max(each.error, each.error_in) for each in within)
 
 
 def own_code(sites: Mapping[Place, Site]) -> dict[Place, Site]:

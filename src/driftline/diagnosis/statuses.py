@@ -24,7 +24,7 @@ from driftline.diagnosis.calls import (
 from driftline.diagnosis.finding import Status
 from driftline.diagnosis.floor import Floor
 from driftline.diagnosis.growth import Growth, growths, rounding
-from driftline.diagnosis.handed import own_code
+from driftline.diagnosis.handed import hands_on_no_more, own_code
 from driftline.diagnosis.replayed import Judgement
 
 _STEP_UP = 1.3
@@ -86,6 +86,7 @@ def standings(
             found[place] = _by_growth(growth[place])
     if not any(each.by == "replay" and each.status == "introduced" for each in found.values()):
         found |= _other_evidence(sites, found, growth, floor, judged)
+    found |= _gathered(sites, found)
     guilty = _first(found, sites)
     if guilty is None:
         return {
@@ -138,6 +139,34 @@ def _other_evidence(
             reason = f"{standing.reason}; {why}" if standing.reason else why
             convicted[place] = standing._replace(reason=reason)
     return convicted
+
+
+def _gathered(
+    sites: Mapping[Place, Site], found: Mapping[Place, Standing]
+) -> dict[Place, Standing]:
+    """Containers that growth convicts of what their parts made, each a little and none too much.
+
+    A model of many layers errs by more than its input and its own rounding explain without any
+    fault, most of all where every layer computes with integers.
+    """
+    guilty = [place for place, each in found.items() if each.status == "introduced"]
+    handed: Mapping[Place, Site] | None = None
+    acquitted: dict[Place, Standing] = {}
+    for place in sorted(guilty, key=lambda place: sum(1 for _ in ancestors(place.site)))[::-1]:
+        inside = any(
+            contains(place.site, each.site) and each.direction == place.direction
+            for each in guilty
+            if each not in acquitted
+        )
+        if inside or found[place].by != "growth" or place.direction != "forward":
+            continue
+        handed = own_code(sites) if handed is None else handed
+        own = handed[place].calls if place in handed else []
+        if all(hands_on_no_more(call, own, _STEP_UP) for call in sites[place].calls):
+            acquitted[place] = found[place]._replace(
+                status="clean", reason="its parts make this error together"
+            )
+    return acquitted
 
 
 def _within(
