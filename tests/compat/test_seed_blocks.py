@@ -385,6 +385,70 @@ trainer.train()
         assert changed and "tensor_idx_3" in changed[0]["tensor_name"]
         assert (desk / "tmp_tensors" / "grads" / "compare_rst" / "rank_0_rst.csv").is_file()
 
+    PADDLE_NLP = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import paddle
+from paddle import nn
+
+class ColumnSequenceParallelLinear(nn.Linear):
+    pass
+
+class RowSequenceParallelLinear(nn.Linear):
+    pass
+
+class LLama13B(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        paddle.seed(0)
+        self.embed = nn.Embedding(9, 8)
+        self.up = ColumnSequenceParallelLinear(8, 16)
+        self.down = RowSequenceParallelLinear(16, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, ids):
+        return self.norm(self.down(self.up(self.embed(ids))))
+
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+
+    def train(self):
+        for step in range(3):
+            self.model(paddle.to_tensor([[1, 2 + step]])).square().sum().backward()
+"""
+    PADDLE_TRAINING = """
+from saving_hook import register_saving_hook
+from paddlenlp import LLama13B, Trainer
+
+model = LLama13B()
+model = register_saving_hook(
+  model,
+  path='./tmp_tensors',
+  target_class_names=['ColumnSequenceParallelLinear', 'RowSequenceParallelLinear', 'LayerNorm'],
+  max_saved_tensors=100,
+  max_saved_grads=200
+)
+trainer = Trainer(model)
+trainer.train()
+"""
+
+    def test_the_document_s_own_program_runs_with_paddle(self, desk: Path) -> None:
+        (desk / "paddlenlp.py").write_text(self.PADDLE_NLP)
+        (desk / "train.py").write_text(self.PADDLE_TRAINING)
+        shell("python train.py")
+        tensors = {path.name for path in (desk / "tmp_tensors/tensors/rank_0").iterdir()}
+        assert len(tensors) == 9, "three layers, three micro steps"
+        assert (
+            "tensor_idx_3_layer_class_ColumnSequenceParallelLinear"
+            "_layer_name_column_sequence_parallel_linear_0_micro_step_1.npy"
+        ) in tensors
+        grads = sorted(path.name for path in (desk / "tmp_tensors/grads/rank_0").iterdir())
+        assert len(grads) == 18 and all(name.startswith("grad_idx_") for name in grads)
+        assert "grad_idx_0_of_param_name_layer_norm_0.b_0_micro_step_0.npy" in grads or (
+            "grad_idx_0_of_param_name_layer_norm_0.w_0_micro_step_0.npy" in grads
+        )
+
 
 class TestErrorCheck:
     """Watching a program for overflows: `ait llm errcheck`."""

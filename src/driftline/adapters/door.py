@@ -131,6 +131,7 @@ def capture(
     if not levels:
         raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
     require_visible(selection.ports, levels)
+    engine.check_levels(levels)
     if steps_by not in get_args(StepsBy):
         raise BadInput(
             f"there is no steps_by '{steps_by}'", hint=did_you_mean(steps_by, get_args(StepsBy))

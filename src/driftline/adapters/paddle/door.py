@@ -15,13 +15,23 @@ from driftline.adapters.steps import StepsBy
 from driftline.errors import BadInput
 from driftline.runs.sink import Sink
 
-__all__ = ["active", "facts", "is_model", "session_for"]
+__all__ = ["active", "check_levels", "facts", "is_model", "session_for"]
 
 active = modules.active
 
 
 def is_model(thing: object) -> bool:
     return isinstance(thing, Layer)
+
+
+def check_levels(levels: Sequence[str]) -> None:
+    """Refuse what Paddle does not show.
+
+    Raises:
+        BadInput: Operators are asked for.
+    """
+    if "ops" in levels:
+        raise BadInput(NO_OPERATORS, hint="leave the level ops out")
 
 
 def session_for(
@@ -35,13 +45,7 @@ def session_for(
     steps_by: StepsBy,
     to_folder: bool,
 ) -> PaddleSession:
-    """A session of one model, not started yet.
-
-    Raises:
-        BadInput: Operators are asked for.
-    """
-    if "ops" in levels:
-        raise BadInput(NO_OPERATORS, hint="leave the level ops out")
+    """A session of one model, not started yet."""
     return PaddleSession(
         sink, selection, reduction, levels, model=model, rank=rank, steps_by=steps_by
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from driftline.adapters.names import unwrapped
 from driftline.adapters.paddle import flatten, modules
 from driftline.adapters.paddle.names import FAMILY, Layer
 from driftline.adapters.paddle.provenance import facts, rank
@@ -26,7 +27,7 @@ class Engine:
     def leaves(self, model: Any) -> list[Leaf]:
         return [
             Leaf(layer, name, str(layer.full_name()))
-            for name, layer in model.named_sublayers(include_self=True)
+            for name, layer in unwrapped(FAMILY, model).named_sublayers(include_self=True)
             if not any(True for _ in FAMILY.children(layer))
         ]
 

@@ -13,6 +13,7 @@ from torch import nn
 from driftline.adapters.saving import Leaf
 from driftline.adapters.snapshot import Pending, Refusal, Snapshot
 from driftline.adapters.torch import flatten
+from driftline.adapters.torch.names import unwrapped
 from driftline.adapters.torch.provenance import facts
 from driftline.adapters.torch.snapshot import snapshot, undisturbed
 from driftline.runs.sink import JSON
@@ -27,7 +28,7 @@ class Engine:
     def leaves(self, model: nn.Module) -> list[Leaf]:
         return [
             Leaf(layer, name, name)
-            for name, layer in model.named_modules()
+            for name, layer in unwrapped(model).named_modules()
             if not any(True for _ in layer.children())
         ]
 
