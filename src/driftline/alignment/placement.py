@@ -93,7 +93,12 @@ def ranks_of(run: Run) -> list[tuple[int, int]]:
 
 
 def gather_ranks(
-    run: Run, rules: Sequence[Placement], other: Run | None, *, onto: tuple[int, int]
+    run: Run,
+    rules: Sequence[Placement],
+    other: Run | None,
+    *,
+    onto: tuple[int, int],
+    targets: Mapping[TensorKey, tuple[int, ...]] | None = None,
 ) -> tuple[SeenRun, list[str]]:
     """The run as if its ranks were one, and what to say about it.
 
@@ -107,13 +112,14 @@ def gather_ranks(
             hold replicas, whatever a rule for their whole site says. None where it is in shards
             itself, and says nothing yet.
         onto: Rank and process to see everything as.
+        targets: Shapes of wholes, where they are known from elsewhere.
 
     Raises:
         BadInput: A rule covers nothing.
     """
     from driftline.alignment.gathering import Gathering
 
-    found = Gathering(run, other, onto)
+    found = Gathering(run, other, onto, targets or {})
     used: set[Placement] = set()
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}

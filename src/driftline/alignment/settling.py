@@ -187,14 +187,17 @@ def _lie_differently(
     if len(many[0]) == 1 or ours != theirs:
         return False
     # As many ranks on both sides, but perhaps another mesh: tensors that rank by rank are others.
-    known = {record.key: record for record in reference.records if record.placement}
+    known = {record.key: record for record in reference.records}
     for record in candidate.records:
-        if not record.placement:
-            continue
         same = known.get(record.key)
-        if same is not None and same.placement != record.placement:
+        if same is not None and _way(same.placement) != _way(record.placement):
             return True
     return False
+
+
+def _way(placement: str) -> str:
+    """How a tensor lies, without where this rank stands."""
+    return "" if placement.startswith("local ") else placement.partition(" at (")[0]
 
 
 def _gathered(
@@ -223,10 +226,13 @@ def _gathered(
         gathered, said = gather_ranks(reference, rules, candidate, onto=onto)
         notes += said
         return gathered, candidate
-    # Both are in pieces: what the tensors of one say gives shapes for the other, and back.
-    first, _ = gather_ranks(reference, rules, None, onto=onto)
-    there, said = gather_ranks(candidate, rules, first, onto=onto)
-    here, said_here = gather_ranks(reference, rules, there, onto=onto)
+    # Both are in pieces: they are made the shapes that both can make.
+    from driftline.alignment.gathering import common_shapes
+
+    targets = common_shapes(reference, candidate, onto)
+    first, _ = gather_ranks(reference, rules, None, onto=onto, targets=targets)
+    there, said = gather_ranks(candidate, rules, first, onto=onto, targets=targets)
+    here, said_here = gather_ranks(reference, rules, there, onto=onto, targets=targets)
     notes += [*said_here, *said]
     return here, there
 

@@ -175,8 +175,9 @@ def _real_pairs(
     there = theirs.get(pair.candidate.key, pair.candidate)
     left_side = _ways(here, pair.candidate.shape, pair.reference_recipe, ours)
     right_side = list(_ways(there, pair.reference.shape, pair.candidate_recipe, theirs))
-    for left, left_recipe, trouble in left_side:
-        for right, right_recipe, more in right_side:
+    for which, (left, left_recipe, trouble) in enumerate(left_side):
+        # Of copies on both sides the first of each is set against all of the other.
+        for right, right_recipe, more in right_side if which == 0 else right_side[:1]:
             yield Pair(
                 left,
                 right,

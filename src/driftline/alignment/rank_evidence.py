@@ -1,0 +1,268 @@
+"""What values say about a run of many ranks, each for the run or a tensor as a whole.
+
+In which order the ranks had the rows; whether gradients of ranks that had other data are averaged
+or added; and which plain tensors are terms of a sum that is taken later. Nothing here makes a
+tensor agree that would not: rows are found by the inputs, the rule for gradients by most of them,
+and terms count as terms only where what follows shows that somebody added them up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.alignment.joining import DoesNotFit, distance, join, values_of
+from driftline.alignment.rank_groups import Group, in_execution
+from driftline.alignment.rank_lying import Layouts
+from driftline.alignment.rank_mesh import Placed, lying_of
+from driftline.alignment.recipe import Recipe, Source, Step
+from driftline.alignment.sides import Copies, Gathered, SeenRun, origins_of
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+
+ACTIVATION_GRADIENTS = ("grad_input", "grad_output")
+_AGREE, _APART = 0.02, 0.1
+_VOTES = 6
+_SUM = Placed("sum")
+
+F64 = npt.NDArray[np.float64]
+
+
+class Evidence:
+    """What the values of a run and of the one it is compared with say.
+
+    Attributes:
+        averaged: Whether the mean of gradients of other data is the whole's, not their sum.
+        terms: Tensors that are terms of a sum, and the axes along which.
+        notes: What to say about it.
+    """
+
+    def __init__(self, layouts: Layouts) -> None:
+        self._layouts = layouts
+        self.notes: list[str] = []
+        self._rows: dict[int, tuple[int, ...]] = {}
+        self._find_rows()
+        self.averaged = self._convention()
+        self.terms = self._find_terms()
+
+    # --- rows
+
+    def in_order(self, group: Group, source: Source, placed: Sequence[Placed]) -> Source:
+        """A joined source with its rows in the other run's order."""
+        order = self._rows.get(group.key.step, ())
+        if not order or not isinstance(source, Recipe) or not self._has_rows(placed):
+            return source
+        each, rest = divmod(source.shape[0], len(order))
+        if rest or not each:
+            return source
+        numbers = tuple(row * each + n for row in order for n in range(each))
+        return source.then(Step("select", 0, numbers=numbers), shape=source.shape)
+
+    def _has_rows(self, placed: Sequence[Placed]) -> bool:
+        """Whether ranks with other data hold its rows."""
+        return any(
+            how.kind == "shard" and how.axis == 0 and axis in self._layouts.data
+            for axis, how in enumerate(placed)
+        )
+
+    def _find_rows(self) -> None:
+        """Which row of the joined inputs is which row of the other run's; by step."""
+        for group in self._layouts.groups:
+            whole = self._layouts.wholes.get(group.key)
+            step = group.key.step
+            if group.key.port != "input" or whole is None or step in self._rows:
+                continue
+            placed, _ = self._layouts.lie(group)
+            if placed is None or not self._has_rows(placed) or not whole.shape:
+                continue
+            made, wanted = self._joined(group, placed), self._whole(whole)
+            if made is None or wanted is None or made.shape != wanted.shape:
+                continue
+            self._rows[step] = _row_order(made, wanted)
+            if self._rows[step] and len(self._rows) == 1:
+                self.notes.append(
+                    "the ranks' rows together are the other run's in another order (as samplers "
+                    "deal them out): put in its order by the inputs"
+                )
+
+    # --- gradients of other data
+
+    def data_terms(self, group: Group, placed: Sequence[Placed]) -> set[int]:
+        """Axes of other data along which a group holds terms of one gradient or loss."""
+        if group.key.port != "param_grad" and (group.first.shape or group.key.port != "output"):
+            return set()
+        if not _is_float(group.first):
+            return set()
+        return _whole_axes(placed) & self._layouts.data & self._layouts.bytes.differ_along(group)
+
+    def rows_apart(self, group: Group, placed: Sequence[Placed]) -> int:
+        """Among how many places the data of a group are split."""
+        axes = {n for n, how in enumerate(placed) if how.kind == "shard"}
+        return _places(group, axes & self._layouts.data)
+
+    def _convention(self) -> bool:
+        votes = Counter[bool]()
+        groups = self._layouts.groups
+        weights = [group for group in groups if group.key.port == "param_grad"]
+        others = [group for group in groups if group.key.port in ACTIVATION_GRADIENTS]
+        for group in [*weights, *others]:
+            if sum(votes.values()) >= _VOTES:
+                break
+            placed, _ = self._layouts.lie(group)
+            whole = self._layouts.wholes.get(group.key)
+            if placed is None or whole is None:
+                continue
+            axes = self.data_terms(group, placed)
+            many = _places(group, axes) if axes else self.rows_apart(group, placed)
+            if many < 2 or (not axes and group.key.port == "param_grad"):
+                continue
+            found, wanted = self._joined(group, _with(placed, axes, _SUM)), self._whole(whole)
+            if found is None or wanted is None:
+                continue
+            added, averaged = distance(wanted, found), distance(wanted, found / many)
+            if min(added, averaged) < _AGREE:
+                votes[averaged < added] += 1
+        if len(votes) == 1:
+            word = "the mean" if True in votes else "the sum"
+            self.notes.append(
+                f"gradients of ranks that had other data: {word} of them is the other run's"
+            )
+        return votes[True] > votes[False]
+
+    # --- terms of a sum
+
+    def _find_terms(self) -> dict[TensorKey, set[int]]:
+        suspects: dict[TensorKey, set[int]] = {}
+        for group in self._layouts.groups:
+            placed, _ = self._layouts.lie(group)
+            whole = self._layouts.wholes.get(group.key)
+            if placed is None or whole is None or group.key.port in ("input", "param"):
+                continue
+            says = lying_of(group.first)
+            if (says is not None and not says.local) or not _is_float(group.first):
+                continue
+            axes = _whole_axes(placed) & self._layouts.bytes.differ_along(group)
+            axes -= self.data_terms(group, placed)
+            if axes and self._is_sum(group, placed, axes, whole):
+                suspects[group.key] = axes
+        reduced = self._reduced_later(suspects) if suspects else set[TensorKey]()
+        return {key: axes for key, axes in suspects.items() if key in reduced}
+
+    def _is_sum(
+        self, group: Group, placed: Sequence[Placed], axes: set[int], whole: Record
+    ) -> bool:
+        wanted = self._whole(whole)
+        found, alone = self._joined(group, _with(placed, axes, _SUM)), self._joined(group, placed)
+        if wanted is None or found is None or alone is None:
+            return False
+        return distance(wanted, found) < _AGREE and distance(wanted, alone) > _APART
+
+    def _reduced_later(self, suspects: Mapping[TensorKey, set[int]]) -> set[TensorKey]:
+        """Those of which the run itself shows that somebody adds them up.
+
+        What is computed next from terms that nobody added differs from rank to rank, or from the
+        other run where ranks have other tokens. What is cut otherwise (heads, features) may have
+        come another way, and says nothing.
+        """
+        found: set[TensorKey] = set()
+        for backward in (False, True):
+            following: Group | None = None
+            flow = [
+                group
+                for group in in_execution(self._layouts.groups)
+                if (group.key.port in ACTIVATION_GRADIENTS) is backward
+                and group.key.port not in ("param", "param_grad", "optimizer_grad")
+            ]
+            for group in reversed(flow):
+                if group.key in suspects:
+                    if following is not None and self._is_sound(following):
+                        found.add(group.key)
+                elif self._speaks(group):
+                    following = group
+        # What one backward pass contributes is not added up yet; what the optimizer sees must be.
+        return found | {key for key in suspects if key.port == "param_grad"}
+
+    def _speaks(self, group: Group) -> bool:
+        placed, _ = self._layouts.lie(group)
+        split = self._layouts.split
+        return placed is not None and all(
+            how.kind != "shard" or how.axis == split.get(n, 0 if n in self._layouts.data else -1)
+            for n, how in enumerate(placed)
+        )
+
+    def _is_sound(self, group: Group) -> bool:
+        placed, _ = self._layouts.lie(group)
+        if placed is None:
+            return False
+        if _whole_axes(placed) & self._layouts.bytes.differ_along(group):
+            return False
+        whole = self._layouts.wholes.get(group.key)
+        if all(how.kind != "shard" for how in placed) or whole is None:
+            return True
+        made, wanted = self._joined(group, placed), self._whole(whole)
+        if made is None or wanted is None:
+            return False
+        many = self.rows_apart(group, placed) if group.key.port in ACTIVATION_GRADIENTS else 1
+        return distance(wanted, made / many if self.averaged else made) < _AGREE
+
+    # --- values
+
+    def _joined(self, group: Group, placed: Sequence[Placed]) -> F64 | None:
+        try:
+            source = join(group.parts, placed)[0]
+        except DoesNotFit:
+            return None
+        return values_of(self._layouts.run, self.in_order(group, source, placed))
+
+    def _whole(self, record: Record) -> F64 | None:
+        """Values of the other run, also where that is itself gathered from ranks."""
+        other = self._layouts.other
+        if not isinstance(other, SeenRun):
+            return None if other is None else values_of(other, record)
+        origin = origins_of(other).get(record.key, record)
+        if isinstance(origin, Gathered):
+            return values_of(other.whole, origin.recipe)
+        if isinstance(origin, Copies):
+            return values_of(other.whole, origin.sources[0])
+        return values_of(other.whole, origin) if isinstance(origin, Record) else None
+
+
+def _is_float(record: Record) -> bool:
+    dtype = DTYPES.get(record.dtype)
+    return dtype is not None and dtype.is_floating
+
+
+def _whole_axes(placed: Sequence[Placed]) -> set[int]:
+    return {n for n, how in enumerate(placed) if how.kind == "replicate"}
+
+
+def _with(placed: Sequence[Placed], axes: set[int], how: Placed) -> list[Placed]:
+    return [how if n in axes else each for n, each in enumerate(placed)]
+
+
+def _places(group: Group, axes: set[int]) -> int:
+    """How many places a group has along axes."""
+    return math.prod(len({at[axis] for at in group.parts}) for axis in axes)
+
+
+def _row_order(made: F64, wanted: F64) -> tuple[int, ...]:
+    """Where the rows of one lie in the other; empty where they lie alike, or where none says."""
+    if np.array_equal(made, wanted):
+        return ()
+    rows: dict[bytes, list[int]] = {}
+    found: Any
+    for at, found in enumerate(np.ascontiguousarray(made)):
+        rows.setdefault(found.tobytes(), []).append(at)
+    order: list[int] = []
+    for found in np.ascontiguousarray(wanted):
+        places = rows.get(found.tobytes())
+        if not places:
+            return ()
+        order.append(places.pop(0))
+    return tuple(order)

@@ -1,0 +1,57 @@
+"""Runs of the parallel programs: one process, then four at once, each variant by itself."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from warm_python import warm
+
+PROGRAM = Path(__file__).with_name("parallel_programs.py")
+ALONE = ("one", "hand", "four_layers")
+TOGETHER = (
+    "tp",
+    "sp",
+    "no_reduce",
+    "wrong_cut",
+    "odd_gradient",
+    "hand",
+    "hand_forgotten",
+    "ddp",
+    "not_averaged",
+    "fsdp",
+    "fsdp_tp",
+    "pipeline",
+)
+LIMIT = 240
+
+
+@pytest.fixture(scope="session")
+def warm_parallel() -> Iterator[str]:
+    """A Python that has imported what the programs import."""
+    modules = ("tensor.parallel", "fsdp", "pipelining", "run")
+    with warm("torch", *(f"torch.distributed.{name}" for name in modules)) as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def alone(warm_parallel: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same work done by one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run([warm_parallel, str(PROGRAM), str(folder), *ALONE], check=True, timeout=LIMIT)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def together(warm_parallel: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every variant, by four processes of one torchrun."""
+    folder = tmp_path_factory.mktemp("together")
+    torchrun = [warm_parallel, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    program = ["--no-python", warm_parallel, str(PROGRAM), str(folder), *TOGETHER]
+    done = subprocess.run([*torchrun, *program], capture_output=True, text=True, timeout=LIMIT)
+    said = [line for line in done.stderr.splitlines() if "leaked" not in line]  # triton, forked
+    assert done.returncode == 0, "\n".join(said[-60:])
+    return folder
