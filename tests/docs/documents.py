@@ -16,8 +16,10 @@ PAGES = [
 ]
 REASONS = (
     "a usage line",
+    "compiles for half a minute",
     "needs a CUDA device",
     "needs a network",
+    "needs a Ray cluster",
     "needs an AIU",
     "needs an Ascend device",
     "sets up an environment",

@@ -284,3 +284,15 @@ def onnx_models(place: Path) -> None:
         str(place / "m.onnx"), str(place / "int8.onnx"), Once(), quant_format=QuantFormat.QDQ
     )
     logging.disable(logging.NOTSET)
+
+
+def two_runs(place: Path) -> None:
+    """A reference and a candidate that is a little off."""
+    for name, off in (("ref", 0.0), ("cand", 1e-3)):
+        dice = np.random.default_rng(0)
+        writer = RunWriter(place / name)
+        for layer in range(6):
+            values = dice.standard_normal((16, 32)).astype(np.float32) * np.float32(1 + off)
+            key = TensorKey.of(f"model.layers.{layer}", "output")
+            record_into(writer, key, values, class_name="Layer")
+        writer.close()
