@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from pathlib import Path
+
 import pytest
 
 import driftline
@@ -24,7 +28,7 @@ model = nn.Sequential(nn.Linear(8, 16), Gate(), nn.Linear(16, 8)).eval()
 def broken(graph, inputs):
     raise ValueError("no such tile")
 
-backend = broken if sys.argv[1] == "broken" else sys.argv[1]
+backend = broken if "broken" in sys.argv else (*sys.argv[1:], "inductor")[0]
 with torch.no_grad():
     print("sum", torch.compile(model, backend=backend)(torch.ones(2, 8)).sum().item())
 """
@@ -84,3 +88,20 @@ def test_a_program_that_fails_to_compile_shows_its_own_error_and_nothing_of_ours
 def test_what_does_not_go_with_graphs_is_refused(dump, options, message):
     dumped = dump(*options, argv=["true"])
     assert dumped.code == 2 and message in dumped.err, dumped.err
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_about_engines_work(workshop, program, monkeypatch, warm_python):
+    monkeypatch.setenv("PATH", f"{Path(warm_python).parent}{os.pathsep}{os.environ['PATH']}")
+    page = Path(__file__).parents[2] / "docs" / "engines.md"
+    part = (
+        page.read_text("utf-8").partition("## Compiled graphs")[2].partition("The program stays")[0]
+    )
+    commands = [
+        shlex.split(line, comments=True)
+        for line in part.splitlines()
+        if line.startswith("    driftline ")
+    ]
+    assert len(commands) == 6
+    for words in commands:
+        assert main(words[1:]) == 0, words
