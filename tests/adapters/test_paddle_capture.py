@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -464,6 +465,16 @@ def test_wrappers_for_data_parallelism_leave_no_trace_in_names():
     with Captured(model, levels="modules") as capture:
         model(paddle.ones([1, 2]))
     assert {key.site for key in capture.keys} == {"(root)", "0"}
+
+
+def test_layers_nested_by_the_hundred_do_not_run_out_of_stack():
+    model = nn.Linear(2, 2)
+    for _ in range(250):
+        model = nn.Sequential(model)
+    limit = sys.getrecursionlimit()
+    with Captured(model, levels="modules") as capture:
+        model(paddle.ones([1, 2]))
+    assert len(capture.records) == 502 and sys.getrecursionlimit() == limit
 
 
 def test_operators_are_refused_in_a_sentence_and_strangers_too():

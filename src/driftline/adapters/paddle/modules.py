@@ -28,6 +28,7 @@ from driftline.adapters.paddle import flatten, optimizers
 from driftline.adapters.paddle.names import FAMILY, is_static
 from driftline.adapters.paddle.session import PaddleSession
 from driftline.adapters.paddle.snapshot import undisturbed
+from driftline.adapters.recursion import DEEP, give_room_back, more_room
 
 _Layer: Any = paddle.nn.Layer
 _core: Any = core
@@ -91,9 +92,12 @@ def _watched(
         _set_eval_frame(translator)
     if frame is None:
         return call(self, *args, **kwargs)
+    room = more_room() if depth % DEEP == DEEP - 1 else 0
     try:
         result = call(self, *args, **kwargs)
     except BaseException as error:
+        if room:
+            give_room_back(room)
         if len(stack) == depth + 1:
             session.shielded(frame.site, _note_failure, session, frame, error)
         if frame.around is not None:
@@ -102,6 +106,8 @@ def _watched(
         raise
     translator = _set_eval_frame(None)
     try:
+        if room:
+            give_room_back(room)
         _leave(session, frame, result)
     except Exception as error:
         _fault(session, self, error)

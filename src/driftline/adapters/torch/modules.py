@@ -22,14 +22,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from driftline.adapters.recursion import DEEP, give_room_back, more_room
 from driftline.adapters.torch import flatten
 from driftline.adapters.torch.names import Place, is_compiled, is_transparent, unwrapped
 from driftline.adapters.torch.session import CaptureSession
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.taps import Frame
-
-_DEEP = 32
-_OWN_FRAMES = 6  # at most, for each module call: `_call`, `_watched`, and calls from C count too
 
 _PIPELINING = "torch.distributed.pipelining.stage"
 _REHEARSALS = frozenset({"_forward_metadata_inference", "_shape_inference"})
@@ -100,7 +98,7 @@ def _watched(
         if session.taps and not depth and session.is_stranger(self):
             return _unwatched(session, call, self, args, kwargs)
         return call(self, *args, **kwargs)
-    room = _more_room() if depth % _DEEP == _DEEP - 1 else 0
+    room = more_room() if depth % DEEP == DEEP - 1 else 0
     try:
         if session.stand_in is None:
             result = call(self, *args, **kwargs)
@@ -110,7 +108,7 @@ def _watched(
         compiler = _set_eval_frame(None)
         try:
             if room:
-                _give_room_back(room)
+                give_room_back(room)
             if len(stack) == depth + 1:
                 session.shielded(frame.site, _note_failure, session, frame, error)
         finally:
@@ -122,7 +120,7 @@ def _watched(
     compiler = _set_eval_frame(None)
     try:
         if room:
-            _give_room_back(room)
+            give_room_back(room)
         leave(session, frame, result)
     except Exception as error:
         _fault(session, self, error)
@@ -149,24 +147,6 @@ def _unwatched(
         return call(module, *args, **kwargs)
     finally:
         thread.stranger = before
-
-
-def _more_room() -> int:
-    """Raise Python's recursion limit by what our own frames take of it; returns what it is then.
-
-    Modules nested by the hundred would otherwise run into it only because they are watched.
-    """
-    with contextlib.suppress(ValueError, OverflowError):
-        limit = sys.getrecursionlimit() + _OWN_FRAMES * _DEEP
-        sys.setrecursionlimit(limit)
-        return limit
-    return 0
-
-
-def _give_room_back(limit: int) -> None:
-    if sys.getrecursionlimit() == limit:  # else the program has set its own meanwhile
-        with contextlib.suppress(RecursionError):
-            sys.setrecursionlimit(limit - _OWN_FRAMES * _DEEP)
 
 
 def enter(
