@@ -1,0 +1,153 @@
+"""Runs and tables of very many tensors: the same records and rows, in little memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import driftline as api
+from driftline.comparison import engine, storage
+from driftline.comparison.packed import Packed, packed
+from driftline.runs import kept_lines, kept_records
+from driftline.runs.key import TensorKey
+from driftline.runs.reader import open_run
+from driftline.runs.record import Record
+from driftline.runs.writer import RunWriter
+
+
+def write(path: Path, *, ranks: int = 3, per_rank: int = 60, shift: float = 0.0) -> Path:
+    for rank in range(ranks):
+        writer = RunWriter(path, rank=rank, world_size=ranks)
+        for at in range(per_rank):
+            values = np.full(4, at + rank + shift, np.float32)
+            key = TensorKey.of(f"layer.{at}", "output", rank=rank)
+            writer.put(Record(key, 0, "float32", (2, 2), "", "Linear"), values.view(np.uint8))
+        writer.close()
+    return path
+
+
+@pytest.fixture
+def long_ones_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What holds for a million lines is tried with a hundred."""
+    monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (70,))
+    monkeypatch.setattr(kept_records, "_KEPT_RECORDS", 50)
+
+
+def test_a_long_index_gives_the_same_records(tmp_path, monkeypatch):
+    run = write(tmp_path / "run")
+    plain = list(open_run(run).records)
+    monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (70,))
+    monkeypatch.setattr(kept_records, "_KEPT_RECORDS", 50)
+    long = open_run(run)
+    assert list(long.records) == plain and list(long.records) == plain
+    assert len(long) == len(plain) == 180
+    again = open_run(run).records
+    assert [again[at] for at in range(-180, 180)] == plain + plain
+    assert list(again[5:170:7]) == plain[5:170:7]
+    with pytest.raises(IndexError):
+        again[180]
+    assert open_run(run).sites() == [f"layer.{at}" for at in range(60)]
+    assert np.array_equal(long.get("layer.59", rank=2).numpy(), np.full((2, 2), 61, np.float32))
+
+
+@pytest.mark.usefixtures("long_ones_are_short")
+def test_lines_out_of_order_and_lost_ones_are_told_of_a_long_index_too(tmp_path):
+    run = write(tmp_path / "run", ranks=1, per_rank=120)
+    index = run / "rank0" / "index.jsonl"
+    lines = index.read_text().splitlines()
+    lines[3] = lines[3].replace('"offset":', '"offset":9')
+    index.write_text("\n".join(["", *reversed(lines[:100]), *lines[100:], "{cut"]))
+    opened = open_run(run)
+    assert [record.order for record in opened.records] == list(range(120))
+    assert [r.order for r in opened.records if r.lost] == [3]
+    assert [r.order for r in opened.records if opened.lost(r)] == [3]
+    assert any("layer.3/" in str(loss) for loss in opened.losses)
+    assert any("cut in half" in str(loss) for loss in opened.losses)
+
+
+@pytest.mark.usefixtures("long_ones_are_short")
+def test_comparisons_of_long_runs_are_those_of_short_ones(tmp_path, monkeypatch):
+    pair = write(tmp_path / "ref"), write(tmp_path / "cand", shift=1e-2)
+    monkeypatch.setattr(engine, "MANY", 10)
+    monkeypatch.setattr(engine, "_MAPPED", 8)
+    long = api.compare(*pair)
+    assert all(isinstance(row.metrics, Packed) for row in long.rows)
+    monkeypatch.undo()
+    short = api.compare(*pair)
+    assert [row.as_json() for row in long.rows] == [row.as_json() for row in short.rows]
+    assert str(long) == str(short)
+
+
+def test_a_long_table_is_read_row_by_row_and_is_the_same(tmp_path, monkeypatch):
+    pair = write(tmp_path / "ref"), write(tmp_path / "cand", shift=1e-2)
+    table = api.compare(*pair)
+    place = table.write(tmp_path / "table")
+    text = (place / "table.json").read_text()
+    assert json.loads(text) == table.as_json()
+    short = api.open_table(place)
+    monkeypatch.setattr(storage, "_LONG", 100)
+    long = api.open_table(place)
+    assert long.as_json() == short.as_json() == table.as_json()
+    assert long.first == table.first
+    for strange in (
+        json.dumps(json.loads(text), indent=1),
+        json.dumps({"rows": json.loads(text)["rows"], **json.loads(text)}),
+        text.replace('"rows": [', '"rows": [ '),
+    ):
+        (place / "table.json").write_text(strange)
+        assert api.open_table(place).as_json() == table.as_json()
+    for broken in (text[:-200], text.replace('"status": "fail"', '"status": 3', 1), text + "x"):
+        (place / "table.json").write_text(broken)
+        with pytest.raises(api.errors.BadFile):
+            api.open_table(place)
+
+
+def test_packed_numbers_are_those_of_the_dict():
+    found = {"a": 1, "b": 0.5, "c": math.inf, "d": -(2**62), "e": True}
+    small = packed(found)
+    assert isinstance(small, Packed)
+    assert dict(small) == found and dict(small.items()) == found and list(small) == list(found)
+    assert [type(value) for value in small.values()] == [int, float, float, int, bool]
+    assert small == found and small["d"] == -(2**62) and small.get("z") is None and "z" not in small
+    with pytest.raises(KeyError):
+        small["z"]
+    assert math.isnan(packed({"n": math.nan})["n"])
+    for odd in ({"a": 2**70}, {"a": "text"}, {"a": np.float64(1)}):
+        assert packed(odd) is odd  # type: ignore[arg-type]
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import driftline
+table = driftline.compare(sys.argv[1], sys.argv[2])
+facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(len(table.rows), int(facts["RssAnon"].split()[0]) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_a_tensor_more_takes_no_more_than_three_kilobytes(tmp_path):
+    held: dict[int, int] = {}
+    for ranks in (10, 40):
+        pair = [
+            write(tmp_path / f"{side}{ranks}", ranks=ranks, per_rank=2000, shift=at * 1e-3)
+            for at, side in enumerate("rc")
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, *map(str, pair)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rows, memory = map(int, done.stdout.split())
+        held[rows] = memory
+    (few, less), (many, more) = sorted(held.items())
+    assert (many, few) == (80_000, 20_000)
+    assert (more - less) / (many - few) < 3000
