@@ -86,7 +86,9 @@ class Gathering:
         here = {record.key.rank for record in records}
         if gone := [rank for rank in self.mesh.ranks if rank not in here]:
             shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
-            why += f"; rank{'s' if len(gone) > 1 else ''} {shown} left nothing of it"
+            who = f"rank{'s' if len(gone) > 1 else ''} {shown}"
+            lost = not {record.key.rank for record in self._layouts.run.records} & set(gone)
+            why += f"; the values are lost with {who}" if lost else f"; {who} left nothing of it"
         return Decision(Apart(records, why), records[0].shape, "that do not fit together")
 
     def _word(self, placed: Sequence[Placed], how: str, copies: int) -> str:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from driftline.alignment.recipe import Step, joined
 from driftline.alignment.shard_parts import is_called_fused, parts_by_values, positions
-from driftline.alignment.sides import Apart, Gathered, Origin, Replicas, SeenRun
+from driftline.alignment.sides import Apart, Aside, Gathered, Origin, Replicas, SeenRun
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
@@ -118,6 +118,7 @@ def gather_ranks(
         BadInput: A rule covers nothing.
     """
     from driftline.alignment.gathering import Gathering
+    from driftline.alignment.rank_groups import processes_of
 
     found = Gathering(run, other, onto, targets or {})
     used: set[Placement] = set()
@@ -159,7 +160,13 @@ def gather_ranks(
     said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
     notes = [f"{len(ranks_of(run))} ranks of '{run.name}' as one ({found.mesh}): {said}"]
     notes += found.notes + ([] if guessed is None else guessed.notes)
-    return SeenRun(run, records, origins), notes
+    ranks = processes_of(run)
+    aside: list[Aside] = []
+    for record in run.records:
+        if ranks.get(record.key.rank) != record.key.process:
+            why = f"not of the job: process {ranks[record.key.rank]} is its rank {record.key.rank}"
+            aside.append((record, record, why))
+    return SeenRun(run, records, origins, aside), notes
 
 
 class _Fused:

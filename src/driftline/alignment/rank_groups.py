@@ -81,10 +81,30 @@ class Bytes:
 MICRO = "micro-batches"
 
 
+def processes_of(run: Run) -> dict[int, int]:
+    """Which process of each rank is its part of the job: of the widest world, then the longest.
+
+    A script may run something else first, and a launcher may start a rank anew.
+    """
+    worlds: dict[tuple[int, int], int] = {}
+    for facts in run.processes():
+        world = facts.get("world_size")
+        worlds[int(facts["rank"]), int(facts["process"])] = world if type(world) is int else 0
+    tensors = Counter((record.key.rank, record.key.process) for record in run.records)
+    found: dict[int, int] = {}
+    for (rank, process), count in sorted(tensors.items()):
+        best = found.setdefault(rank, process)
+        here, there = (worlds.get((rank, p), 0) for p in (process, best))
+        if (here, count) > (there, tensors[rank, best]):
+            found[rank] = process
+    return found
+
+
 def groups_of(
     run: Run, other: Run | None, mesh: Mesh, stages: Stages | None, onto: tuple[int, int]
 ) -> list[Group]:
     """Every tensor of a run of many ranks, in the order of the first rank that has it."""
+    ranks = processes_of(run)
     parts: dict[TensorKey, dict[int, Record]] = {}
     inside = (
         set[tuple[int, str]]()
@@ -95,12 +115,13 @@ def groups_of(
         key = record.key if stages is None else stages.key(record.key)
         if key.site != record.key.site == "(root)" and (record.key.rank, record.digest) in inside:
             continue  # what a stage takes and gives is what its first and last layers do
+        if ranks.get(record.key.rank) != record.key.process:
+            continue
         key = key._replace(rank=onto[0], process=onto[1])
-        # Of several processes of one rank the first counts; the others are no part of the job.
-        parts.setdefault(key, {}).setdefault(record.key.rank, record)
+        parts.setdefault(key, {})[record.key.rank] = record
     micro = {} if other is None else _micro(parts, other)
     found: dict[TensorKey, Group] = {}
-    for key, ranks in parts.items():
+    for key, members in parts.items():
         many = micro.get(key._replace(visit=0), 1)
         one = key._replace(visit=0) if many > 1 else key
         more = (key.visit,) if many > 1 else ()
@@ -108,7 +129,7 @@ def groups_of(
         if group is None:
             axes = (*mesh.names, MICRO) if many > 1 else mesh.names
             group = found[one] = Group(one, {}, axes)
-        group.parts.update({(*mesh.at[rank], *more): record for rank, record in ranks.items()})  # type: ignore[attr-defined]
+        group.parts.update({(*mesh.at[rank], *more): record for rank, record in members.items()})  # type: ignore[attr-defined]
     return [group._replace(parts=dict(sorted(group.parts.items()))) for group in found.values()]
 
 

@@ -29,6 +29,7 @@ class Harvest:
         steps: Steps that have tensors.
         topologies: How many processes left a module tree.
         events: Sentences worth showing, each once.
+        refused: Why what lies there is no run that can be used, and what to do; empty if it is.
     """
 
     tensors: int = 0
@@ -37,6 +38,7 @@ class Harvest:
     steps: tuple[int, ...] = ()
     topologies: int = 0
     events: tuple[str, ...] = ()
+    refused: tuple[str, str] = ("", "")
 
 
 def gather(plan: CapturePlan) -> Harvest:
@@ -56,7 +58,7 @@ def _gather_run(output: Path) -> Harvest:
     try:
         run = open_run(output)
     except DriftlineError as problem:
-        return Harvest(events=(str(problem),))
+        return Harvest(refused=(str(problem), problem.hint))
     folders = sorted(path.parent.name for path in output.glob("rank*/index.jsonl"))
     stored = {(r.key.rank, r.key.process, r.blob) for r in run.records if r.blob is not None}
     messages = [e for e in run.events() if str(e.get("kind")) not in QUIET_EVENTS]

@@ -252,7 +252,9 @@ def judge(
         or bool(sheets.words)
         or (harvest.topologies > 0 and topology and not plan.wants_tensors)
     )
-    reason, hint = ("", "") if got_something else why_nothing(plan, marks, skipped, unmatched)
+    reason, hint = harvest.refused
+    if not got_something and not reason:
+        reason, hint = why_nothing(plan, marks, skipped, unmatched)
     return Outcome(plan, status, harvest, marks, skipped, unmatched, reason, hint, sheets=sheets)
 
 
