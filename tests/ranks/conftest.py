@@ -25,6 +25,7 @@ TOGETHER = (
     "fsdp",
     "fsdp_tp",
     "pipeline",
+    "late",
 )
 LIMIT = 240
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -346,6 +347,29 @@ def pipeline(path: Path) -> None:
         else:
             schedule.step()
         optimizer.step()
+
+
+# --- collectives
+
+
+class Meeting(nn.Module):
+    """Begins an all-reduce, and gives its result before it is there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x, "sum", dist.group.WORLD)
+
+
+def late(path: Path) -> None:
+    """The others begin the all-reduce only when they have heard from rank 0, which has begun it."""
+    model, x, word = Meeting(), torch.full((3,), RANK + 1.0), torch.zeros(1)
+    with driftline.capture(model, path):
+        if RANK:
+            dist.recv(word, 0)
+        y = model(x)
+        if not RANK:
+            for other in range(1, WORLD):
+                dist.send(word, other)
+        y.add_(100.0)
 
 
 _MESHES: dict[str, Any] = {}

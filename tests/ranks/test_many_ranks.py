@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+
+import pytest
 
 import driftline
 from driftline.comparison.table import Table
+from driftline.errors import BadRun
 from driftline.runs.reader import open_run
 
 
@@ -171,3 +176,67 @@ def test_two_meshes_of_as_many_ranks_are_compared_as_wholes(together: Path) -> N
     table = driftline.compare(together / "tp", together / "fsdp_tp")
     assert table.verdict == "pass", table.finding
     assert table.coverage.share > 0.95
+
+
+def test_no_rank_waits_for_another_because_it_is_captured(together: Path) -> None:
+    """Had capture waited for the all-reduce, rank 0 would never have told the others to begin."""
+    run = open_run(together / "late")
+    for rank in range(4):
+        output = run.get(site="(root)", port="output", slot="0", rank=rank)
+        assert output.numpy().tolist() == [10.0, 10.0, 10.0]  # and not what was added afterwards
+
+
+def test_a_rank_whose_folder_is_missing_is_named(
+    alone: Path, together: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(together / "tp", tmp_path / "tp")
+    shutil.rmtree(tmp_path / "tp" / "rank2")
+    run = open_run(tmp_path / "tp")
+    assert [str(loss) for loss in run.losses] == [
+        "rank 2: left nothing: the job had 4 ranks, 3 of them are here"
+    ]
+    table = driftline.compare(alone / "one", run)
+    assert table.verdict == "fail"
+    assert "could not be read" in table.finding
+    weight = next(row for row in table.rows if row.key.site == "layers.0.mlp.up_proj")
+    assert weight.status == "incomparable"
+    assert weight.reason == "part 3 of 4 is missing; the values are lost with rank 2"
+    assert any("rank 2: left nothing" in loss for loss in table.candidate.losses)
+
+
+def test_a_rank_that_ends_early_is_named(together: Path, tmp_path: Path) -> None:
+    shutil.copytree(together / "tp", tmp_path / "tp")
+    for rank in (0, 2, 3):
+        index = tmp_path / "tp" / f"rank{rank}" / "index.jsonl"
+        last = json.loads(index.read_text().splitlines()[-1])
+        last |= {"step": 1, "order": last["order"] + 1}
+        index.write_text(index.read_text() + json.dumps(last) + "\n")
+    losses = [str(loss) for loss in open_run(tmp_path / "tp").losses]
+    assert losses == ["rank 1: ends with step 0, the longest rank with step 1"]
+
+
+def test_parts_of_two_runs_in_one_folder_are_refused(together: Path, tmp_path: Path) -> None:
+    shutil.copytree(together / "tp", tmp_path / "tp")
+    shutil.rmtree(tmp_path / "tp" / "rank3")
+    shutil.copytree(together / "sp" / "rank3", tmp_path / "tp" / "rank3")
+    with pytest.raises(BadRun, match="holds parts of two runs: rank3 was written for another one"):
+        open_run(tmp_path / "tp")
+
+
+def test_ranks_of_two_jobs_in_one_folder_are_refused(together: Path, tmp_path: Path) -> None:
+    shutil.copytree(together / "tp", tmp_path / "tp")
+    for rank in (0, 1):
+        folder = tmp_path / "tp" / f"rank{rank}.p1"
+        shutil.copytree(together / "tp" / f"rank{rank}", folder)
+        facts = json.loads((folder / "process.json").read_text())
+        (folder / "process.json").write_text(json.dumps({**facts, "job": "another"}))
+    with pytest.raises(BadRun, match=r"holds ranks of 2 jobs: rank0, rank1, rank2, rank3 and "):
+        open_run(tmp_path / "tp")
+
+
+def test_clocks_that_disagree_change_nothing(alone: Path, together: Path, tmp_path: Path) -> None:
+    shutil.copytree(together / "tp", tmp_path / "tp")
+    facts = tmp_path / "tp" / "rank1" / "process.json"
+    about = json.loads(facts.read_text())
+    facts.write_text(json.dumps({**about, "started": "1970-01-01", "ended": "1971-01-01"}))
+    assert driftline.compare(alone / "one", tmp_path / "tp").verdict == "pass"
