@@ -89,6 +89,26 @@ def test_what_is_not_there_for_paddle_is_said(dump, workshop, warm_paddle):
     assert "a static graph calls no layers" in dumped.err
 
 
+def test_one_of_two_frameworks_can_be_chosen(dump, workshop, warm_paddle):
+    text = NET + "import torch\ntrain(1)\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+    (workshop / "both.py").write_text(text)
+    for engine in ("torch", "paddle"):
+        dumped = dump("--engine", engine, "--force", argv=[warm_paddle, "both.py"])
+        assert [each["framework"] for each in dumped.run.processes()] == [engine]
+
+
+def test_a_paddle_that_is_not_there_is_named_with_its_install_line(dump, workshop):
+    (workshop / "hides.py").write_text(
+        "import sys\n"
+        "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+        "import paddle\n"
+    )
+    dumped = dump(run=["hides.py"])
+    assert dumped.code == 1 and "No module named 'paddle'" in dumped.err
+    assert "looked for paddle, which is not installed in its environment" in dumped.err
+    assert "pip install 'driftline[paddle]'" in dumped.err
+
+
 def test_commands_for_torch_programs_say_so(workshop, warm_paddle, capfd):
     from driftline.cli.main import main
 

@@ -22,7 +22,7 @@ from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.launch.atb_harvest import AtbHarvest
-from driftline.launch.plan import CapturePlan, DumpType, Layout, Level, LogLevel
+from driftline.launch.plan import FRAMEWORKS, CapturePlan, DumpType, Layout, Level, LogLevel
 from driftline.launch.run import Outcome, run_command, say_steps
 from driftline.launch.sizes import say_size, size_of
 
@@ -142,8 +142,8 @@ def dump(
         max_bytes: Stop storing values at this size, such as 2GB.
         save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
         engine: atb also switches on the probe of the ATB library in the program; that is the
-            default where ATB_HOME_PATH is set. torch leaves it off. Paddle programs are recognised
-            too; paddle looks at nothing else. onnxruntime runs a model from its file.
+            default where ATB_HOME_PATH is set. torch and paddle leave it off and look at nothing
+            else; without any, both are captured. onnxruntime runs a model from its file.
         graph: Record what torch.compile makes: fx executes every graph node by node with torch's
             own operators, whatever the backend; inductor reads what its kernels compute.
         no_fusion: With --graph inductor: fuse nothing, every node has a kernel of its own.
@@ -215,7 +215,7 @@ def dump(
             quiet=log_level not in ("debug", "info"),
         )
     argv = words.command_of(exec_, program)
-    engine_, asked_for = words.engine_of(None if engine == "onnxruntime" else engine)
+    engine_, asked_for = words.engine_of(None if engine in ("onnxruntime", "paddle") else engine)
     types: tuple[DumpType, ...] = tuple(dict.fromkeys(type_ or ["tensor"]))
     place, url = words.place_of_run(output, stage)
     plan = CapturePlan(
@@ -230,6 +230,7 @@ def dump(
         log_level=log_level,
         command=tuple(argv),
         engine=engine_,
+        frameworks=(engine,) if engine in FRAMEWORKS else FRAMEWORKS,
         graph=graph or "",
         fusion=not no_fusion,
         url=url,

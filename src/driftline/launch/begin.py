@@ -79,7 +79,7 @@ def begin(plan_path: str, framework: str) -> None:
         launched: Launched = Watched(WatchPlan.from_json(text), plan_path)
     else:
         plan = CapturePlan.from_json(text)
-        if plan.engine == "paddle" != framework:
+        if framework not in plan.frameworks:
             return
         if framework != "torch" and plan.experiment:
             leave_mark(plan_path, "apart", framework)
@@ -165,6 +165,8 @@ class Launched:
         if lists:
             text = f"--type {' '.join(lists)} lists what torch programs do"
             self.sink.event("type", f"{text}; of {self.framework} programs there is no such list")
+        if self.plan.graph:
+            self.sink.event("graph", f"--graph {self.plan.graph} sees what torch.compile makes")
 
     def start(self) -> None:
         self.session.start()

@@ -22,7 +22,9 @@ Layout = Literal["run", "ait"]
 Level = Literal["modules", "ops", "gradients", "params"]
 DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", "onnx"]
 GraphEngine = Literal["", "fx", "inductor"]
-Engine = Literal["torch", "atb", "paddle"]
+Engine = Literal["torch", "atb"]
+FRAMEWORKS = ("torch", "paddle")
+"""What is captured where a program imports it."""
 LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -46,8 +48,8 @@ class CapturePlan:
         tiling: Tiling data were asked for; torch has none, which becomes an event.
         log_level: How much the launched processes and the launcher say.
         command: The program, word by word, for the manifest.
-        engine: atb switches the probe of the ATB library on beside the capture of torch and Paddle;
-            paddle captures Paddle only.
+        engine: atb switches the probe of the ATB library on beside the capture.
+        frameworks: Those that are captured where the program imports them.
         experiment: What is done to the program besides: its `kind` and what that kind needs.
         url: Where the output is sent while the program runs; empty: it stays where it is.
         shard_bytes: Begin a new file of values beyond this size; 0: the format's own.
@@ -67,6 +69,7 @@ class CapturePlan:
     log_level: LogLevel = "info"
     command: tuple[str, ...] = ()
     engine: Engine = "torch"
+    frameworks: tuple[str, ...] = FRAMEWORKS
     experiment: Mapping[str, Any] = field(default_factory=dict[str, Any])
     url: str = ""
     shard_bytes: int = 0
@@ -160,6 +163,7 @@ class CapturePlan:
                 "log_level": self.log_level,
                 "command": self.command,
                 "engine": self.engine,
+                **({"frameworks": self.frameworks} if self.frameworks != FRAMEWORKS else {}),
                 **({"experiment": self.experiment} if self.experiment else {}),
                 **({"url": self.url} if self.url else {}),
                 **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
@@ -195,6 +199,7 @@ class CapturePlan:
             log_level=data["log_level"],
             command=tuple(data["command"]),
             engine=data["engine"],
+            frameworks=tuple(data.get("frameworks", FRAMEWORKS)),
             experiment=data.get("experiment", {}),
             url=data.get("url", ""),
             shard_bytes=data.get("shard_bytes", 0),
