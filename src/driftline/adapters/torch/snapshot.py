@@ -55,6 +55,7 @@ _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = -1
+_recording: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 
 
 class undisturbed:
@@ -233,6 +234,26 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
         tensor.numel(),
         placement,
         tensor,
+    )
+
+
+def as_before(tensor: torch.Tensor, shot: Snapshot, dtype: torch.dtype) -> bool:
+    """Whether a tensor of a device is described by what was said of one at the same place."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.shape == shot.shape
+        and tensor.layout is _STRIDED
+        and tensor.get_device() == (-1 if shot.device_index is None else shot.device_index)
+        and not (
+            tensor.is_neg()
+            or tensor.is_nested
+            or _is_wrapped(tensor)
+            or _is_functional(tensor)
+            or is_zero(tensor)
+            or (tensor.is_cuda and _recording())
+        )
+        and placement_of_plain(tensor) == ""
     )
 
 

@@ -13,9 +13,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from driftline.adapters.torch.device.desk import Ticket
+from driftline.adapters.torch.device.places import Mark
 from driftline.adapters.torch.device.transfers import Parcel
 from driftline.numerics.kernel import bytes_at
 from driftline.numerics.summary import Summary
@@ -170,20 +171,25 @@ class Delivery:
             self._shielded("delivery", first)
             return True
         what = first.what
-        mark: Any = None
         if isinstance(what, Ticket):
-            mark = what.flight.mark
-        elif isinstance(what, Parcel):
-            mark = what.mark
-        if isinstance(what, (Ticket, Parcel)):
-            if mark is None:
+            flight = what.flight
+            if not flight.there and not self._here(flight.mark, wait=wait):
                 return False
-            if not mark.query():
-                if not wait:
-                    return False
-                mark.synchronize()
+            flight.there = True
+        elif isinstance(what, Parcel) and not self._here(what.mark, wait=wait):
+            return False
         self._queue.popleft()
         self._shielded(first.key.site, self._deliver, first)
+        return True
+
+    @staticmethod
+    def _here(mark: Mark | None, *, wait: bool) -> bool:
+        if mark is None:
+            return False
+        if not mark.query():
+            if not wait:
+                return False
+            mark.synchronize()
         return True
 
     def _deliver(self, waiting: Waiting) -> None:

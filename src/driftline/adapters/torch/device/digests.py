@@ -72,11 +72,4 @@ def digest_of(data: npt.NDArray[Any], width: int) -> str:
 def digest_text(a: int, b: int, count: int, width: int) -> str:
     """What the two sums are called, together with how much they are sums of."""
     size = (count * width + 1) * 0x9E3779B97F4A7C15
-    return f"{PREFIX}{_mix(a + size):016x}{_mix(b ^ (size & _M)):016x}"
-
-
-def _mix(z: int) -> int:
-    z &= _M
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _M
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _M
-    return z ^ (z >> 31)
+    return f"{PREFIX}{a & _M:016x}{(b ^ size) & _M:016x}"

@@ -2,7 +2,7 @@
 
 A sheet belongs to one queue of one device. `take` launches the kernel that reads a tensor, before
 the program can launch anything that changes it; `send` joins the rows and starts their copy to the
-host. Nothing here waits but `Flight.wait`.
+host. Nothing here waits.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -123,23 +123,22 @@ class Tables:
 
 
 class Flight:
-    """What one copy brings: the summaries of some tensors."""
+    """What one copy brings: the summaries of some tensors.
+
+    Attributes:
+        mark: Reached when they are here; None while they were not sent.
+        there: It has been seen to be reached.
+    """
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
+        self.there = False
         self._host: torch.Tensor | None = None
         self._rows: list[list[float]] = []
         self._digests: list[list[int]] = []
 
     def depart(self, host: torch.Tensor, mark: Mark) -> None:
         self._host, self.mark = host, mark
-
-    def arrived(self) -> bool:
-        return self.mark is not None and self.mark.query()
-
-    def wait(self) -> None:
-        assert self.mark is not None
-        self.mark.synchronize()
 
     def result(self, slot: int, count: int, width: int) -> tuple[str, Summary]:
         """Digest and summary of the tensor in a slot; only after its arrival."""

@@ -55,7 +55,7 @@ def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK
     z = tl.where((flip & 16) != 0, _exchanged(z, 0x0000FFFF0000FFFF, 16), z)
     z = tl.where((flip & 32) != 0, _exchanged(z, 0x00000000FFFFFFFF, 32), z)
     tl.store(signs_at.to(tl.pointer_type(tl.uint64)) + group, z)
-    # As the kernels want it: for pairs of elements which word, and whether its halves change places.
+    # As the kernels want it: which word of pairs of elements, and whether its halves are exchanged.
     tl.store(
         flips_at.to(tl.pointer_type(tl.uint16)) + group,
         ((flip >> 1) | ((flip & 1) << 12)).to(tl.uint16),
@@ -272,6 +272,8 @@ def summary_rows(
     begin = pid * each
     end = tl.minimum(begin + each, chunks)
     whole = tl.maximum(tl.minimum(end, count // CHUNK), begin)
+    if count % (64 * TILE) == 0:  # nothing but whole tiles: the last chunk is read fast too
+        whole = end
 
     lane = (tl.arange(0, 8)[:, None] ^ nothing).to(tl.int32)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -318,7 +320,8 @@ def summary_rows(
     for chunk in range(begin, whole):
         a = tl.zeros([8, COLUMNS], tl.uint64)
         b = tl.zeros([8, COLUMNS], tl.uint64)
-        for tile in range(TILES):
+        present = tl.minimum((count - chunk * CHUNK) // (64 * TILE), TILES)
+        for tile in range(present.to(tl.int32)):
             few = tl.zeros([8, COLUMNS], tl.float32)
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
@@ -369,7 +372,7 @@ def summary_rows(
     if PACKED:
         low = tl.minimum(_low(low, KIND), _high(low, KIND))
         high = tl.maximum(_low(high, KIND), _high(high, KIND))
-    finite = (whole - begin) * CHUNK
+    finite = tl.minimum(whole * CHUNK, count) - begin * CHUNK
     bad = False
     if FLOAT:
         # What is not finite leaves a trace in the sum; a sentinel is the least there is.

@@ -1,0 +1,578 @@
+"""Everything one pass over a pair of device tensors can know, as Triton kernels.
+
+The figures are those of `numerics/moments.py`. As in the summary's kernel a program reads its part
+fast first, eight elements in float32 and their sums in float64, and looks at its figures: what
+float32 cannot carry (not finite, sentinels, very large or very small) is read again carefully. The
+second kernel joins the programs' rows and looks up the positions, in the parts they must lie in.
+"""
+
+# Kernels are compiled from their text; types mean something else in them.
+# pyright: basic, reportMissingTypeStubs=false, reportUnknownParameterType=false
+# pyright: reportMissingParameterType=false, reportInvalidTypeForm=false, reportArgumentType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+# ruff: noqa: PIE808
+# `from __future__ import annotations` would turn the arguments' types into text.
+import triton
+import triton.language as tl
+
+PART = 65536
+"""Elements that a program takes at a time."""
+ROW = 40
+WARPS = 8
+
+
+@triton.jit
+def _as(address, KIND: tl.constexpr):
+    if KIND == "bf16":
+        at = address.to(tl.pointer_type(tl.bfloat16))
+    elif KIND == "f16":
+        at = address.to(tl.pointer_type(tl.float16))
+    else:
+        at = address.to(tl.pointer_type(tl.float32))
+    return at
+
+
+@triton.jit
+def _words(address, KIND: tl.constexpr):
+    """Where pairs of elements lie."""
+    if KIND == "f32":
+        at = address.to(tl.pointer_type(tl.uint64))
+    else:
+        at = address.to(tl.pointer_type(tl.uint32))
+    return at
+
+
+@triton.jit
+def _half(word, HALF: tl.constexpr, KIND: tl.constexpr):
+    """One element of a pair, as float32."""
+    if KIND == "f32":
+        x = (word >> (32 * HALF)).to(tl.uint32).to(tl.float32, bitcast=True)
+    elif KIND == "bf16":
+        if HALF == 0:
+            x = (word << 16).to(tl.float32, bitcast=True)
+        else:
+            x = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        x = (word >> (16 * HALF)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _ordinal(x, KIND: tl.constexpr):
+    """Where a float32 number, rounded to a format, stands in it; negative ones below zero."""
+    bits = x.to(tl.int32, bitcast=True)
+    if KIND == "f32":
+        size = (bits & 0x7FFFFFFF).to(tl.int64)
+    elif KIND == "bf16":
+        size = bits & 0x7FFFFFFF
+        size = (size + 0x7FFF + ((size >> 16) & 1)) >> 16
+    else:
+        size = tl.abs(x).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.where(bits < 0, -size, size)
+
+
+@triton.jit
+def _known_ordinal(x, KIND: tl.constexpr):
+    """The same for a number that is of the format already."""
+    bits = x.to(tl.int32, bitcast=True)
+    if KIND == "bf16":
+        size = (bits & 0x7FFFFFFF) >> 16
+        place = tl.where(bits < 0, -size, size)
+    else:
+        place = _ordinal(x, KIND)
+    return place
+
+
+@triton.jit
+def _sorted_bits(x):
+    """A float32's bits, so that they sort like the numbers; below zero they are off by one."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _one_over(x, TOGETHER: tl.constexpr):
+    """About `1 / x`, without the care that a division takes; what is too small is infinite."""
+    if TOGETHER:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
+    else:
+        y = 1.0 / x
+    return y
+
+
+@triton.jit
+def _least(low, word, KIND: tl.constexpr):
+    """The smaller of two packed pairs, half by half; NaN is passed over."""
+    if KIND == "bf16":
+        found = tl.inline_asm_elementwise(
+            "min.bf16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            "min.f16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
+        )
+    return found
+
+
+@triton.jit
+def _greatest(high, word, KIND: tl.constexpr):
+    if KIND == "bf16":
+        found = tl.inline_asm_elementwise(
+            "max.bf16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            "max.f16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
+        )
+    return found
+
+
+@triton.jit
+def _joined(
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14,
+    b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14,
+):  # fmt: skip
+    """Figures of two threads as one: nine sums, four greatest, two least."""
+    return (
+        a0 + b0,
+        a1 + b1,
+        a2 + b2,
+        a3 + b3,
+        a4 + b4,
+        a5 + b5,
+        a6 + b6,
+        a7 + b7,
+        a8 + b8,
+        tl.maximum(a9, b9),
+        tl.maximum(a10, b10),
+        tl.maximum(a11, b11),
+        tl.maximum(a12, b12),
+        tl.minimum(a13, b13),
+        tl.minimum(a14, b14),
+    )
+
+
+@triton.jit
+def pair_rows(
+    reference: tl.int64,
+    candidate: tl.int64,
+    count: tl.int64,
+    each: tl.int64,
+    rows_at: tl.int64,
+    rtol_bits: tl.int64,
+    atol_bits: tl.int64,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    R_LOWEST: tl.constexpr,
+    C_LOWEST: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Partial figures of a pair: each program leaves its row; see `joined_pair` for the fields."""
+    ours = tl.multiple_of(_as(reference, R), 16)
+    theirs = tl.multiple_of(_as(candidate, C), 16)
+    rtol = rtol_bits.to(tl.float64, bitcast=True)
+    atol = atol_bits.to(tl.float64, bitcast=True)
+    rtol_32 = rtol.to(tl.float32)
+    atol_32 = atol.to(tl.float32)
+    pid = tl.program_id(0).to(tl.int64)
+    TILE: tl.constexpr = 2048
+    begin = pid * each * 65536
+    end = tl.minimum(begin + each * 65536, count)
+    whole = begin + (end - begin) // TILE * TILE
+    our_words = _words(reference, R) + tl.arange(0, 256)
+    their_words = _words(candidate, C) + tl.arange(0, 256)
+
+    first = tl.load(ours + begin).to(tl.float32)
+    shift = tl.where(tl.abs(first) < 1e15, first, 0.0)
+    s_x = tl.zeros([256], tl.float64)
+    s_e = tl.zeros([256], tl.float64)
+    s_xx = tl.zeros([256], tl.float64)
+    s_xe = tl.zeros([256], tl.float64)
+    s_ee = tl.zeros([256], tl.float64)
+    s_ae = tl.zeros([256], tl.float64)
+    s_rel = tl.zeros([256], tl.float64)
+    outside = tl.zeros([256], tl.int32)
+    different = tl.zeros([256], tl.int32)
+    m_ae = tl.zeros([256], tl.float32)
+    m_rel = tl.zeros([256], tl.float32)
+    # The bits of two bfloat16, or float32, need no shift before they are subtracted.
+    BITS: tl.constexpr = (R == C and C == "bf16") or C == "f32"
+    R_PACKED: tl.constexpr = TOGETHER and R != "f32"
+    C_PACKED: tl.constexpr = TOGETHER and C != "f32"
+    if BITS:
+        m_ulp = tl.zeros([256], tl.uint32)
+    else:
+        m_ulp = tl.zeros([256], tl.int32)
+    if R_PACKED:
+        r_inf: tl.constexpr = 0x7F807F80 if R == "bf16" else 0x7C007C00
+        r_min = tl.full([256], r_inf, tl.uint32)
+        r_max = tl.full([256], r_inf + 0x80008000, tl.uint32)
+    else:
+        r_max = tl.full([256], float("-inf"), tl.float32)
+        r_min = tl.full([256], float("inf"), tl.float32)
+    if C_PACKED:
+        c_inf: tl.constexpr = 0x7F807F80 if C == "bf16" else 0x7C007C00
+        c_min = tl.full([256], c_inf, tl.uint32)
+        c_max = tl.full([256], c_inf + 0x80008000, tl.uint32)
+    else:
+        c_max = tl.full([256], float("-inf"), tl.float32)
+        c_min = tl.full([256], float("inf"), tl.float32)
+
+    for at in range(begin, whole, TILE):
+        f_x = tl.zeros([256], tl.float32)
+        f_e = tl.zeros([256], tl.float32)
+        f_xx = tl.zeros([256], tl.float32)
+        f_xe = tl.zeros([256], tl.float32)
+        f_ee = tl.zeros([256], tl.float32)
+        f_ae = tl.zeros([256], tl.float32)
+        f_rel = tl.zeros([256], tl.float32)
+        for u in tl.static_range(4):
+            our_word = tl.load(our_words + at // 2 + u * 256)
+            their_word = tl.load(their_words + at // 2 + u * 256)
+            if R_PACKED:
+                r_min = _least(r_min, our_word, R)
+                r_max = _greatest(r_max, our_word, R)
+            if C_PACKED:
+                c_min = _least(c_min, their_word, C)
+                c_max = _greatest(c_max, their_word, C)
+            for half in tl.static_range(2):
+                r = _half(our_word, half, R)
+                c = _half(their_word, half, C)
+                e = c - r
+                x = r - shift
+                ae = tl.abs(e)
+                ar = tl.abs(r)
+                rel = ae * _one_over(ar + 1.1754943508222875e-38, TOGETHER)  # 0 / 0 is 0
+                if BITS:
+                    ours_sorted = _sorted_bits(r)
+                    theirs_sorted = _sorted_bits(c)
+                    most = tl.maximum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
+                    apart = most - tl.minimum(ours_sorted, theirs_sorted).to(
+                        tl.uint32, bitcast=True
+                    )
+                    if C == "f32":  # off by one where only one of them is below zero
+                        apart -= ((ours_sorted ^ theirs_sorted).to(tl.uint32, bitcast=True)) >> 31
+                else:
+                    apart = tl.abs(_ordinal(r, C) - _known_ordinal(c, C))
+                f_x += x
+                f_e += e
+                f_xx += x * x
+                f_xe += x * e
+                f_ee += e * e
+                f_ae += ae
+                f_rel += rel
+                outside += (ae > atol_32 + rtol_32 * ar).to(tl.int32)
+                different += (r != c).to(tl.int32)
+                m_ae = tl.maximum(m_ae, ae)
+                m_rel = tl.maximum(m_rel, rel)
+                m_ulp = tl.maximum(m_ulp, apart)
+                if not R_PACKED:
+                    r_max = tl.maximum(r_max, r)
+                    r_min = tl.minimum(r_min, r)
+                if not C_PACKED:
+                    c_max = tl.maximum(c_max, c)
+                    c_min = tl.minimum(c_min, c)
+        s_x += f_x.to(tl.float64)
+        s_e += f_e.to(tl.float64)
+        s_xx += f_xx.to(tl.float64)
+        s_xe += f_xe.to(tl.float64)
+        s_ee += f_ee.to(tl.float64)
+        s_ae += f_ae.to(tl.float64)
+        s_rel += f_rel.to(tl.float64)
+
+    if R_PACKED:
+        r_min = tl.minimum(_half(r_min, 0, R), _half(r_min, 1, R))
+        r_max = tl.maximum(_half(r_max, 0, R), _half(r_max, 1, R))
+    if C_PACKED:
+        c_min = tl.minimum(_half(c_min, 0, C), _half(c_min, 1, C))
+        c_max = tl.maximum(_half(c_max, 0, C), _half(c_max, 1, C))
+    if BITS and C == "bf16":
+        m_ulp = m_ulp >> 16
+    # What float32 does not carry: read it again. (A NaN makes every comparison false.)
+    size = tl.maximum(
+        tl.maximum(tl.abs(r_max), tl.abs(r_min)), tl.maximum(tl.abs(c_max), tl.abs(c_min))
+    )
+    least_size = 8.7e-19  # 2 ** -60: the square of what matters is still an ordinary number
+    fine = s_x - s_x == 0.0
+    fine = fine & (s_e - s_e == 0.0) & (s_xx - s_xx == 0.0) & (s_ee - s_ee == 0.0)
+    fine = fine & (m_rel < 1e12)  # the reference is 0 there, or nearly: it takes a division
+    fine = fine & (size < 1e15) & ((m_ae == 0.0) | (m_ae > least_size))
+    fine = fine & ((size == 0.0) | (size > least_size))
+    fine = fine & (r_min > R_LOWEST) & (c_min > C_LOWEST)
+    bad = (tl.max((~fine).to(tl.int32), 0) > 0) & (whole > begin)
+    start = tl.where(bad, begin, whole)
+    n = tl.where(bad, 0, whole - begin).to(tl.float64)
+    if TOGETHER:
+        s0, s1, s2, s3, s4, s5, s6, s7, s8, m0, m1, m2, m3, l0, l1 = tl.reduce(
+            (
+                s_x, s_e, s_xx, s_xe, s_ee, s_ae, s_rel, outside, different,
+                m_ae, m_rel, r_max, c_max, r_min, c_min,
+            ),
+            0,
+            _joined,
+        )  # fmt: skip
+    else:
+        s0, s1, s2 = tl.sum(s_x, 0), tl.sum(s_e, 0), tl.sum(s_xx, 0)
+        s3, s4, s5 = tl.sum(s_xe, 0), tl.sum(s_ee, 0), tl.sum(s_ae, 0)
+        s6, s7, s8 = tl.sum(s_rel, 0), tl.sum(outside, 0), tl.sum(different, 0)
+        m0, m1, m2, m3 = tl.max(m_ae, 0), tl.max(m_rel, 0), tl.max(r_max, 0), tl.max(c_max, 0)
+        l0, l1 = tl.min(r_min, 0), tl.min(c_min, 0)
+    zero = n * 0.0
+    x_1 = tl.where(bad, zero, s0)
+    e_1 = tl.where(bad, zero, s1)
+    xx = tl.where(bad, zero, s2)
+    xe = tl.where(bad, zero, s3)
+    ee = tl.where(bad, zero, s4)
+    ae_1 = tl.where(bad, zero, s5)
+    rel_1 = tl.where(bad, zero, s6)
+    out_1 = tl.where(bad, 0, s7).to(tl.float64)
+    dif_1 = tl.where(bad, 0, s8).to(tl.float64)
+    ae_m = tl.where(bad, 0.0, m0).to(tl.float64)
+    rel_m = tl.where(bad, 0.0, m1).to(tl.float64)
+    ulp_m = tl.where(bad, 0, tl.max(m_ulp, 0).to(tl.int64)).to(tl.float64)
+    r_top = tl.where(bad, float("-inf"), m2).to(tl.float64)
+    c_top = tl.where(bad, float("-inf"), m3).to(tl.float64)
+    r_low = tl.where(bad, float("inf"), l0).to(tl.float64)
+    c_low = tl.where(bad, float("inf"), l1).to(tl.float64)
+    shift_64 = shift.to(tl.float64)
+
+    # One side at a time; where both are finite everywhere they say what the pair says.
+    rn = n
+    cn = n
+    rx = x_1
+    rxx = xx
+    cy = x_1 + e_1
+    cyy = xx + 2.0 * xe + ee
+    r_nan = zero
+    c_nan = zero
+    r_pos = zero
+    c_pos = zero
+    r_neg = zero
+    c_neg = zero
+    lone = zero
+    for at in range(start, end, 1024):
+        flat = at + tl.arange(0, 1024)
+        there = flat < end
+        r_raw = tl.load(ours + flat, mask=there, other=0.0)
+        c_raw = tl.load(theirs + flat, mask=there, other=0.0)
+        r = r_raw.to(tl.float64)
+        c = c_raw.to(tl.float64)
+        r = tl.where(r == R_LOWEST, float("-inf"), r)
+        c = tl.where(c == C_LOWEST, float("-inf"), c)
+        rf = there & (r - r == 0.0)
+        cf = there & (c - c == 0.0)
+        both = rf & cf
+        differs = there & (r != c) & ~((r != r) & (c != c))
+        one = differs & ~both
+        r_0 = tl.where(rf, r - shift_64, 0.0)
+        c_0 = tl.where(cf, c - shift_64, 0.0)
+        e = tl.where(both, c - r, 0.0)
+        x = tl.where(both, r - shift_64, 0.0)
+        ae = tl.abs(e)
+        ar = tl.where(both, tl.abs(r), 1.0)
+        rel = tl.where(ae == 0.0, 0.0, ae / ar)
+        apart = tl.abs(_ordinal(r_raw.to(tl.float32), C) - _ordinal(c_raw.to(tl.float32), C))
+        n += tl.sum(both.to(tl.int32), 0).to(tl.float64)
+        rn += tl.sum(rf.to(tl.int32), 0).to(tl.float64)
+        cn += tl.sum(cf.to(tl.int32), 0).to(tl.float64)
+        x_1 += tl.sum(x, 0)
+        e_1 += tl.sum(e, 0)
+        xx += tl.sum(x * x, 0)
+        xe += tl.sum(x * e, 0)
+        ee += tl.sum(e * e, 0)
+        ae_1 += tl.sum(ae, 0)
+        rel_1 += tl.sum(rel, 0)
+        beyond = (both & ~(ae <= atol + rtol * ar)) | one
+        out_1 += tl.sum(beyond.to(tl.int32), 0).to(tl.float64)
+        dif_1 += tl.sum(differs.to(tl.int32), 0).to(tl.float64)
+        lone += tl.sum(one.to(tl.int32), 0).to(tl.float64)
+        ae_m = tl.maximum(ae_m, tl.max(ae, 0))
+        rel_m = tl.maximum(rel_m, tl.max(rel, 0))
+        ulp_m = tl.maximum(ulp_m, tl.max(tl.where(both, apart, 0), 0).to(tl.float64))
+        r_top = tl.maximum(r_top, tl.max(tl.where(rf, r, float("-inf")), 0))
+        c_top = tl.maximum(c_top, tl.max(tl.where(cf, c, float("-inf")), 0))
+        r_low = tl.minimum(r_low, tl.min(tl.where(rf, r, float("inf")), 0))
+        c_low = tl.minimum(c_low, tl.min(tl.where(cf, c, float("inf")), 0))
+        rx += tl.sum(r_0, 0)
+        rxx += tl.sum(r_0 * r_0, 0)
+        cy += tl.sum(c_0, 0)
+        cyy += tl.sum(c_0 * c_0, 0)
+        r_nan += tl.sum((there & (r != r)).to(tl.int32), 0).to(tl.float64)
+        c_nan += tl.sum((there & (c != c)).to(tl.int32), 0).to(tl.float64)
+        r_pos += tl.sum((there & (r == float("inf"))).to(tl.int32), 0).to(tl.float64)
+        c_pos += tl.sum((there & (c == float("inf"))).to(tl.int32), 0).to(tl.float64)
+        r_neg += tl.sum((there & (r == float("-inf"))).to(tl.int32), 0).to(tl.float64)
+        c_neg += tl.sum((there & (c == float("-inf"))).to(tl.int32), 0).to(tl.float64)
+
+    out = rows_at.to(tl.pointer_type(tl.float64)) + (pid + 1) * 40
+    rr = xx + 2.0 * shift_64 * x_1 + n * shift_64 * shift_64
+    re = xe + shift_64 * e_1
+    tl.store(out + 0, n)
+    tl.store(out + 1, x_1 + n * shift_64)
+    tl.store(out + 2, x_1 + n * shift_64 + e_1)
+    tl.store(out + 3, rr)
+    tl.store(out + 4, rr + 2.0 * re + ee)
+    tl.store(out + 5, rr + re)
+    tl.store(out + 6, ee)
+    tl.store(out + 7, ae_1)
+    tl.store(out + 8, rel_1)
+    tl.store(out + 9, out_1)
+    tl.store(out + 10, dif_1)
+    tl.store(out + 11, rn)
+    tl.store(out + 12, cn)
+    tl.store(out + 13, rx + rn * shift_64)
+    tl.store(out + 14, cy + cn * shift_64)
+    tl.store(out + 15, rxx + 2.0 * shift_64 * rx + rn * shift_64 * shift_64)
+    tl.store(out + 16, cyy + 2.0 * shift_64 * cy + cn * shift_64 * shift_64)
+    r_some = tl.maximum(rn, 1.0)
+    c_some = tl.maximum(cn, 1.0)
+    tl.store(out + 17, tl.maximum(rxx - rx * (rx / r_some), 0.0))
+    tl.store(out + 18, tl.maximum(cyy - cy * (cy / c_some), 0.0))
+    tl.store(out + 19, r_nan)
+    tl.store(out + 20, c_nan)
+    tl.store(out + 21, r_pos)
+    tl.store(out + 22, c_pos)
+    tl.store(out + 23, r_neg)
+    tl.store(out + 24, c_neg)
+    tl.store(out + 25, lone)
+    tl.store(out + 26, ae_m)
+    tl.store(out + 27, rel_m)
+    tl.store(out + 28, ulp_m)
+    tl.store(out + 29, r_top)
+    tl.store(out + 30, c_top)
+    tl.store(out + 31, r_low)
+    tl.store(out + 32, c_low)
+    tl.store(out + 33, rx / r_some + shift_64)
+    tl.store(out + 34, cy / c_some + shift_64)
+
+
+@triton.jit
+def joined_pair(
+    reference: tl.int64,
+    candidate: tl.int64,
+    count: tl.int64,
+    each: tl.int64,
+    rows_at: tl.int64,
+    many: tl.int64,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    R_LOWEST: tl.constexpr,
+    C_LOWEST: tl.constexpr,
+):
+    """Row 0 from the others. Program 0 joins figures, the other five look positions up.
+
+    Fields 0 to 25 are sums, 26 to 30 greatest, 31 and 32 least values, 33 and 34 means; 35 to 39
+    the positions of the greatest error, the first difference, the first element that is finite on
+    one side only, and the first that is not finite on each side.
+    """
+    rows = rows_at.to(tl.pointer_type(tl.float64)) + 40
+    out = rows_at.to(tl.pointer_type(tl.float64))
+    what = tl.program_id(0)
+    lane = tl.arange(0, 64)
+    if what == 0:
+        field = tl.arange(0, 64)[None, :]
+        sums = tl.zeros([64, 64], tl.float64)
+        tops = tl.full([64, 64], float("-inf"), tl.float64)
+        lows = tl.full([64, 64], float("inf"), tl.float64)
+        for at in range(0, many, 64):
+            there = (at + lane)[:, None] < many
+            places = rows + (at + lane)[:, None] * 40 + field
+            sums += tl.load(places, mask=there & (field < 26), other=0.0)
+            tops = tl.maximum(
+                tops,
+                tl.load(places, mask=there & (field > 25) & (field < 31), other=float("-inf")),
+            )
+            lows = tl.minimum(
+                lows, tl.load(places, mask=there & (field > 30) & (field < 33), other=float("inf"))
+            )
+        total = tl.sum(sums, 0)
+        number = tl.arange(0, 64)
+        # The spread around the common mean: that of each part, and how far their means are off.
+        r_n = tl.sum(tl.where(number == 11, total, 0.0), 0)
+        c_n = tl.sum(tl.where(number == 12, total, 0.0), 0)
+        r_mean = tl.sum(tl.where(number == 13, total, 0.0), 0) / tl.maximum(r_n, 1.0)
+        c_mean = tl.sum(tl.where(number == 14, total, 0.0), 0) / tl.maximum(c_n, 1.0)
+        r_apart = tl.zeros([64], tl.float64)
+        c_apart = tl.zeros([64], tl.float64)
+        for at in range(0, many, 64):
+            there = at + lane < many
+            mine = rows + (at + lane) * 40
+            some = tl.load(mine + 11, mask=there, other=0.0)
+            off = tl.load(mine + 33, mask=there, other=0.0) - r_mean
+            r_apart += tl.where(some > 0.0, some * off * off, 0.0)
+            some = tl.load(mine + 12, mask=there, other=0.0)
+            off = tl.load(mine + 34, mask=there, other=0.0) - c_mean
+            c_apart += tl.where(some > 0.0, some * off * off, 0.0)
+        total += tl.where(number == 17, tl.sum(r_apart, 0), 0.0)
+        total += tl.where(number == 18, tl.sum(c_apart, 0), 0.0)
+        found = tl.where(
+            number < 26, total, tl.where(number < 31, tl.max(tops, 0), tl.min(lows, 0))
+        )
+        tl.store(out + number, found, mask=number < 33)
+    else:
+        ours = tl.multiple_of(_as(reference, R), 16)
+        theirs = tl.multiple_of(_as(candidate, C), 16)
+        best = tl.zeros([64], tl.float64)
+        for at in range(0, many, 64):
+            there = at + lane < many
+            best = tl.maximum(best, tl.load(rows + (at + lane) * 40 + 26, mask=there, other=0.0))
+        most = tl.max(best, 0)
+        never = many * 1
+        part = tl.zeros([64], tl.int64) + never
+        for at in range(0, many, 64):
+            there = at + lane < many
+            mine = rows + (at + lane) * 40
+            if what == 1:
+                hit = tl.load(mine + 26, mask=there, other=-1.0) == tl.where(most > 0.0, most, -2.0)
+            elif what == 2:
+                hit = tl.load(mine + 10, mask=there, other=0.0) > 0.0
+            elif what == 3:
+                hit = tl.load(mine + 25, mask=there, other=0.0) > 0.0
+            elif what == 4:
+                bad = tl.load(mine + 19, mask=there, other=0.0)
+                bad += tl.load(mine + 21, mask=there, other=0.0)
+                bad += tl.load(mine + 23, mask=there, other=0.0)
+                hit = bad > 0.0
+            else:
+                bad = tl.load(mine + 20, mask=there, other=0.0)
+                bad += tl.load(mine + 22, mask=there, other=0.0)
+                bad += tl.load(mine + 24, mask=there, other=0.0)
+                hit = bad > 0.0
+            part = tl.minimum(part, tl.where(there & hit, at + lane, never))
+        chosen = tl.min(part, 0)
+        begin = chosen * each * 65536
+        end = tl.where(chosen < many, tl.minimum(begin + each * 65536, count), begin)
+        spot = tl.zeros([1024], tl.int64) + count
+        for at in range(begin, end, 1024):
+            flat = at + tl.arange(0, 1024)
+            there = flat < end
+            r_raw = tl.load(ours + flat, mask=there, other=0.0)
+            c_raw = tl.load(theirs + flat, mask=there, other=0.0)
+            r = r_raw.to(tl.float64)
+            c = c_raw.to(tl.float64)
+            r = tl.where(r == R_LOWEST, float("-inf"), r)
+            c = tl.where(c == C_LOWEST, float("-inf"), c)
+            rf = r - r == 0.0
+            cf = c - c == 0.0
+            differs = (r != c) & ~((r != r) & (c != c))
+            if what == 1:
+                # As it was found: exactly, or in float32.
+                exact = tl.abs(c - r) == most
+                fast = tl.abs(c_raw.to(tl.float32) - r_raw.to(tl.float32)).to(tl.float64) == most
+                hit = rf & cf & (exact | fast)
+            elif what == 2:
+                hit = differs
+            elif what == 3:
+                hit = differs & ~(rf & cf)
+            elif what == 4:
+                hit = ~rf
+            else:
+                hit = ~cf
+            spot = tl.minimum(spot, tl.where(there & hit, flat, count))
+        place = tl.min(spot, 0)
+        tl.store(out + 34 + what, tl.where(place < count, place, -1).to(tl.float64))
