@@ -317,7 +317,7 @@ def test_nodes_align_with_those_of_torch_s_own_graph(
 
 
 def test_calls_that_the_exporter_left_out_make_no_wrong_pairs() -> None:
-    from driftline.adapters.onnxruntime.scopes import Scope, _calls
+    from driftline.adapters.onnxruntime.names import Scope, _calls
 
     scopes = [
         Scope(("a",), (), "mul", "aten.mul.Tensor"),

@@ -164,7 +164,7 @@ def _entries(given: Sequence[str]) -> dict[str, str] | None:
 
 def _takes(model: str) -> str:
     """What a model takes, where that can be read without running it."""
-    from driftline.adapters.onnxruntime.feeding import declared
+    from driftline.adapters.onnxruntime.arguments import declared
     from driftline.adapters.onnxruntime.loading import load_graph
 
     return declared(load_graph(Path(model)))

@@ -9,15 +9,16 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from driftline.adapters.intake import Intake
-from driftline.adapters.onnxruntime import loading, sessions
-from driftline.adapters.onnxruntime.feeding import Source, feeds_of
+from driftline.adapters.onnxruntime import inference, loading
+from driftline.adapters.onnxruntime.arguments import Source, feeds_of
 from driftline.adapters.onnxruntime.graph import Graph
-from driftline.adapters.onnxruntime.sessions import Level, SessionPlan
-from driftline.adapters.onnxruntime.values import look
-from driftline.adapters.onnxruntime.working import Budget, Work
+from driftline.adapters.onnxruntime.inference import Level
+from driftline.adapters.onnxruntime.provenance import facts
+from driftline.adapters.onnxruntime.session import Budget, Work
+from driftline.adapters.onnxruntime.snapshot import look
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns, require_visible
 from driftline.errors import BadInput
@@ -124,7 +125,7 @@ def capture_onnx(
         if type(number) is not int or number < 0 or (name == "memory" and not number):
             raise BadInput(f"{name} is a number above nought, not {number!r}")
     words = providers.split(",") if isinstance(providers, str) and providers else list(providers)
-    plan = sessions.plan_of(
+    plan = inference.plan_of(
         optimize,
         words,
         threads=threads,
@@ -154,7 +155,7 @@ def capture_onnx(
         work.let_go()
         sink, place = _sink(path, max_bytes=max_bytes, force=force)
         stack.callback(sink.close)
-        sink.describe(**_facts(file, files, plan, work))
+        sink.describe(**facts(file, files, plan, work.seen))
         intake = Intake(sink, chosen, reduction, 0, 0, look)
         executions, faithful = work.capture(
             intake,
@@ -247,21 +248,3 @@ def _sink(
         folder = create_run(path, force=force)
         return RunWriter(folder, max_bytes=max_bytes), folder
     return path, None
-
-
-def _facts(file: Path, files: Sequence[Path], plan: SessionPlan, work: Work) -> dict[str, Any]:
-    return {
-        "framework": "onnxruntime",
-        "engine": {
-            "name": "onnxruntime",
-            "version": str(loading.engine().__version__),
-            "model": file.name,
-            "model_digest": loading.digest_of(list(files)),
-            "optimize": plan.level,
-            "providers": list(plan.providers),
-            "threads": plan.threads,
-            "nodes": len(work.seen.optimised.nodes),
-            "exported_nodes": len(work.seen.exported.nodes),
-        },
-        "devices": [name.removesuffix("ExecutionProvider").lower() for name in plan.providers],
-    }

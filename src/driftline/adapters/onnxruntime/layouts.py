@@ -17,7 +17,7 @@ import numpy as np
 
 from driftline.adapters.onnxruntime import loading
 from driftline.adapters.onnxruntime.graph import Graph, Node
-from driftline.adapters.onnxruntime.values import AnyArray, HostTensor
+from driftline.adapters.onnxruntime.snapshot import AnyArray, HostTensor
 
 _DOMAIN = "com.microsoft.nchwc"
 _SUFFIX = "_nchwc"

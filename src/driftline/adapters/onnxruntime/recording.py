@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from driftline.adapters.onnxruntime.boundaries import ModuleCall, module_calls, root_call
 from driftline.adapters.onnxruntime.fusions import Placed
 from driftline.adapters.onnxruntime.graph import Graph
-from driftline.adapters.onnxruntime.scopes import ROOT, Names
-from driftline.adapters.onnxruntime.values import TYPES
+from driftline.adapters.onnxruntime.modules import ModuleCall, module_calls, root_call
+from driftline.adapters.onnxruntime.names import ROOT, Names
+from driftline.adapters.onnxruntime.snapshot import TYPES
 from driftline.adapters.selection import Selection
 from driftline.numerics.dtypes import DTYPES
 

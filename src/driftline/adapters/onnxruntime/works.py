@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from driftline.adapters.onnxruntime.graph import Graph, Node
-from driftline.adapters.onnxruntime.scopes import Names
+from driftline.adapters.onnxruntime.names import Names
 
 _KINDS = {
     "Conv": "conv",

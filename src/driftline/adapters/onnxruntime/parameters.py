@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from driftline.adapters.onnxruntime import loading
-from driftline.adapters.onnxruntime.values import TYPES, AnyArray, HostTensor
+from driftline.adapters.onnxruntime.snapshot import TYPES, AnyArray, HostTensor
 from driftline.numerics.dtypes import DTYPES
 
 

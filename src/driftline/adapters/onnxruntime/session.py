@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.adapters.intake import Intake
-from driftline.adapters.onnxruntime import describing, loading, sessions
-from driftline.adapters.onnxruntime.feeding import Feed, Wanted, wanted_by
+from driftline.adapters.onnxruntime import inference, loading
+from driftline.adapters.onnxruntime.arguments import Feed, Wanted, wanted_by
 from driftline.adapters.onnxruntime.fusions import placed
 from driftline.adapters.onnxruntime.graph import Graph
+from driftline.adapters.onnxruntime.inference import SessionPlan
 from driftline.adapters.onnxruntime.layouts import (
     block_size,
     blocked_values,
     unblocked,
     widened_values,
 )
+from driftline.adapters.onnxruntime.names import Names
+from driftline.adapters.onnxruntime.parameters import Weights
 from driftline.adapters.onnxruntime.recording import Seen, Sight, portions, sights, sizes_of, wanted
-from driftline.adapters.onnxruntime.scopes import Names
-from driftline.adapters.onnxruntime.sessions import SessionPlan
-from driftline.adapters.onnxruntime.values import look
-from driftline.adapters.onnxruntime.weights import Weights
+from driftline.adapters.onnxruntime.snapshot import look
+from driftline.adapters.onnxruntime.tree import ids_of, module_tree, topology
 from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Snapshot
 from driftline.errors import BadInput
@@ -53,7 +54,7 @@ class Work:
     def __init__(self, file: Path, plan: SessionPlan, exported: Graph, folder: Path) -> None:
         self._plan = plan
         self._name = file.name
-        made = sessions.optimise(file, plan, folder)
+        made = inference.optimise(file, plan, folder)
         self._path = made.path
         self._plain: Any = made.session
         self.wanted: list[Wanted] = wanted_by(made.session)
@@ -69,7 +70,7 @@ class Work:
 
     def plain_digests(self, feed: Feed) -> list[str]:
         """What the session without capture gives, as digests."""
-        values = sessions.run(self._plain, self.outputs, _ort_feed(feed), self._name)
+        values = inference.run(self._plain, self.outputs, _ort_feed(feed), self._name)
         return [_digest(value) for value in values]
 
     def integer_nodes(self) -> int:
@@ -96,12 +97,12 @@ class Work:
         Returns:
             How often each step was executed, and whether all gave what was expected.
         """
-        tree = describing.module_tree(self.seen)
+        tree = module_tree(self.seen)
         found = sights(self.seen, levels)
-        taken = wanted(found, selection, describing.ids_of(tree))
+        taken = wanted(found, selection, ids_of(tree))
         if not taken:
             raise _nothing(selection, found)
-        sink.topology(describing.topology(self.seen, tree, taken))
+        sink.topology(topology(self.seen, tree, taken))
         self._say_unseen(intake)
         most = 0
         faithful = True
@@ -136,9 +137,9 @@ class Work:
         stored = [self._blocked[name].name if name in self._blocked else name for name in names]
         if self._session is None or self._session[0] != at or many > 1:
             self._session = None  # its memory first
-            path = sessions.with_outputs(self._path, stored, at)
-            self._session = (at, sessions.capturing(path, self._plan, self._name))
-        values = sessions.run(self._session[1], stored, _ort_feed(feed), self._name)
+            path = inference.with_outputs(self._path, stored, at)
+            self._session = (at, inference.capturing(path, self._plan, self._name))
+        values = inference.run(self._session[1], stored, _ort_feed(feed), self._name)
         return dict(zip(names, values, strict=True))
 
     def _record(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from driftline.adapters.onnxruntime.boundaries import root_call
+from driftline.adapters.onnxruntime.modules import root_call
+from driftline.adapters.onnxruntime.names import ROOT
 from driftline.adapters.onnxruntime.recording import Seen, Sight
-from driftline.adapters.onnxruntime.scopes import ROOT
 from driftline.adapters.onnxruntime.works import works
 from driftline.topology.tree import ModuleNode, ModuleTree
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from driftline.adapters.onnxruntime.graph import sizes_in
-from driftline.adapters.onnxruntime.values import TYPES, AnyArray, HostTensor, dtype_in
+from driftline.adapters.onnxruntime.snapshot import TYPES, AnyArray, HostTensor, dtype_in
 from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.reader import open_run

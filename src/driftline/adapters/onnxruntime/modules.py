@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from driftline.adapters.onnxruntime.graph import Graph, Node
-from driftline.adapters.onnxruntime.scopes import ROOT, Names, Scope
+from driftline.adapters.onnxruntime.names import ROOT, Names, Scope
 
 MERGED = "merged"
 """Class of a module that the exporter merged into another one."""
