@@ -163,6 +163,43 @@ def test_a_recompilation_for_other_shapes_is_the_same_piece(tmp_path: Path) -> N
     assert shapes == {(0, 0): (5, 16), (1, 0): (6, 16), (2, 0): (7, 16)}
 
 
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_layers_that_share_a_compiled_graph_keep_their_own_names(tmp_path: Path) -> None:
+    model, x = made(Stack), given()
+    with driftline.capture(model, tmp_path / "modules"):
+        model(x).square().sum().backward()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    with driftline.capture(model, tmp_path / "fx", graph="fx"):
+        model(x).square().sum().backward()
+    found = graphs(tmp_path / "fx")
+    assert {graph.compile_id for graph in found} == {"0/0"}  # compiled once
+    kept = values(tmp_path / "fx")
+    for number, block in enumerate(model.blocks):
+        assert (f"blocks.{number}/silu", "forward", "0", 0) in kept
+        gradients = [
+            value
+            for key, value in kept.items()
+            if key[0].startswith(f"blocks.{number}.up/") and key[1] == "backward"
+        ]
+        assert any(torch.equal(2 * value, block.up.weight.grad) for value in gradients)
+    plan = driftline.align(tmp_path / "modules", tmp_path / "fx")
+    assert not plan.missing
+    assert driftline.compare(tmp_path / "modules", tmp_path / "fx").verdict == "pass"
+
+
 @pytest.mark.parametrize("kind", [Net, Twice])
 def test_nodes_are_set_against_modules_and_operators_of_a_plain_run(
     tmp_path: Path, kind: type[nn.Module]

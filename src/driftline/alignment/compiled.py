@@ -68,10 +68,17 @@ class Found(NamedTuple):
     theirs: dict[TensorKey, str]
 
 
+class Piece(NamedTuple):
+    """A piece of the program, in its order, and the module that executed it."""
+
+    number: int
+    base: str
+
+
 class Place(NamedTuple):
     """An operator call, wherever it was compiled: piece of the program, operator, which, slot."""
 
-    piece: int
+    piece: Piece
     operator: str
     number: int
     slot: str
@@ -84,7 +91,7 @@ class Graphs:
         self.graphs = graphs
         self.engine = graphs[0].engine if graphs else ""
         order = sorted({graph.piece for graph in graphs}, key=_natural)
-        self.pieces = {piece: index for index, piece in enumerate(order)}
+        self._order = {piece: index for index, piece in enumerate(order)}
         self._nodes = {id(graph): {n.name: n for n in graph.nodes} for graph in graphs}
         self._parts = {
             id(graph): {node.of: node for node in graph.nodes if node.of} for graph in graphs
@@ -138,8 +145,8 @@ class Graphs:
     def node(self, graph: Graph, name: str) -> GraphNode | None:
         return self._nodes[id(graph)].get(name)
 
-    def piece(self, graph: Graph) -> int:
-        return self.pieces[graph.piece]
+    def piece(self, graph: Graph) -> Piece:
+        return Piece(self._order[graph.piece], graph.base)
 
     def places(self, graph: Graph, node: GraphNode) -> Iterator[Place]:
         for origin in node.origins:

@@ -34,7 +34,7 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
         key = record.key
         found.ours[key] = NO_NODE
         holders = [graph for graph in forward if key.site in borders[id(graph)][key.port]]
-        if len({graph.piece for graph in holders}) > 1:
+        if len({graphs.piece(graph) for graph in holders}) > 1:
             found.ours[key] = "its nodes lie in several graphs: none of them is the module"
             continue
         for graph in holders:

@@ -13,7 +13,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from driftline.alignment.compiled import Found, Graphs, Match, Place, Value, graphs_of, said_of
+from driftline.alignment.compiled import (
+    Found,
+    Graphs,
+    Match,
+    Piece,
+    Place,
+    Value,
+    graphs_of,
+    said_of,
+)
 from driftline.alignment.compiled_modules import NO_NODE, pair_modules, reshaped
 from driftline.alignment.names import pair_by_name
 from driftline.alignment.plan import Pair, Plan
@@ -111,7 +120,7 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
             key = value.record.key
             for place in b.places(value.graph, value.node):
                 index.setdefault((place, key.phase, key.step, key.visit), value)
-    inputs: dict[tuple[int, str, tuple[int, ...], int, int], list[Value]] = defaultdict(list)
+    inputs: dict[tuple[Piece, str, tuple[int, ...], int, int], list[Value]] = defaultdict(list)
     for value in b.values:
         if value.node is not None and value.node.target == "placeholder":
             inputs[_input(b, value)].append(value)
@@ -149,7 +158,7 @@ def _partner(
     return None
 
 
-def _input(graphs: Graphs, value: Value) -> tuple[int, str, tuple[int, ...], int, int]:
+def _input(graphs: Graphs, value: Value) -> tuple[Piece, str, tuple[int, ...], int, int]:
     """Inputs of a graph have no call; those of one piece, phase and shape go in order."""
     key = value.record.key
     return graphs.piece(value.graph), key.phase, value.record.shape, key.step, key.visit
@@ -232,12 +241,12 @@ def _operators(records: Sequence[Record], graphs: Graphs, found: Found) -> Itera
                 break
 
 
-Counted = dict[int, list[tuple[int, int]]]
+Counted = dict[Piece, list[tuple[int, int]]]
 """By piece: number and nth of every call of one operator in one module."""
 
 
 def _counted(graphs: Graphs) -> dict[tuple[str, str, str], Counted]:
-    found: dict[tuple[str, str, str], dict[int, set[tuple[int, int]]]]
+    found: dict[tuple[str, str, str], dict[Piece, set[tuple[int, int]]]]
     found = defaultdict(lambda: defaultdict(set))
     for graph in graphs.graphs:
         for node in graph.nodes:

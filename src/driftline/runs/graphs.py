@@ -99,6 +99,7 @@ class Graph(NamedTuple):
         kind: forward, backward, or inference.
         engine: `fx`: nodes were executed one by one; `inductor`: kernels ran.
         backend: What the program asked to compile with.
+        base: The module that executed it; nodes outside of modules are its own.
         nodes: In order.
         kernels: In order; empty for `fx`.
     """
@@ -108,6 +109,7 @@ class Graph(NamedTuple):
     kind: str
     engine: str
     backend: str = ""
+    base: str = ""
     nodes: tuple[GraphNode, ...] = ()
     kernels: tuple[Kernel, ...] = ()
 
@@ -123,6 +125,7 @@ class Graph(NamedTuple):
             "kind": self.kind,
             "engine": self.engine,
             "backend": self.backend,
+            "base": self.base,
             "nodes": [_short(node) for node in self.nodes],
         }
         if self.kernels:
@@ -131,6 +134,38 @@ class Graph(NamedTuple):
                 for kernel in self.kernels
             ]
         return _encode(data) + "\n"
+
+
+def rebased(graph: Graph, base: str) -> Graph:
+    """A graph as another module executes it: layers that are alike share one compiled graph."""
+    nodes = tuple(
+        node._replace(
+            module=_moved(node.module, graph.base, base),
+            site=_moved(node.module, graph.base, base) + node.site[len(node.module) :],
+            calls=tuple(_moved(call, graph.base, base) for call in node.calls),
+        )
+        for node in graph.nodes
+    )
+    sites = {old.site: new.site for old, new in zip(graph.nodes, nodes, strict=True)}
+    kernels = tuple(
+        kernel._replace(
+            kept=tuple(kept._replace(site=_site_of(kept, sites)) for kept in kernel.kept)
+        )
+        for kernel in graph.kernels
+    )
+    return graph._replace(base=base, nodes=nodes, kernels=kernels)
+
+
+def _moved(module: str, old: str, new: str) -> str:
+    """A module's name below another base; what does not lie below the old one stays."""
+    if module.partition("@")[0] == old:
+        return new + module[len(old) :]
+    return new + module[len(old) :] if module.startswith(f"{old}.") else module
+
+
+def _site_of(kept: Kept, sites: Mapping[str, str]) -> str:
+    site, colon, buffer = kept.site.rpartition(":")
+    return sites.get(kept.site) or f"{sites.get(site, site)}{colon}{buffer}"
 
 
 def _short(value: Any) -> dict[str, Any]:
@@ -161,6 +196,7 @@ def _graph(data: Mapping[str, Any]) -> Graph:
         str(data["kind"]),
         str(data["engine"]),
         str(data.get("backend", "")),
+        str(data.get("base", "")),
         tuple(_node(node) for node in data.get("nodes", ())),
         tuple(
             Kernel(str(kernel["name"]), tuple(_kept(kept) for kept in kernel.get("kept", ())))

@@ -97,9 +97,9 @@ class ByNodes(fx.Interpreter):
 
     def __call__(self, *arguments: Any) -> Any:
         executions = [
-            (execution, compiled)
+            execution
             for one, compiled in self._shown
-            if (execution := one.execution()) is not None
+            if (execution := one.execution(compiled)) is not None
         ]
         if not executions:
             return self._plain(*arguments)
@@ -109,19 +109,15 @@ class ByNodes(fx.Interpreter):
 class _Run(fx.Interpreter):
     """One execution; a graph may be under way in two threads."""
 
-    def __init__(self, module: Any, executions: list[tuple[Execution, Compiled]]) -> None:
+    def __init__(self, module: Any, executions: list[Execution]) -> None:
         super().__init__(module)
         self._executions = executions
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if n.op == "output" or n.target is operator.getitem:
-            return value
-        for execution, compiled in self._executions:
-            node = compiled.nodes[n.name]
-            if n.op == "placeholder" and node.origins:
-                continue  # saved by the forward pass, where it was recorded
-            execution.take(node, value, node.target)
+        if n.op != "output" and n.target is not operator.getitem:
+            for execution in self._executions:
+                execution.take_node(n.name, value)
         return value
 
 

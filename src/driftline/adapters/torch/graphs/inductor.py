@@ -50,24 +50,23 @@ class Watcher(Protocol):
 
 
 class _Programme:
-    """One compiled graph: what to call the results of its kernels."""
+    """One compiled graph, and the executions of it that are under way, by thread."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, tuple[str, Kept]] = {}  # by buffer: kernel, and what it is
         self.shown: list[tuple[Recorder, Compiled]] = []
         self.first = ""
-        self._executions = threading.local()
+        self._thread = threading.local()
 
-    def executions(self, buffer: str) -> list[tuple[Execution, Compiled]]:
+    def executions(self, buffer: str) -> list[Execution]:
         """Of this thread; the first buffer of the graph begins a new one."""
-        found: list[tuple[Execution, Compiled]] | None = getattr(self._executions, "now", None)
+        found: list[Execution] | None = getattr(self._thread, "executions", None)
         if found is None or buffer == self.first:
             found = [
-                (execution, compiled)
+                execution
                 for one, compiled in self.shown
-                if (execution := one.execution()) is not None
+                if (execution := one.execution(compiled)) is not None
             ]
-            self._executions.now = found
+            self._thread.executions = found
         return found
 
 
@@ -86,17 +85,13 @@ def kept(graph: int, buffer: str, value: Any) -> None:
     programme = _graphs.get(graph)
     if programme is None or not _watchers:
         return
-    kernel, what = programme.kept.get(buffer, ("", None))
-    if what is None:
-        return
-    for execution, compiled in programme.executions(buffer):
-        execution.session.shielded(what.site, _show, execution, compiled, kernel, what, value)
+    for watcher in _watchers[:1]:
+        watcher.session.shielded("inductor", _show, programme, buffer, value)
 
 
-def _show(execution: Execution, compiled: Compiled, kernel: str, what: Kept, value: Any) -> None:
-    node = compiled.nodes.get(what.node or what.nodes[-1]) if what.node or what.nodes else None
-    if node is not None:
-        execution.take(node, value, kernel, what.site)
+def _show(programme: _Programme, buffer: str, value: Any) -> None:
+    for execution in programme.executions(buffer):
+        execution.take_kept(buffer, value)
 
 
 # --- switching on and off
@@ -354,10 +349,7 @@ def _describe(lowering: Any) -> None:
         )
         compiled = recorder.add(nodes, compile_id(), kind, "inductor", "inductor", kernels)
         programme.shown.append((recorder, compiled))
-        for kernel in kernels:
-            for one in kernel.kept:
-                programme.kept[one.buffer] = (kernel.name, one)
-    programme.first = next(iter(programme.kept), "")
+        programme.first = next(iter(compiled.kept), "")
 
 
 def _site(nodes: dict[str, GraphNode], buffer: str, exact: str, origins: tuple[str, ...]) -> str:

@@ -19,9 +19,12 @@ from driftline.adapters.torch.dispatch import has_values
 from driftline.adapters.torch.graphs.nodes import Naming
 from driftline.adapters.torch.snapshot import is_zero
 from driftline.adapters.torch.whereabouts import PROGRAM
-from driftline.runs.graphs import Graph, GraphNode, Kernel
+from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, rebased
 
 Write = Callable[[str], None]
+_MOST_MADE = 200_000
+_C: Any = torch._C
+_autograd: Any = torch.autograd
 
 
 class Compiled:
@@ -30,36 +33,57 @@ class Compiled:
     Attributes:
         graph: Its description.
         nodes: Its nodes by name.
+        kept: By buffer: the kernel that fills it, and what it is.
+        elsewhere: The same graph as other modules execute it, by their sites: layers that are alike
+            share one compiled graph.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.nodes: dict[str, GraphNode] = {node.name: node for node in graph.nodes}
+        self.kept: dict[str, tuple[str, Kept]] = {
+            kept.buffer: (kernel.name, kept) for kernel in graph.kernels for kept in kernel.kept
+        }
+        self.elsewhere: dict[str, Compiled] = {graph.base: self}
 
 
 class Execution:
     """One execution of a graph in a step that is wanted."""
 
-    __slots__ = ("_recorder", "step", "weights")
+    __slots__ = ("_recorder", "compiled", "step", "weights")
 
-    def __init__(self, recorder: Recorder, step: int, weights: frozenset[int]) -> None:
+    def __init__(
+        self, recorder: Recorder, compiled: Compiled, step: int, weights: frozenset[int]
+    ) -> None:
         self._recorder = recorder
+        self.compiled = compiled
         self.step = step
         self.weights = weights
 
-    @property
-    def session(self) -> Any:
-        return self._recorder.session
+    def take_node(self, name: str, value: Any) -> None:
+        """Show what a node gave."""
+        node = self.compiled.nodes[name]
+        if node.target != "placeholder" or not node.origins:  # else the forward pass has saved it
+            self._take(node, node.site, value, node.target)
 
-    def take(self, node: GraphNode, value: Any, class_name: str, site: str = "") -> None:
-        """Show what a node gave; parameters and what only shows them are left out."""
-        session, site = self._recorder.session, site or node.site
+    def take_kept(self, buffer: str, value: Any) -> None:
+        """Show what a kernel wrote; never raises."""
+        kernel, kept = self.compiled.kept.get(buffer, ("", None))
+        if kept is None:
+            return
+        node = self.compiled.nodes.get(kept.node or kept.nodes[-1])
+        if node is not None:
+            shielded = self._recorder.session.shielded
+            shielded(kept.site, self._take, node, kept.site, value, kernel)
+
+    def _take(self, node: GraphNode, site: str, value: Any, class_name: str) -> None:
+        """Parameters and what only shows them are left out."""
         tensors = [one for one in _tensors(value, "") if self._is_wanted(one[1])]
         if not tensors:
             return
         visit = self._recorder.count(site, self.step, node.phase)
         for slot, tensor in tensors:
-            session.emit(
+            self._recorder.session.emit(
                 site,
                 "output",
                 slot or "0",
@@ -92,6 +116,8 @@ class Recorder:
         self._naming = Naming(session.names)
         self._visits: dict[tuple[str, str], tuple[int, int]] = {}
         self._bases: dict[str, str] = {}
+        self._made: dict[int, str] = {}
+        self._lines = 0
         self.graphs = 0
         self.kernels = 0
         self.nodes = 0
@@ -122,27 +148,55 @@ class Recorder:
         backend: str,
         kernels: Sequence[Kernel] = (),
     ) -> Compiled:
-        graph = Graph(self.graphs, compile_id, kind, engine, backend, tuple(nodes), tuple(kernels))
+        base = self.base(compile_id)
+        graph = Graph(
+            self._lines, compile_id, kind, engine, backend, base, tuple(nodes), tuple(kernels)
+        )
         self.graphs += 1
         self.nodes += len(nodes)
         self.kernels += len(kernels)
+        return self._listed(graph)
+
+    def _listed(self, graph: Graph) -> Compiled:
+        self._lines += 1
         if self._write is not None:
             self._write(graph.to_line())
         return Compiled(graph)
 
-    def execution(self) -> Execution | None:
+    def execution(self, compiled: Compiled) -> Execution | None:
         """An execution begins; None where its step is not wanted."""
         session = self.session
         if not session.running:
             return None
         frame = session.current_frame()
+        site = self._caller(compiled.graph, frame.site if frame is not None else "")
         step = frame.step if frame is not None else session.step
         if not session.wants_step(step):
             return None
         if frame is None and not session.execution_order:
             session.steps_seen.add(step)
             session.outside += 1
-        return Execution(self, step, frozenset(self._weights()))
+        found = compiled.elsewhere.get(site)
+        if found is None:
+            found = compiled.elsewhere[site] = self._listed(
+                rebased(compiled.graph, site)._replace(number=self._lines)
+            )
+        return Execution(self, found, step, frozenset(self._weights()))
+
+    def _caller(self, graph: Graph, now: str) -> str:
+        """The module that executes a graph.
+
+        A backward graph is executed by nobody: it belongs to whom the forward graph belonged that
+        made its autograd node, which took its number just before that graph was executed.
+        """
+        if graph.kind == "backward":
+            node = _C._current_autograd_node()
+            return self._made.get(node._sequence_nr() if node is not None else -1, graph.base)
+        if graph.kind == "forward":
+            if len(self._made) >= _MOST_MADE:
+                self._made.clear()
+            self._made[_autograd._get_sequence_nr() - 1] = now or graph.base
+        return now or graph.base
 
     def count(self, site: str, step: int, phase: str) -> int:
         last, count = self._visits.get((site, phase), (step, -1))
