@@ -47,12 +47,6 @@ enum { WORD_STEPS = 128 };
 enum { AHEAD = 512 }; /* bytes; of 0, 512, 1024, 2048 and 3072 the best on Zen 4 for all types together */
 #define TOLERANCE_SHADE (1.0 - 5 * 0x1p-24)
 
-/* Elements until a cache line begins: loads that cross lines cost float16 a tenth. */
-INLINE int64_t ahead_of_line(const uint8_t *data, int dtype) {
-  const uintptr_t size = BITS[dtype] / 8, past = (uintptr_t)data % 64;
-  return lane_kind(dtype) < LANES_DECODED && past % size == 0 ? (int64_t)((64 - past) % 64 / size) : 0;
-}
-
 INLINE int tolerance_fits(double t) { return t == 0.0 || (t >= 1e-30 && t <= 1e30); }
 
 /* A relative error up to this cannot mean more ULPs than were already seen.

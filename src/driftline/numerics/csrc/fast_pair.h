@@ -321,11 +321,10 @@ TARGET static void pair(Pair *s, int64_t count) {
     /* Zero serves, and costs nothing, where the mean is not large against the spread. */
     k.shift = sum * sum < 0.5 * squares ? 0.0f : (float)sum;
   }
-  int64_t head = fast && count >= 4 * BLOCK ? ahead_of_line(s->data[0], s->dtype[0]) : 0;
-  if (head) careful_block(s, 0, head);
+  /* From the first element on, wherever it lies: blocks that began at a cache line would make last digits depend on it. */
   if (fast) set_limit(s, &k);
   int64_t pieces_until = 0; /* after a block that failed: in pieces up to there */
-  for (int64_t i = head; i < count;) {
+  for (int64_t i = 0; i < count;) {
     int64_t most = i < pieces_until ? PIECE : BLOCK;
     int64_t n = count - i < most ? count - i : most, whole = n & -(int64_t)(2 * WIDTH);
     if (fast && whole) {
