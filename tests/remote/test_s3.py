@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import textwrap
 import time
@@ -17,6 +18,7 @@ from driftline.remote import sending, store
 from driftline.remote.claims import CLAIM
 from driftline.remote.door import push
 from driftline.remote.store import Store
+from driftline.runs.reader import open_run
 from driftline.runs.sent import NOTE
 
 
@@ -200,6 +202,30 @@ def test_what_could_not_be_sent_stays_here_and_push_goes_on(
     assert not Path("run.sending").exists()
     run = api.open_run(url)
     assert run.sealed and not run.losses and len({r.key.step for r in run.records}) == 12
+
+
+def test_a_launcher_that_is_killed_is_resumed_by_push(s3, program, driftline, warm_python):
+    url = f"{s3.url}/run"
+    words = [sys.executable, "-m", "driftline", "dump", "-o", url, "--step", "*", "--"]
+    launcher = subprocess.Popen([*words, warm_python, "program.py", "4", "go"])
+    deadline = time.monotonic() + 30
+    index = Path("run.sending", "rank0", "index.jsonl")
+    while time.monotonic() < deadline and not (index.exists() and index.stat().st_size > 2000):
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    alive = driftline("push", "run.sending", url)
+    assert alive.code == 2 and "is still being written" in alive.err
+    for words in (("-o", url), ("-o", url, "--stage", "other")):
+        again = driftline("dump", *words, "--", "true")
+        assert again.code == 2 and "driftline push" in again.err
+    Path("go").touch()
+    while time.monotonic() < deadline and not open_run("run.sending").sealed:
+        time.sleep(0.05)
+    resumed = driftline("push", "run.sending", url)
+    assert resumed.code == 0, resumed.err
+    run = api.open_run(url)
+    assert run.sealed and not run.losses and len({r.key.step for r in run.records}) == 4
 
 
 def test_a_program_that_fails_or_captures_nothing_leaves_nothing_there(

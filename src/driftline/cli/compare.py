@@ -235,6 +235,11 @@ def _check_shard(
     from driftline.executors.slices import parse_shard
 
     which = parse_shard(shard)
+    if output is not None and "://" in str(output):
+        raise BadInput(
+            "a part of a comparison goes into a folder of this machine",
+            hint="`driftline merge` may write the table of all parts to an address",
+        )
     for option, given in others.items():
         if given:
             raise BadInput(

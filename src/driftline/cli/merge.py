@@ -14,7 +14,9 @@ from driftline.errors import BadInput
 
 def merge(
     *parts: Annotated[Path, Option(metavar="PART")],
-    output: Annotated[Path | None, Option(names=("--output", "-o"), metavar="DIR")] = None,
+    output: Annotated[
+        Path | None, Option(names=("--output", "-o"), metavar="DIR", urls=True)
+    ] = None,
     csv: Annotated[Path | None, Option(metavar="FILE")] = None,
     format: Literal["table", "json", "csv", "markdown", "github", "junit"] = "table",
     all: bool = False,

@@ -32,6 +32,7 @@ from driftline.pages.decoder import decoder_folder, layers_of
 from driftline.pages.flow import flow_of
 from driftline.pages.operators import is_operators, operator_table
 from driftline.pages.shell import embedded_page
+from driftline.remote.urls import url_of
 from driftline.runs.run import Run
 from driftline.topology.door import write_whole
 
@@ -254,6 +255,10 @@ def _made_before(
         raise BadInput("there is only one run", hint="give the candidate, too")
     if isinstance(subject, Table):
         return subject, layers_of(subject)
+    if url_of(subject) is not None and not is_table(subject):
+        raise BadInput(
+            f"{subject} is no comparison", hint="give the candidate, too: driftline report REF CAND"
+        )
     path = Path(subject)
     if path.is_file() and is_operators(told := _json(path)):
         return operator_table(told, str(path)), []

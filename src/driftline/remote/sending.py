@@ -99,7 +99,8 @@ class Sending:
     # ---- while the program runs
 
     def begin(self) -> None:
-        """Send what is complete, in the background."""
+        """Send what is complete, in the background. The folder must be there by now."""
+        self._note_down()
         self._thread = threading.Thread(target=self._work, name="driftline-send", daemon=True)
         self._thread.start()
 
@@ -181,7 +182,13 @@ class Sending:
             self._thread.join()
             self._thread = None
 
+    def _note_down(self) -> None:
+        """From here on the folder says what it is: whoever kills us can go on with it."""
+        with contextlib.suppress(OSError):  # a full disk is said by whoever needs it
+            write_note(self.folder, self.note)
+
     def _finish(self, patience: float) -> Sent:
+        self._note_down()
         moved_at, pause, moved = time.monotonic(), 1.0, self._files
         while True:
             try:

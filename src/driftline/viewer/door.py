@@ -17,6 +17,7 @@ from driftline.comparison.table import Table
 from driftline.diagnosis.artefacts import Evidence, Replay
 from driftline.errors import BadInput
 from driftline.pages.assemble import Page, Source, page_of
+from driftline.remote.urls import url_of
 from driftline.runs.layout import MANIFEST
 from driftline.runs.run import Run
 from driftline.viewer.desk import Desk
@@ -189,6 +190,8 @@ def _is_lone_run(subject: Source) -> bool:
     """Whether it is a run of ours; of other folders the page itself says what is wrong."""
     if isinstance(subject, Run):
         return True
+    if not isinstance(subject, Table) and url_of(subject) is not None:
+        return not is_table(subject)
     return not isinstance(subject, Table) and (Path(subject) / MANIFEST).is_file()
 
 
