@@ -101,6 +101,7 @@ def dump_onnx(
 ) -> int:
     """Run the model and say what was captured."""
     from driftline.adapters.onnxruntime.door import capture_onnx
+    from driftline.formats.opening import open_run
 
     if not words.model:
         raise BadInput("there is no model to run", hint="--model m.onnx")
@@ -108,6 +109,11 @@ def dump_onnx(
         raise BadInput(
             "there are no inputs to run the model with",
             hint=f"--inputs x.npz, or a run whose inputs are taken; {_takes(words.model)}",
+        )
+    if "://" in output:
+        raise BadInput(
+            "a run of ONNX Runtime is written to a folder here",
+            hint=f"driftline push RUN {output} sends it there",
         )
     place = output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}"
     options: dict[str, Any] = {
@@ -134,7 +140,7 @@ def dump_onnx(
             "captured",
             capture_onnx,
             words.model,
-            list(words.inputs),
+            [script.part(open_run, word) if "://" in word else word for word in words.inputs],
             place,
             **options,
             progress=progress,

@@ -22,6 +22,8 @@ _STACK = "pkg.torch.onnx.stack_trace"
 _OUTPUT = re.compile(r"_output_(\d+)$|:(\d+)$")
 _SUFFIX = re.compile(r"_(\d{1,6})$")
 _LONGEST = 1 << 16
+_FARTHEST = 8
+"""So many nodes that a quantiser put in are gone back to find one that the exporter wrote."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -132,12 +134,14 @@ class Names:
 
         For its name only: what it makes is not what that module makes.
         """
-        for value in self._graph.data_inputs(node):
-            if (scope := self.scope(value)) is not NOWHERE:
-                return scope
-            maker = self._graph.maker.get(value)
-            if maker is not None:
-                return self._beside(self._graph.nodes[maker])
+        before = node
+        for _ in range(_FARTHEST):
+            makers = [self._graph.maker.get(v) for v in self._graph.data_inputs(before)[:1]]
+            if not makers or makers[0] is None:
+                break
+            if self.scopes[makers[0]] is not NOWHERE:
+                return self.scopes[makers[0]]
+            before = self._graph.nodes[makers[0]]
         for value in node.outputs:
             for reader in self._graph.readers.get(value, ()):
                 if self.scopes[reader] is not NOWHERE:
