@@ -148,6 +148,9 @@ def test_nothing_is_written_where_something_is(mlp: Path, tmp_path: Path) -> Non
     (tmp_path / "run" / "mine.txt").write_text("mine")
     with pytest.raises(AlreadyThere):
         driftline.capture_onnx(mlp, {"x": zoo.some_x()}, tmp_path / "run")
+    for how in ({"sites": "none"}, {"steps": "3"}, {"levels": "none"}):
+        with pytest.raises(BadInput):
+            driftline.capture_onnx(mlp, {"x": zoo.some_x()}, tmp_path / "other", **how)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -151,6 +151,7 @@ def capture_onnx(
                 f"no step is selected; there are {', '.join(str(step) for step, _ in every)}",
                 hint="each set of inputs is a step",
             )
+        taken = work.choose(chosen, shown)
         expected = [work.plain_digests(feed) for _, feed in feeds]
         work.let_go()
         sink, place = _sink(path, max_bytes=max_bytes, force=force)
@@ -160,8 +161,7 @@ def capture_onnx(
         executions, faithful = work.capture(
             intake,
             sink,
-            chosen,
-            shown,
+            taken,
             feeds,
             expected,
             Budget(memory, values_at_once),

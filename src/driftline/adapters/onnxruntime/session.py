@@ -65,6 +65,7 @@ class Work:
         self._blocked = {**widened_values(exported, optimised), **blocked}
         optimised.rename({one.name: value for value, one in self._blocked.items()})
         self.seen = Seen.of(exported, optimised, Names(exported), placed(exported, optimised))
+        self._tree = module_tree(self.seen)
         self._session: tuple[int, Any] | None = None
         self._weights: Weights | None = None
 
@@ -81,12 +82,23 @@ class Work:
         """The session without capture has done its part; its weights need not stay in memory."""
         self._plain = None
 
+    def choose(self, selection: Selection, levels: Sequence[str]) -> list[Sight]:
+        """What is recorded of every step.
+
+        Raises:
+            BadInput: Nothing is.
+        """
+        found = sights(self.seen, levels)
+        taken = wanted(found, selection, ids_of(self._tree))
+        if not taken:
+            raise _nothing(selection, found)
+        return taken
+
     def capture(
         self,
         intake: Intake,
         sink: Sink,
-        selection: Selection,
-        levels: Sequence[str],
+        taken: Sequence[Sight],
         feeds: Sequence[tuple[int, Feed]],
         expected: Sequence[Sequence[str]],
         budget: Budget,
@@ -97,12 +109,7 @@ class Work:
         Returns:
             How often each step was executed, and whether all gave what was expected.
         """
-        tree = module_tree(self.seen)
-        found = sights(self.seen, levels)
-        taken = wanted(found, selection, ids_of(tree))
-        if not taken:
-            raise _nothing(selection, found)
-        sink.topology(topology(self.seen, tree, taken))
+        sink.topology(topology(self.seen, self._tree, taken))
         self._say_unseen(intake)
         most = 0
         faithful = True
