@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from driftline import compare, open_run, register_saving_hook
+from driftline.dialects.saving_hook import wait_until_saved
 
 
 def _tensor(root: Path, rank: int, index: int, name: str, step: int, value: float) -> None:
@@ -94,6 +95,7 @@ def test_what_our_own_hook_saves_reads_back_and_a_planted_error_is_found(tmp_pat
     for name in ("a", "b"):
         hooked = register_saving_hook(model, tmp_path / name, ["Linear"])
         hooked(x).sum().backward()
+        wait_until_saved()
         with torch.no_grad():
             model[2].bias += 0.5
     ours = open_run(tmp_path / "a")
@@ -127,3 +129,32 @@ def test_layers_numbered_differently_pair_by_class_and_order(tmp_path: Path, fir
     failed = [(row.key.site, row.key.step) for row in table.rows if row.status == "fail"]
     assert failed == [("linear_2", 1)]
     assert sum(row.status == "pass" for row in table.rows) == 15
+
+
+def test_trees_of_torch_and_paddle_programs_pair_by_class_order_and_parameter(
+    tmp_path: Path,
+) -> None:
+    dice = np.random.default_rng(0)
+    out = dice.standard_normal((3, 4)).astype(np.float32)
+    weight = dice.standard_normal((4, 4)).astype(np.float32)
+    bias = dice.standard_normal(4).astype(np.float32)
+    for name, layer, slots, turned in (
+        ("torch", "block.fc", ("weight", "bias"), weight.T),
+        ("paddle", "linear_3", ("w_0", "b_0"), weight),
+    ):
+        for kind in ("tensors", "grads"):
+            (tmp_path / name / kind / "rank_0").mkdir(parents=True)
+        file = f"tensor_idx_0_layer_class_Linear_layer_name_{layer}_micro_step_0.npy"
+        np.save(tmp_path / name / "tensors/rank_0" / file, out)
+        values = [(slots[0], turned), (slots[1], bias)]
+        for index, (slot, value) in enumerate(values if name == "torch" else reversed(values)):
+            file = f"grad_idx_{index}_of_param_name_{layer}.{slot}_micro_step_0.npy"
+            np.save(tmp_path / name / "grads/rank_0" / file, value)
+    run = open_run(tmp_path / "paddle")
+    assert {(r.key.slot, r.alias, r.class_name) for r in run.records} == {
+        ("0", "", "Linear"),
+        ("w_0", "weight", "Linear"),
+        ("b_0", "bias", "Linear"),
+    }
+    table = compare(tmp_path / "torch", tmp_path / "paddle")
+    assert [row.status for row in table.rows] == ["pass"] * 3

@@ -31,6 +31,8 @@ _TENSOR = re.compile(
 _GRAD = re.compile(r"grad_idx_(\d+)_of_param_name_(.+)_micro_step_(-?\d+)\.npy", re.DOTALL)
 _NUMBERED = re.compile(r"\w+_\d+", re.ASCII)
 """Paddle's own names; a torch program's are paths."""
+_USUAL = {"w_0": "weight", "b_0": "bias"}
+"""What a layer calls its first two parameters, by the names Paddle makes for them."""
 _LOOKED_AT = 200
 
 Kind = Literal["tensors", "grads"]
@@ -52,7 +54,20 @@ def open(path: Path) -> TreeRun:
     if not leaves:
         raise BadFile(f"{path} is laid out like a tree of the saving hook and holds no tensor")
     numbered = all(_NUMBERED.fullmatch(leaf.record.key.site) for leaf in leaves)
-    return TreeRun(path, NAME, leaves, events=events, facts={"numbered_names": numbered})
+    facts = {"numbered_names": numbered, "framework": "paddle" if numbered else "torch"}
+    return TreeRun(path, NAME, _with_classes(leaves), events=events, facts=facts)
+
+
+def _with_classes(leaves: list[Leaf]) -> list[Leaf]:
+    """Gradients with the class of their layer, where an activation of it says which."""
+    records = [leaf.record for leaf in leaves]
+    classes = {record.key.site: record.class_name for record in records if record.class_name}
+    return [
+        leaf._replace(record=leaf.record._replace(class_name=classes[leaf.record.key.site]))
+        if not leaf.record.class_name and leaf.record.key.site in classes
+        else leaf
+        for leaf in leaves
+    ]
 
 
 def _ranks(path: Path) -> list[tuple[Kind, Path]]:
@@ -122,5 +137,8 @@ def _read(
         calls[site, slot, step] += 1
         port = "output" if kind == "tensors" else "param_grad"
         key = TensorKey.of(site, port, slot, step=max(step, 0), visit=visit, rank=rank)
-        leaves.append(leaf(key, above + name, describe(folder, name)[0], class_name=class_name))
+        found = leaf(key, above + name, describe(folder, name)[0], class_name=class_name)
+        if alias := _USUAL.get(slot, ""):
+            found = found._replace(record=found.record._replace(alias=alias))
+        leaves.append(found)
     return leaves
