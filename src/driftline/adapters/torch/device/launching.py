@@ -44,6 +44,18 @@ def interpreted() -> bool:
     return settings.triton_interprets()
 
 
+@functools.cache
+def level() -> int:
+    """What kernels may use: 0 in the interpreter, 2 from compute capability 8.0 on, 3 from 9.0 on.
+
+    Of several devices the oldest counts.
+    """
+    if interpreted() or not torch.cuda.is_available():
+        return 0
+    oldest = min(torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count()))
+    return 3 if oldest >= (9, 0) else 2 if oldest >= (8, 0) else 1
+
+
 class Kernel:
     """One compiled kernel for all devices of a process.
 

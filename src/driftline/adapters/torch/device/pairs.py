@@ -37,9 +37,9 @@ def _kernels(ours: str, theirs: str) -> _Kernels:
 
     lowest = {"R_LOWEST": DTYPES[_NAMES[ours]].lowest, "C_LOWEST": DTYPES[_NAMES[theirs]].lowest}
     constants: dict[str, Any] = {"R": ours, "C": theirs, **lowest}
-    together = {"TOGETHER": not launching.interpreted()}
+    level = {"LEVEL": launching.level()}
     return _Kernels(
-        Kernel(kernels.pair_rows, {**constants, **together}, warps=kernels.WARPS, registers=80),
+        Kernel(kernels.pair_rows, {**constants, **level}, warps=kernels.WARPS, registers=80),
         Kernel(kernels.joined_pair, constants, warps=4),
     )
 

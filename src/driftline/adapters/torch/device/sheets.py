@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from driftline.adapters.torch.device.digests import digest_text
-from driftline.adapters.torch.device.launching import Kernel, interpreted
+from driftline.adapters.torch.device.launching import Kernel, level
 from driftline.adapters.torch.device.places import Mark, Place
 from driftline.numerics.definition import COMPONENT, has_sentinel
 from driftline.numerics.dtypes import DTYPES
@@ -82,7 +82,7 @@ def _kernel(function: Any, short: str, lowest: float) -> Kernel:
     from driftline.adapters.torch.device.summary_kernels import WARPS
 
     registers = 64 if short in ("bf16", "f16", "u16", "i16") else 96
-    constants = {"KIND": short, "LOWEST": lowest, "TOGETHER": not interpreted()}
+    constants = {"KIND": short, "LOWEST": lowest, "LEVEL": level()}
     return Kernel(function, constants, warps=WARPS, registers=registers)
 
 

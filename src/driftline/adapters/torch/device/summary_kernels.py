@@ -145,6 +145,14 @@ def _least_pair(low, word, KIND: tl.constexpr):
 
 
 @triton.jit
+def _smallest_pair(least, word):
+    """The smaller of two pairs of unsigned 16-bit numbers."""
+    return tl.inline_asm_elementwise(
+        "min.u16x2 $0, $1, $2;", "=r,r,r", [least, word], tl.uint32, True, 1
+    )
+
+
+@triton.jit
 def _greatest_pair(high, word, KIND: tl.constexpr):
     if KIND == "bf16":
         found = tl.inline_asm_elementwise(
@@ -215,7 +223,7 @@ def summary_rows(
     nothing: tl.int64,
     KIND: tl.constexpr,
     LOWEST: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    LEVEL: tl.constexpr,
 ):
     """Partial figures of one tensor: each program leaves row `row + program` of the arena.
 
@@ -233,9 +241,9 @@ def summary_rows(
             as if they were the main thing, and shuffle everything else to fit.
         KIND: How elements are decoded.
         LOWEST: What counts as minus infinity; 0 where nothing does.
-        TOGETHER: As a device does it: all figures are reduced at once, since a dozen reductions one
-            by one take longer than a small tensor, and two extremes are found by one instruction.
-            The interpreter has neither.
+        LEVEL: What the device can do: 0 the interpreter, 1 any device (all figures are reduced at
+            once: a dozen reductions one by one take longer than a small tensor), 2 extremes of two
+            packed numbers in one instruction, 3 also of packed integers.
     """
     PAIRED: tl.constexpr = KIND == "bf16" or KIND == "f16" or KIND == "i16" or KIND == "u16"
     WIDE: tl.constexpr = KIND == "f64" or KIND == "i64" or KIND == "u64"
@@ -253,7 +261,9 @@ def summary_rows(
     # What 16 bits hold is summed exactly enough as it is.
     SHIFTED: tl.constexpr = WIDE or KIND == "f32" or KIND == "i32" or KIND == "u32"
     EXACT: tl.constexpr = WIDE or KIND == "i32" or KIND == "u32"  # float32 does not hold them
-    PACKED: tl.constexpr = TOGETHER and (KIND == "bf16" or KIND == "f16")  # two at a time
+    TOGETHER: tl.constexpr = LEVEL > 0
+    PACKED: tl.constexpr = LEVEL > 1 and (KIND == "bf16" or KIND == "f16")  # two at a time
+    SELDOM: tl.constexpr = LEVEL > 2 and PACKED  # zeros are counted only where there are any
     COLUMNS: tl.constexpr = 32 if PAIRED else 64
     STEPS: tl.constexpr = 4
     TILE: tl.constexpr = 32  # groups that are read at a time: STEPS of 8 each
@@ -313,6 +323,7 @@ def summary_rows(
         low = tl.full([8, COLUMNS], float("inf"), tl.float32)
         high = tl.full([8, COLUMNS], float("-inf"), tl.float32)
     zeros = tl.zeros([8, COLUMNS], tl.int32)
+    smallest = tl.full([8, COLUMNS], 0x7FFF7FFF, tl.uint32)
     digest_a = tl.zeros([8, COLUMNS], tl.uint64)
     digest_b = tl.zeros([8, COLUMNS], tl.uint64)
     thread = (tl.arange(0, 8)[:, None] * COLUMNS + column).to(tl.int64)
@@ -334,6 +345,8 @@ def summary_rows(
                     if PACKED:
                         low = _least_pair(low, word, KIND)
                         high = _greatest_pair(high, word, KIND)
+                    if SELDOM:
+                        smallest = _smallest_pair(smallest, word & 0x7FFF7FFF)
                     turn = flip >> 8
                     turned = (word >> turn) | (word << ((32 - turn) & 31))
                     even = _low(turned, KIND)
@@ -341,7 +354,8 @@ def summary_rows(
                     if not PACKED:
                         low = tl.minimum(low, tl.minimum(even, odd))
                         high = tl.maximum(high, tl.maximum(even, odd))
-                    zeros += (even == 0.0).to(tl.int32) + (odd == 0.0).to(tl.int32)
+                    if not SELDOM:
+                        zeros += (even == 0.0).to(tl.int32) + (odd == 0.0).to(tl.int32)
                     few += even + odd
                     even = _signed(even, signs, place).to(tl.float64)
                     odd = _signed(odd, signs, place + 1).to(tl.float64)
@@ -380,6 +394,14 @@ def summary_rows(
         if LOWEST != 0.0:
             odd_one = odd_one | (low <= LOWEST)
         bad = tl.max(tl.reshape(odd_one.to(tl.int32), [8 * COLUMNS]), 0) > 0
+    if SELDOM:
+        some = ((smallest & 0xFFFF) == 0) | ((smallest >> 16) == 0)
+        if tl.max(tl.reshape(some.to(tl.int32), [8 * COLUMNS]), 0) > 0:
+            flat_words = tl.arange(0, 8)[:, None] * 32 + column
+            for tile in range(begin * 16, (tl.minimum(whole * CHUNK, count) + 2047) // 2048):
+                for u in tl.static_range(STEPS):
+                    word = tl.load(data + tile * 1024 + u * 256 + flat_words) & 0x7FFF7FFF
+                    zeros += ((word & 0xFFFF) == 0).to(tl.int32) + ((word >> 16) == 0).to(tl.int32)
     start = whole
     if bad:
         start = begin
