@@ -17,6 +17,7 @@ PAGES = [
 REASONS = (
     "a usage line",
     "compiles for half a minute",
+    "needs a torchrun job",
     "needs a CUDA device",
     "needs a network",
     "needs a Ray cluster",
