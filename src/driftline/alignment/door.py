@@ -172,7 +172,7 @@ def _is_compiled(run: Run) -> bool:
 
 def _by_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
     """With pairs of nodes where one of the two graphs was compiled and the other one exported."""
-    from driftline.alignment.exported import exported_graph
+    from driftline.alignment.exported_graph import exported_graph
 
     for first, run, other in ((True, reference, candidate), (False, candidate, reference)):
         if (graph := exported_graph(run)) is not None and exported_graph(other) is None:
@@ -189,12 +189,8 @@ def _by_export(
 
     With `structural` its names do not, and layers with weights are taken in order.
     """
-    from driftline.alignment.exported import (
-        exported_graph,
-        names_fit,
-        pair_exported,
-        pair_unnamed,
-    )
+    from driftline.alignment.exported import pair_exported, pair_unnamed
+    from driftline.alignment.exported_graph import exported_graph, names_fit
 
     graphs = exported_graph(reference), exported_graph(candidate)
     if graphs == (None, None) or not (structural or names_fit(plan, *graphs)):

@@ -8,123 +8,23 @@ graphs of one file pair by the names of values; a fused node stands for what it 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Sequence
 
 from driftline.alignment.classes import kind_of
+from driftline.alignment.exported_graph import ROOT, ExportedGraph, without_number
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
-from driftline.runs.run import Run
 
 MADE, LOOK, SAME, WORK = 0.95, 0.9, 0.9, 0.7
 """Confidence of an input by its maker, of one by its look, of what holds the same bytes, and of
 layers whose order says which is which."""
 
-ROOT = "(root)"
 _DEQUANTISED = "_DequantizeLinear_Output"
 """How onnxruntime.quantization calls what a tensor is after it was quantised."""
 _NORM = "norm.batch"
-_REPEATED = re.compile(r"_(\d+)$")
 _Call = tuple[int, int, int, str, int]
-
-
-class ExportedGraph(NamedTuple):
-    """What a run's topology says of the graph that ran.
-
-    Attributes:
-        nodes: Site of each node → what is known of it.
-        inside: Site of what is no longer computed → the fused node it went into.
-        works: What it does with its weights, in the order of the exported file.
-        reworked: Convolution with a batch norm worked in → the node that computes both.
-    """
-
-    nodes: Mapping[str, Mapping[str, Any]]
-    inside: Mapping[str, str]
-    works: Sequence[Mapping[str, Any]] = ()
-    reworked: Mapping[str, str] = {}
-
-    def replaced_by(self, site: str) -> tuple[str, ...]:
-        """The sites that a fused node stands for."""
-        gone = self.nodes.get(site, {}).get("replaces")
-        return tuple(map(str, cast("list[object]", gone))) if isinstance(gone, list) else ()
-
-    def values(self) -> dict[str, str]:
-        """Value → the site that makes it."""
-        found: dict[str, str] = {}
-        for site, node in self.nodes.items():
-            sites = _list(node.get("outputs")) or [site]
-            for value, place in zip(_list(node.get("values")), sites, strict=False):
-                found[str(value)] = str(place)
-        return found
-
-    def why(self, site: str) -> str:
-        """Why a site is not computed; empty if the graph does not say."""
-        holder = self.inside.get(site)
-        if holder is None:
-            return ""
-        kind = self.nodes.get(holder, {}).get("class", "node")
-        return f"inside the fused {kind} '{holder}', which does not compute it by itself"
-
-
-def exported_graph(run: Run) -> ExportedGraph | None:
-    """The graph of a run that was captured from an exported file; None for any other run."""
-    key = run.records[0].key
-    topology = run.topology(key.rank, key.process)
-    about = topology.get("exported") if topology is not None else None
-    if not isinstance(about, Mapping):
-        return None
-    told = cast("Mapping[str, Any]", about)
-    nodes = {
-        str(node["site"]): node for node in map(_object, _list(told.get("nodes"))) if "site" in node
-    }
-    inside = _object(told.get("inside"))
-    return ExportedGraph(
-        nodes,
-        {site: str(node) for site, node in inside.items()},
-        [_object(work) for work in _list(told.get("works"))],
-        _object(told.get("reworked")),
-    )
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
-
-
-def _list(value: object) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None) -> bool:
-    """Whether the two sides call the same things by the same names, so that the rest is detail.
-
-    That is: half of the modules that the graph names (of two graphs: half of the smaller one's
-    sites) are sites of the other side.
-    """
-    sites = [
-        {*(record.key.site for record in paired), *(record.key.site for record in left)}
-        for paired, left in (
-            ([pair.reference for pair in plan.pairs], plan.missing),
-            ([pair.candidate for pair in plan.pairs], plan.extra),
-        )
-    ]
-    linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
-    named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
-    shared = (named[0] & named[1]) - {ROOT}
-    if ours is not None and theirs is not None:
-        modules = [sites[0] - set(ours.nodes), sites[1] - set(theirs.nodes)]
-        values = ours.values().keys() & theirs.values().keys()
-        return (
-            2 * len(shared) >= min(map(len, named)) - 1
-            or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
-            or 2 * len(values) >= min(len(ours.nodes), len(theirs.nodes))
-        )
-    graph = named[1] - set(ours.nodes) if ours is not None else named[0]
-    if theirs is not None:
-        graph = {linked.get(site, site) for site in sites[1] if site not in theirs.nodes}
-    return bool(shared) and 2 * len(shared & graph) >= len(graph - {ROOT})
 
 
 def pair_exported(
@@ -164,10 +64,15 @@ def pair_unnamed(
     from driftline.alignment.exported_works import link_works, work_of
 
     first = ours is not None
-    model, values = (plan.extra, plan.missing) if first else (plan.missing, plan.extra)
+    # All of both sides, so that what is paired already keeps its place in the order.
+    here = [*(pair.reference for pair in plan.pairs), *plan.missing]
+    there = [*(pair.candidate for pair in plan.pairs), *plan.extra]
+    model, values = (there, here) if first else (here, there)
     left = _Left(plan)
     for own, value in link_works(model, values, [work_of(work) for work in graph.works]):
-        left.take(*((value, own) if first else (own, value)), WORK, "structure")
+        both = (value, own) if first else (own, value)
+        if id(both[0]) in left.here and id(both[1]) in left.there:
+            left.take(*both, WORK, "structure")
     if not left.found:
         return [], {}
     _same_bytes(left, exported_first=first)
@@ -244,7 +149,7 @@ def _repeated_modules(left: _Left, *, exported_first: bool) -> None:
     for record in model.values():
         known[_call(record)].append(record)
     for record in list(graph.values()):
-        for site, number in _without_number(record.key.site):
+        for site, number in without_number(record.key.site):
             key = record.key
             for other in known.get((key.rank, key.process, key.step, site, number), ()):
                 alike = other.key.port == key.port and other.shape == record.shape
@@ -271,16 +176,6 @@ def _worked_in(left: _Left, graph: ExportedGraph | None, *, exported_first: bool
                     same = norm.key.step == value.key.step == record.key.step
                     if same and norm.shape == value.shape and id(norm) in model:
                         left.take(*((value, norm) if exported_first else (norm, value)), MADE)
-
-
-def _without_number(site: str) -> Iterable[tuple[str, int]]:
-    """A site without the number of one of its parts: what it may be a repeated call of."""
-    if "/" in site:
-        return
-    parts = site.split(".")
-    for at, part in enumerate(parts):
-        if match := _REPEATED.search(part):
-            yield ".".join((*parts[:at], part[: match.start()], *parts[at + 1 :])), int(match[1])
 
 
 def _inputs(left: _Left) -> None:

@@ -9,7 +9,7 @@ one's.
 from __future__ import annotations
 
 from driftline.alignment.compiled import graphs_of
-from driftline.alignment.exported import ExportedGraph
+from driftline.alignment.exported_graph import ExportedGraph
 from driftline.alignment.plan import Pair, Plan
 from driftline.runs.record import Record
 from driftline.runs.run import Run
