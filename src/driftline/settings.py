@@ -59,6 +59,10 @@ def ray_address() -> str:
     return environment().get(RAY_ADDRESS, "").strip()
 
 
+def ray_uses_tls() -> bool:
+    return environment().get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
 def ray_tells_nobody() -> None:
     """Keep a Ray that we start from reporting its use over the network, unless that is wanted."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

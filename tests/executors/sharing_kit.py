@@ -33,7 +33,7 @@ class Here:
         self.tasks += tasks
         workshop = open_workshop(job.workshop, wire.unpack(wire.pack(job.about)))
         for at in reversed(range(len(tasks))):
-            work = wire.unpack(wire.pack(tasks[at].work))
+            work = wire.unpack(wire.pack(tasks[at].content()))
             lines: list[str] = []
             answer: Any = wire.unpack(wire.pack(done(workshop, work, lines.append)))
             for line in lines if said is not None else ():

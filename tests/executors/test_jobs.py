@@ -74,7 +74,7 @@ def test_whatever_the_shapes_and_workers_the_table_is_the_same(
 def test_the_same_bytes_are_sent_once(two):
     who = Here()
     table = driftline.compare(two / "ref", two / "cand", executor=who)
-    sent = sum(len(task.work) for task in who.tasks)
+    sent = sum(len(task.content()) for task in who.tasks)
     again = sum(row.key.site.endswith(".again") for row in table.rows)
     alone = sum(row.status in ("missing", "extra") for row in table.rows)
     assert again == 24

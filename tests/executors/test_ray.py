@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -335,21 +334,17 @@ def test_what_is_no_address_is_refused(two, word):
         driftline.compare(two / "ref", two / "cand", executor=word)
 
 
-@pytest.mark.slow
 def test_somebody_who_does_not_speak_as_ray_does_is_given_up(two, monkeypatch):
     from driftline.executors import ray_session
 
     pytest.importorskip("grpc")
-    monkeypatch.setattr(ray_session, "_PATIENCE", 1.0)
+    monkeypatch.setattr(ray_session, "_GREETING", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         began = time.monotonic()
-        with pytest.raises(DriftlineError, match=r"does not answer as a Ray cluster|refuses"):
+        with pytest.raises(DriftlineError, match="does not answer as a Ray cluster: waited 1 s"):
             driftline.compare(two / "ref", two / "cand", executor=f"ray://127.0.0.1:{port}")
         assert time.monotonic() - began < 8
-    for thread in threading.enumerate():
-        if thread.name == "driftline-ray":
-            thread.join(60)
 
 
 @pytest.mark.slow

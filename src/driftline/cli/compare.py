@@ -189,6 +189,9 @@ def compare(
         columns = [each.column for each in requested([*(metric or ()), *limited(named)])]
         limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
     progress = None if quiet else on_terminal("pairs")
+    mute = quiet and executor is not None and not script.asked()
+    from driftline.executors.choosing import chosen
+
     asked: dict[str, Any] = {
         "metrics": metric or (),
         "limits": limits,
@@ -199,7 +202,7 @@ def compare(
         **pairs_by,
         "threads": threads,
         "jobs": jobs,
-        "executor": executor,
+        "executor": chosen(jobs, executor, quiet=True) if mute else executor,
         "planned": _telling(log_level, quiet),
         "progress": progress,
     }

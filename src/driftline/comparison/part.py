@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from driftline.alignment.plan import Plan
+from driftline.comparison.packed import MANY, packed
 from driftline.comparison.row import JSON, Column, Row
 from driftline.comparison.table import Side, Table
 from driftline.errors import AlreadyThere, BadFile, BadInput
@@ -232,8 +233,11 @@ def _told(record: Record) -> tuple[Any, ...]:
     return (*record.key, record.order, record.dtype, record.shape, record.kept, record.digest)
 
 
-def _rows(shown: JSON) -> tuple[Row, ...]:
-    return tuple(Row.from_json(row) for row in shown)
+def _rows(shown: list[JSON]) -> tuple[Row, ...]:
+    rows = map(Row.from_json, shown)
+    if len(shown) < MANY:
+        return tuple(rows)
+    return tuple(row._replace(metrics=packed(row.metrics)) for row in rows)
 
 
 def _ranges(places: Iterable[int]) -> list[list[int]]:

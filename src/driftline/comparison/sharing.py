@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from driftline.alignment.plan import Pair
 from driftline.comparison import engine
 from driftline.comparison.metrics.catalogue import Metric
+from driftline.comparison.packed import MANY, packed
 from driftline.comparison.parcel import pair_to_plain, record_to_plain, rows_from_plain
 from driftline.comparison.repeats import repeated, repeats_of
 from driftline.comparison.row import Row
@@ -85,7 +87,7 @@ def share_out(
     shares = [[firsts[n] for n in group] for group in gathered]
     tasks = [
         Task(
-            [pair_to_plain(pairs[at]) for at in share],
+            partial(_told, pairs, share),
             sum(weights[n] for n in group),
             near[group[0]],
             _needs([pairs[at] for at in share]) if executor.elsewhere else (),
@@ -94,11 +96,14 @@ def share_out(
         for share, group in zip(shares, gathered, strict=True)
     ]
     rows: list[Row | None] = [None] * len(pairs)
+    many = len(pairs) >= MANY
     finished = 0
 
     def finish(share: Sequence[int], found: Sequence[Row]) -> None:
         nonlocal finished
         for at, row in zip(share, found, strict=True):
+            if many:
+                row = row._replace(metrics=packed(row.metrics))
             later = repeats.get(at, ())
             for place in (at, *later):
                 rows[place] = row if place == at else repeated(pairs[place], row)
@@ -129,6 +134,10 @@ def share_out(
     probes = _probes(pairs, runs) if executor.elsewhere else []
     executor.run(_job(runs, metrics, elementwise, threads, executor, probes), tasks, take)
     return [row for row in rows if row is not None]
+
+
+def _told(pairs: Sequence[Pair], share: Sequence[int]) -> list[Any]:
+    return [pair_to_plain(pairs[at]) for at in share]
 
 
 def _job(

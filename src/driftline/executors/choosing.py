@@ -9,13 +9,16 @@ _KNOWN = ("local", "ray", "ray://HOST:PORT")
 MOST_JOBS = 4096
 
 
-def chosen(jobs: int | None = None, executor: str | Executor | None = None) -> Executor | None:
+def chosen(
+    jobs: int | None = None, executor: str | Executor | None = None, *, quiet: bool = False
+) -> Executor | None:
     """Who does the work; None for this process itself.
 
     Args:
         jobs: How many workers. Not given: one for each core that Ray has, or this process.
         executor: `local`, `ray` (the cluster this machine is in, or else one on this machine only),
             `ray://HOST:PORT` (a cluster elsewhere), or an executor.
+        quiet: Say nothing of machines that are left out or lost.
 
     Raises:
         BadInput: That is nobody.
@@ -33,5 +36,12 @@ def chosen(jobs: int | None = None, executor: str | Executor | None = None) -> E
     if executor == "ray" or executor.startswith("ray://"):
         from driftline.executors.ray_cluster import RayCluster
 
-        return RayCluster("" if executor == "ray" else executor, jobs)
+        cluster = RayCluster("" if executor == "ray" else executor, jobs)
+        if quiet:
+            cluster.tell = _nothing
+        return cluster
     raise BadInput(f"there is no executor '{executor}'", hint=did_you_mean(executor, _KNOWN))
+
+
+def _nothing(line: str) -> None:
+    del line

@@ -118,7 +118,7 @@ class _Round:
                 result_of(hello, "its start")
             while at is not None:
                 with contextlib.suppress(BrokenPipeError):
-                    wire.send(to, self.tasks[at].work)
+                    wire.send(to, self.tasks[at].content())
                 while (answer := wire.receive(back))[0] == "said":
                     self.news.put(("said", at, answer[1]))
                 self.news.put(("done", at, result_of(answer, self.tasks[at].called)))

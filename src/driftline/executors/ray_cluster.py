@@ -11,7 +11,9 @@ again elsewhere, and a task counts when its answer is here, once.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +28,11 @@ _IN_A_ROW = 2
 """A machine that loses so many workers and finishes nothing in between is no longer asked."""
 _AHEAD = 2
 """Tasks that a worker is given at a time: one to do, one to begin with at once after it."""
-_ANSWER = 120.0
+_ANSWER = 60.0
 """Seconds in which a machine must say whether it can help."""
 _BEAT = 2.0
+_LONG = 30.0
+"""Seconds without anything done after which it is said that cores may be busy."""
 
 
 def _aside(line: str) -> None:
@@ -142,9 +146,13 @@ class _Round:
             self.machines = self._looked()
             self._require_data()
             self._hire()
+            late = time.monotonic() + _LONG
             while left:
                 self._hand_out()
                 ready, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=_BEAT)
+                if left == len(self.tasks) and not ready and time.monotonic() > late:
+                    self.tell("waiting for a free core of the Ray cluster, or for its first answer")
+                    late = math.inf
                 for ref in ready:
                     if ref in self.under_way:
                         left -= self._taken(ref, finished, said)
@@ -251,7 +259,7 @@ class _Round:
                     self.waiting.remove(at)
                     worker.machine.begun.add(self.tasks[at].near)
                     worker.tasks.append(at)
-                    ref = worker.actor.do.remote(wire.pack(self.tasks[at].work))
+                    ref = worker.actor.do.remote(wire.pack(self.tasks[at].content()))
                     self.under_way[ref] = (worker, at)
 
     def _choose(self, worker: _Worker) -> int | None:

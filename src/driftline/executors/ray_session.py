@@ -17,6 +17,8 @@ from driftline.registry import require
 
 _DOOR = 5.0
 """Seconds in which an address must take a connection at all."""
+_GREETING = 8.0
+"""Seconds in which whoever takes the connection must answer as Ray's servers do."""
 _PATIENCE = 30.0
 """Seconds in which Ray must answer there."""
 _PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
@@ -83,8 +85,8 @@ def connect(address: str, jobs: int | None) -> Session:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     wanted = address or settings.ray_address()
     if wanted.startswith("ray://"):
-        _knock(wanted.removeprefix("ray://"), wanted)
         require("grpc", install="driftline[ray]")
+        _knock(wanted.removeprefix("ray://"), wanted)
         _bounded(lambda: ray.init(wanted, **quiet), wanted)
     elif wanted and wanted not in ("auto", "local"):
         _knock(wanted, wanted)
@@ -124,6 +126,31 @@ def _knock(place: str, address: str) -> None:
             f"there is no Ray cluster at {address}: {why[0].lower()}{why[1:]}",
             hint=_HINT if address.startswith("ray://") else "is RAY_ADDRESS of another cluster?",
         ) from None
+    _greet(place, address)
+
+
+def _greet(place: str, address: str) -> None:
+    """See whether whoever is there speaks HTTP/2, as Ray does; with TLS only Ray can tell.
+
+    Raises:
+        DriftlineError: It does not.
+    """
+    try:
+        import grpc
+    except ImportError:
+        return
+    if settings.ray_uses_tls():
+        return
+    channel = grpc.insecure_channel(place)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=_GREETING)
+    except grpc.FutureTimeoutError:
+        raise DriftlineError(
+            f"what is at {address} does not answer as a Ray cluster: waited {_GREETING:.0f} s",
+            hint=_HINT,
+        ) from None
+    finally:
+        channel.close()
 
 
 def _bounded(init: Any, address: str) -> None:

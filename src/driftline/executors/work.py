@@ -51,7 +51,7 @@ class Task(NamedTuple):
     """A piece of work.
 
     Attributes:
-        work: What the workshop is asked to do.
+        work: What the workshop is asked to do, or a function that says it when it is sent.
         weight: How much that is, in bytes; larger ones are begun first.
         near: Tasks of one place are given to the same machine where that is possible.
         needs: Places whose data the machine must have, as `Workshop.absent` calls them.
@@ -63,6 +63,10 @@ class Task(NamedTuple):
     near: str = ""
     needs: tuple[str, ...] = ()
     called: str = "a task"
+
+    def content(self) -> Any:
+        """What is sent; made now, so that what waits takes no room."""
+        return self.work() if callable(self.work) else self.work
 
 
 class Workshop(Protocol):
