@@ -316,6 +316,38 @@ def test_nodes_align_with_those_of_torch_s_own_graph(
         assert {"stages.0/add", "(root)/view"} & theirs  # operators between them, call by call
 
 
+class Repeated(torch.nn.Module):
+    """One layer three times, one activation five times, and two layers side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.both = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.act = torch.nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.act(self.layer(x))
+        left, right = (layer(x) for layer in self.both)
+        return self.act(left) - self.act(right)
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_modules_that_are_called_again_pair_call_by_call(dynamo: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, given = Repeated().eval(), torch.randn(4, 8)
+    sink = MemorySink()
+    with torch.no_grad(), driftline.capture(model, sink):
+        model(given)
+    path = zoo.export(model, given, tmp_path / "m.onnx", dynamo=dynamo)
+    for level in ("none", "all"):
+        candidate = run_of(path, sink.run(), optimize=level)
+        plan = driftline.align(sink.run(), candidate)
+        clean(driftline.compare(sink.run(), candidate, plan=plan))
+        calls = {(p.reference.key.site, p.reference.key.visit) for p in plan.pairs}
+        assert {("act", visit) for visit in range(5)} | {("both.0", 0), ("both.1", 0)} <= calls
+
+
 def test_calls_that_the_exporter_left_out_make_no_wrong_pairs() -> None:
     from driftline.adapters.onnxruntime.names import Scope, _calls
 
