@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from driftline.gating.checking import check as check
     from driftline.gating.door import align as align
     from driftline.gating.door import compare as compare
+    from driftline.gating.lockstep import lockstep as lockstep
     from driftline.gating.models import compare_models as compare_models
     from driftline.gating.sharding import compare_shard as compare_shard
     from driftline.gating.sharding import merge as merge
@@ -54,6 +55,7 @@ _DOORS = {
     "open_run": "driftline.formats.opening:open_run",
     "compare": "driftline.gating.door:compare",
     "compare_models": "driftline.gating.models:compare_models",
+    "lockstep": "driftline.gating.lockstep:lockstep",
     "compare_shard": "driftline.gating.sharding:compare_shard",
     "merge": "driftline.gating.sharding:merge",
     "diagnose": "driftline.diagnosis.door:diagnose",
@@ -91,6 +93,7 @@ __all__ = [
     "diagnose",
     "gen_id",
     "load_thresholds",
+    "lockstep",
     "merge",
     "open_run",
     "open_table",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from driftline.comparison.table import Table
 from driftline.errors import BadInput
 from driftline.gating.door import Limits, compare
+from driftline.gating.lockstep import compared_in_step
 from driftline.registry import require
 from driftline.runs.narrowed import only
 
@@ -40,8 +41,10 @@ def compare_models(
 ) -> Table:
     """Run two models on the same inputs and compare what every module took and gave.
 
-    Both run without gradients, in the mode they are in, from the same random state. Floating inputs
-    are moved to the device and cast to the dtype of the candidate's parameters.
+    Both run without gradients, in the mode they are in, from the same random state: side by side
+    and compared as they run where they are built alike (see `lockstep`), else one after the other,
+    captured in memory and aligned. Floating inputs are moved to the device and cast to the dtype of
+    the model's parameters.
 
     Args:
         reference: The model that is right.
@@ -71,6 +74,22 @@ def compare_models(
         there = {record.key for record in ours.records}
         theirs = only(theirs, lambda record: record.key.port == "output" or record.key in there)
     else:
+        if keep == "full":
+            # Side by side, each tensor compared as it comes: nothing is kept of either.
+            table = compared_in_step(
+                (reference, _caller(reference, inputs)),
+                (candidate, _caller(candidate, inputs)),
+                metrics=metrics,
+                limits=limits,
+                rtol=rtol,
+                atol=atol,
+                min_coverage=min_coverage,
+                thresholds=thresholds,
+                sites=sites,
+                ports=ports,
+            )
+            if table is not None:
+                return table
         ours = _run(reference, inputs, keep, "reference")
         theirs = _run(candidate, inputs, keep, "candidate")
     return compare(
@@ -86,6 +105,16 @@ def compare_models(
         ports=ports,
         threads=threads,
     )
+
+
+def _caller(model: nn.Module, inputs: Any) -> Callable[[], Any]:
+    args, kwargs = _call(inputs)
+
+    def call() -> None:
+        move = _mover(model)
+        model(*_mapped(args, move), **_mapped(kwargs, move))
+
+    return call
 
 
 def _run(model: nn.Module, inputs: Any, keep: str, name: str) -> Any:
