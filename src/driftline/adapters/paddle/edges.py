@@ -9,7 +9,7 @@ by name, are ever hooked. Knows nothing of calls and sessions.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 _LEAF = "GradNodeAccumulation"
@@ -88,14 +88,14 @@ class Edge(NamedTuple):
 
 
 def edges_into(
-    sources: Collection[int], ends: list[Any], older: Collection[int]
+    sources: Collection[int], ends: list[Any], is_older: Callable[[int], bool]
 ) -> tuple[list[tuple[Any, list[Edge]]], dict[int, set[str]]]:
     """Nodes between `ends` and the sources that have an edge into a source, with those edges.
 
     Args:
         sources: Pointers of the nodes that made a call's inputs.
         ends: Nodes that made its outputs.
-        older: Pointers of nodes that were there before the call: the walk stops there.
+        is_older: Whether a node was there before the call, by its pointer: the walk stops there.
 
     Returns:
         The nodes, and for each source that is reached through a node which cannot be hooked (or in
@@ -122,7 +122,7 @@ def edges_into(
             pointer = after.node_ptr()
             if pointer in sources:
                 edges.append(Edge(position, len(following), present, before, pointer))
-            elif pointer not in seen and pointer not in older and after.name() != _LEAF:
+            elif pointer not in seen and not is_older(pointer) and after.name() != _LEAF:
                 seen.add(pointer)
                 stack.append(after)
             before += 1

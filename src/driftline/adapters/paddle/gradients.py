@@ -149,10 +149,13 @@ class GradientTap:
             del sources[pointer]
         if not sources:
             return
-        older = {
-            pointer for pointer, (serial, _) in self._calls.met.items() if serial < began
-        } - sources.keys()
-        found, blind = edges_into(sources.keys(), ends, older)
+        met = self._calls.met
+
+        def is_older(pointer: int) -> bool:
+            known = met.get(pointer)
+            return known is not None and known[0] < began
+
+        found, blind = edges_into(sources.keys(), ends, is_older)
         for pointer, names in blind.items():
             self._without(call, ", ".join(sorted(names)))
             del sources[pointer]
