@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEV_PACKAGES := pytest pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash transformers accelerate onnx ibm-fms
 # The engines and the services that tests run for real.
-ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton ray s3fs "moto[s3]" flask flask-cors
+ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs "moto[s3]" flask flask-cors
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 

@@ -16,7 +16,7 @@ from sharing_kit import write_run, written
 import driftline
 from driftline.errors import BadInput, DriftlineError
 from driftline.executors.ray_cluster import RayCluster
-from driftline.executors.work import WorkerFailed
+from driftline.executors.work import Task, WorkerFailed
 
 ray = pytest.importorskip("ray")
 
@@ -230,6 +230,83 @@ def test_a_node_without_the_data_is_named_with_its_path_and_left_out(two, joined
     finally:
         os.killpg(node.pid, signal.SIGTERM)
         node.wait(20)
+
+
+@pytest.mark.slow
+def test_a_node_with_some_of_the_ranks_is_given_their_work_only(two, joined, monkeypatch):
+    finely(monkeypatch)
+    (hidden,) = (two / "ref").glob("rank*1")
+    node = blind_node(joined, hidden)
+    try:
+        told = []
+        who = RayCluster(tell=told.append)
+        table = driftline.compare(two / "ref", two / "cand", executor=who)
+        one = driftline.compare(two / "ref", two / "cand")
+        assert written(table, two / "many") == written(one, two / "one")
+        (said,) = told
+        assert f"cannot read '{two / 'ref'}': " in said and said.endswith("no such work")
+    finally:
+        os.killpg(node.pid, signal.SIGTERM)
+        node.wait(20)
+
+
+def machine(name, cores=1, absent=()):
+    from driftline.executors.ray_cluster import _Machine
+
+    return _Machine({"NodeID": name}, name, absent, cores)
+
+
+def round_of(tasks, machines):
+    """What chooses tasks, without a cluster."""
+    from driftline.executors.ray_cluster import _Round
+    from driftline.executors.work import Job
+
+    class Nobody:
+        class ray:
+            put = staticmethod(lambda content: content)
+
+    found = _Round(Nobody(), Job("pairs", {}, ""), tasks, None, print)
+    found.machines = machines
+    return found
+
+
+def test_a_machine_goes_on_with_the_files_it_has_begun_and_leaves_others_theirs():
+    tasks = [Task([], 100, near=f"0:{rank}:0", called=f"{rank}") for rank in (0, 1, 2) * 4]
+    one, other = machine("one"), machine("other")
+    work = round_of(tasks, [one, other])
+    given = {"one": [], "other": []}
+    for _ in range(6):
+        for who in (one, other):
+            given[who.name].append(work._choose(who))
+    places = {name: [tasks[at].near for at in got] for name, got in given.items()}
+    assert places["one"][:4] == ["0:0:0"] * 4 and places["other"][:4] == ["0:1:0"] * 4
+    assert sorted(given["one"] + given["other"]) == list(range(12))
+    assert work._choose(one) is None and not work.waiting
+
+
+def test_a_machine_is_given_nothing_that_it_has_no_data_for():
+    tasks = [Task([], 1, needs=(place,)) for place in ("0:0:0", "1:3:0", "0:0:0")]
+    blind = machine("blind", absent=[("1:3:0", "cannot read it")])
+    work = round_of(tasks, [blind])
+    assert [work._choose(blind) for _ in range(3)] == [0, 2, None]
+
+
+@pytest.mark.slow
+def test_operators_and_shapes_are_shared_out_on_a_cluster(two, joined, tmp_path):
+    from test_fanning import MINI, asks, files_of, same, shapes
+
+    from driftline.decoding.fanning import run_shapes, validate_shapes
+    from driftline.operators.checking import check
+
+    dump = next(path for path in sorted(MINI.iterdir()) if path.is_dir())
+    same(check(dump), check(dump, executor="ray"))
+    one = validate_shapes(asks(), say=lambda line: None)
+    other = validate_shapes(asks(), say=lambda line: None, executor="ray")
+    for here, there in zip(one, other, strict=True):
+        same(here._replace(seconds=0.0), there._replace(seconds=0.0))
+    run_shapes(shapes(tmp_path / "one"), say=lambda line: None)
+    run_shapes(shapes(tmp_path / "other"), say=lambda line: None, executor="ray")
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
 
 
 @pytest.mark.slow

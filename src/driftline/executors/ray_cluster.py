@@ -14,6 +14,7 @@ import contextlib
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,7 +134,9 @@ class _Round:
         self.tell = tell
         # Large ones first, but about equal ones in their order, which is that of their files.
         order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight.bit_length())
-        self.waiting: list[int] = order
+        self.waiting: dict[str, deque[int]] = {}
+        for at in order:
+            self.waiting.setdefault(tasks[at].near, deque()).append(at)
         self.attempts = [0] * len(tasks)
         self.workers: list[_Worker] = []
         self.under_way: dict[Any, tuple[_Worker, int]] = {}
@@ -255,31 +258,33 @@ class _Round:
             for worker in self.workers:
                 if worker.machine not in self.machines:
                     continue
-                if len(worker.tasks) < depth and (at := self._choose(worker)) is not None:
-                    self.waiting.remove(at)
-                    worker.machine.begun.add(self.tasks[at].near)
+                if len(worker.tasks) < depth and (at := self._choose(worker.machine)) is not None:
                     worker.tasks.append(at)
                     ref = worker.actor.do.remote(wire.pack(self.tasks[at].content()))
                     self.under_way[ref] = (worker, at)
 
-    def _choose(self, worker: _Worker) -> int | None:
-        """The next task for a worker: near what its machine has read, then what nobody has."""
-        machine = worker.machine
+    def _choose(self, machine: _Machine) -> int | None:
+        """Take the next task for a machine: near what it has read, else near what nobody has."""
         elsewhere = {
             place for other in self.machines if other is not machine for place in other.begun
         }
-        others: list[int] = []
-        for at in self.waiting:
-            task = self.tasks[at]
-            if not machine.can(task):
-                continue
-            if task.near in machine.begun:
+        for near in sorted(
+            self.waiting,
+            key=lambda near: (
+                near not in machine.begun,
+                near in elsewhere,
+                -self.tasks[self.waiting[near][0]].weight.bit_length(),
+            ),
+        ):
+            tasks = self.waiting[near]
+            at = next((at for at in tasks if machine.can(self.tasks[at])), None)
+            if at is not None:
+                tasks.remove(at)
+                if not tasks:
+                    del self.waiting[near]
+                machine.begun.add(near)
                 return at
-            if len(others) < 2:
-                others.append(at)
-            if task.near not in elsewhere:
-                others.insert(0, at)
-        return others[0] if others else None
+        return None
 
     def _taken(self, ref: Any, finished: Finished, said: Said | None) -> int:
         """Take one answer; how many tasks that finishes."""
@@ -307,7 +312,8 @@ class _Round:
         self.workers.remove(worker)
         for ref in [ref for ref, (whose, _) in self.under_way.items() if whose is worker]:
             del self.under_way[ref]
-        self.waiting[:0] = worker.tasks
+        for at in reversed(worker.tasks):
+            self.waiting.setdefault(self.tasks[at].near, deque()).appendleft(at)
         first = worker.tasks[0]
         self.attempts[first] += 1
         if self.attempts[first] > _RETRIES:
@@ -338,7 +344,7 @@ class _Round:
             self._start(others[0])
 
     def _require_data_of_waiting(self) -> None:
-        for at in self.waiting:
+        for at in (at for tasks in self.waiting.values() for at in tasks):
             if not any(machine.can(self.tasks[at]) for machine in self.machines):
                 why = next(iter(self.machines[0].absent.values()), "")
                 raise WorkerFailed(
