@@ -73,17 +73,24 @@ def module_calls(graph: Graph, names: Names) -> list[ModuleCall]:
 
 
 def _calls(numbers: Sequence[int], scopes: Sequence[Scope]) -> list[list[int]]:
-    """Stretches of a module's nodes, if each makes the same calls; else all of them as one."""
+    """Stretches of a module's nodes, if each makes the same calls, or makes them several times;
+    else all of them as one.
+    """
     stretches = [[numbers[0]]]
     for before, number in pairwise(numbers):
         if number == before + 1:
             stretches[-1].append(number)
         else:
             stretches.append([number])
-    made = [tuple(scopes[number].target for number in stretch) for stretch in stretches]
-    if len(stretches) > 1 and made[0] and all(made[0]) and len(set(made)) == 1:
-        return stretches
-    return [list(numbers)]
+    unit = min(stretches, key=len)
+    called = [scopes[number].target for number in unit]
+    pieces = [
+        stretch[at : at + len(unit)]
+        for stretch in stretches
+        for at in range(0, len(stretch), len(unit))
+    ]
+    alike = all([scopes[number].target for number in piece] == called for piece in pieces)
+    return pieces if len(stretches) > 1 and all(called) and alike else [list(numbers)]
 
 
 def _call(
