@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from driftline import settings
+from driftline.adapters.budgets import WhenFull, budgets_from
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns, require_visible
 from driftline.adapters.session import LEVELS, Session, known_levels
@@ -82,6 +83,9 @@ def capture(
     steps_by: StepsBy = "auto",
     selection: Selection | None = None,
     max_bytes: int | None = None,
+    device_budget: int | None = None,
+    host_budget: int | None = None,
+    when_full: WhenFull = "wait",
     force: bool = False,
     graph: Literal["fx", "inductor"] | None = None,
     fusion: bool = True,
@@ -103,6 +107,10 @@ def capture(
         steps_by: auto, or what alone ends a step: call, optimizer, manual.
         selection: Instead of the filters above, for those it has and they have not.
         max_bytes: Store no more tensor bytes than this.
+        device_budget: Bytes on each GPU for copies of tensors on their way; 1 GiB by default.
+        host_budget: Bytes of pinned host memory where they land; 2 GiB by default.
+        when_full: When the run is written more slowly than that: the program waits, or tensors are
+            dropped and counted.
         force: Replace a run that is there already.
         graph: Also what `torch.compile` makes of it: `fx` executes its graphs node by node with
             torch's own operators, whatever the backend; `inductor` reads what its kernels compute.
@@ -142,6 +150,7 @@ def capture(
         if not hasattr(engine, "check_graph"):
             raise BadInput("only torch has compiled graphs to be seen", hint="leave out graph")
         engine.check_graph(graph, levels, fusion=fusion)
+    budgets = budgets_from(device_budget, host_budget, when_full)
     reduction = Reduction.parse(keep)
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):
@@ -162,6 +171,8 @@ def capture(
         steps_by=steps_by,
         to_folder=folder is not None,
     )
+    if hasattr(session, "arrivals"):
+        session.arrivals.budgets = budgets
     if graph is not None:
         engine.watch_graphs(session, sink, graph, fusion=fusion)
     return Capture(session, folder)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from driftline.adapters.budgets import WhenFull
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns
 from driftline.cli import dump_onnx as onnx
@@ -76,6 +77,9 @@ def dump(
         Option(several=True, group=_HOW),
     ] = None,
     max_bytes: Annotated[str, Option(metavar="SIZE", group=_HOW)] = "",
+    device_budget: Annotated[str, Option(metavar="SIZE", group=_HOW)] = "",
+    host_budget: Annotated[str, Option(metavar="SIZE", group=_HOW)] = "",
+    when_full: Annotated[WhenFull, Option(group=_HOW)] = "wait",
     save_tiling: Annotated[bool, Option(names=("--save-tiling", "-tiling"), group=_HOW)] = False,
     engine: Annotated[
         Literal["torch", "atb", "paddle", "onnxruntime"] | None, Option(group=_HOW)
@@ -140,6 +144,11 @@ def dump(
         keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
         level: What is looked at; several may be given, also as ops,params. Default: modules.
         max_bytes: Stop storing values at this size, such as 2GB.
+        device_budget: Memory on each GPU for copies of tensors on their way; 0 for none. Default:
+            1GiB.
+        host_budget: Pinned host memory where they land before they are written. Default: 2GiB.
+        when_full: What happens when the run is written more slowly than that: the program waits, or
+            tensors are dropped and counted.
         save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
         engine: atb also switches on the probe of the ATB library in the program; that is the
             default where ATB_HOME_PATH is set. torch and paddle leave it off and look at nothing
@@ -235,6 +244,7 @@ def dump(
         fusion=not no_fusion,
         url=url,
         shard_bytes=words.SENT_SHARD_BYTES if url else 0,
+        budgets=words.budgets_of(device_budget, host_budget, when_full),
     )
     if dry_run and not script.asked():
         print(plan.to_json())

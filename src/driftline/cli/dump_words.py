@@ -13,9 +13,11 @@ from datetime import datetime
 from pathlib import Path
 
 from driftline import settings
+from driftline.adapters.budgets import Budgets, budgets_from
 from driftline.adapters.selection import patterns
 from driftline.errors import BadInput
 from driftline.launch.plan import Engine
+from driftline.launch.sizes import size_of
 from driftline.runs.layout import SENT_SHARD_BYTES as SENT_SHARD_BYTES
 
 _SEPARATORS = re.compile(r"[,，、\s]+")
@@ -183,3 +185,12 @@ def device_of(index: int | None) -> int | None:
     if index is not None and index < 0:
         raise BadInput(f"-device takes the index of a device, from 0 upwards, not {index}")
     return index
+
+
+def budgets_of(device: str, host: str, when_full: str) -> Budgets:
+    """Memory for tensors of devices, from sizes as people write them."""
+    return budgets_from(
+        None if not device else 0 if device.strip() == "0" else size_of(device),
+        size_of(host) if host else None,
+        when_full,
+    )

@@ -130,6 +130,9 @@ class Launched:
             plan.levels if plan.wants_tensors else ("modules",),
             rank=self.place.rank,
         )
+        arrivals: Any = getattr(self.session, "arrivals", None)
+        if arrivals is not None:
+            arrivals.budgets = plan.budgets
         self.experiment: Experiment | None = None
         if plan.experiment:
             kind = EXPERIMENTS[plan.experiment["kind"]]
@@ -233,7 +236,7 @@ class Launched:
 
         def after_writing(name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:  # may fail, and then the program goes on
-                _at_most(_LONGEST_GOODBYE, self.sink.flush)
+                _at_most(_LONGEST_GOODBYE, self.session.flush)
                 return become[name](*args, **kwargs)
 
             return functools.wraps(become[name])(call)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
+from driftline.adapters.budgets import Budgets
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, require_visible
 from driftline.errors import BadInput, did_you_mean
@@ -56,6 +57,7 @@ class CapturePlan:
         graph: What is recorded of graphs that torch.compile makes: their nodes (`fx`), executed one
             by one, or the kernels that inductor makes of them; empty is nothing.
         fusion: For inductor: whether kernels may be fused.
+        budgets: Memory for tensors of devices, and what happens when it is used up.
     """
 
     output: str
@@ -73,6 +75,7 @@ class CapturePlan:
     experiment: Mapping[str, Any] = field(default_factory=dict[str, Any])
     url: str = ""
     shard_bytes: int = 0
+    budgets: Budgets = field(default_factory=Budgets)
     graph: GraphEngine = ""
     fusion: bool = True
 
@@ -168,6 +171,7 @@ class CapturePlan:
                 **({"url": self.url} if self.url else {}),
                 **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
                 **({"graph": self.graph, "fusion": self.fusion} if self.graph else {}),
+                **({"budgets": self.budgets._asdict()} if self.budgets != Budgets() else {}),
             },
             indent=2,
             ensure_ascii=False,
@@ -205,6 +209,7 @@ class CapturePlan:
             shard_bytes=data.get("shard_bytes", 0),
             graph=data.get("graph", ""),
             fusion=data.get("fusion", True),
+            budgets=Budgets(**data.get("budgets", {})),
         )
 
 

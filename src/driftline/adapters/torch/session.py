@@ -17,6 +17,7 @@ from torch import nn
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.session import LEVELS, Session, known_levels
+from driftline.adapters.torch.device import graph_watch
 from driftline.adapters.torch.device.arrivals import Arrivals
 from driftline.adapters.torch.names import FAMILY
 from driftline.adapters.torch.snapshot import snapshot, undisturbed
@@ -91,12 +92,14 @@ class CaptureSession(Session):
                 where, name = _TAPS[level]
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
         self._graphs_before = modules.compiled_graphs()
+        graph_watch.watch(self.arrivals)
         modules.watch(self)
 
     def unwatch(self) -> None:
         from driftline.adapters.torch import modules
 
         modules.unwatch(self)
+        graph_watch.unwatch(self.arrivals)
 
     def after_fork(self) -> None:
         self.arrivals.forget()

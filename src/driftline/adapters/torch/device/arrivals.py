@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from driftline.adapters.budgets import Budgets
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Refusal, Snapshot
 from driftline.adapters.torch import snapshot as snapshots
-from driftline.adapters.torch.device.budgets import Budgets
 from driftline.adapters.torch.device.delivery import Delivery, Waiting
 from driftline.adapters.torch.device.desk import Desk, Ticket
 from driftline.adapters.torch.device.transfers import Parcel
@@ -66,6 +66,7 @@ class Arrivals:
         self.desk: Desk | None = None
         self.delivery = Delivery(self._intake.hand_over, self._intake.shielded, self._pressed)
         self._still = False
+        self._replays = 0
         self._known: dict[tuple[str, ...], tuple[Snapshot, torch.dtype]] = {}
 
     def _pressed(self) -> bool:
@@ -208,6 +209,13 @@ class Arrivals:
         """The same for good; says what was left out."""
         self.send()
         self.delivery.finish()
+        if self._replays:
+            self._intake.event(
+                "cuda-graph",
+                f"CUDA graphs were replayed {self._replays} times: modules inside them are not "
+                "called then, and were not seen; run the program without CUDA graphs to see them",
+                replays=self._replays,
+            )
         desk = self.desk
         if desk is None:
             return
@@ -226,12 +234,20 @@ class Arrivals:
                 times=desk.waited,
             )
 
-    # --- CUDA graphs
+    # --- CUDA graphs, and memory
 
     def recording_begins(self) -> None:
         """While a CUDA graph is recorded nobody may ask a device anything, in no thread."""
-        self.drain()
+        self._intake.shielded("CUDA graph", self.drain)
         self._still = True
 
     def recording_ends(self) -> None:
         self._still = False
+
+    def graph_replayed(self) -> None:
+        self._replays += 1
+
+    def memory_wanted(self) -> None:
+        """The program has no memory left on a device."""
+        if self.desk is not None:
+            self.desk.memory_wanted()

@@ -10,14 +10,15 @@ trouble: what capture holds is let go of, and summaries are kept from then on.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+from driftline.adapters.budgets import Budgets
 from driftline.adapters.torch.device import launching
-from driftline.adapters.torch.device.budgets import Budgets
 from driftline.adapters.torch.device.pinned import Region, Ring
 from driftline.adapters.torch.device.places import CudaPlace, HostPlace, Place
 from driftline.adapters.torch.device.sheets import Flight, Sheet, Tables, kind_of
@@ -26,6 +27,7 @@ from driftline.adapters.torch.device.transfers import Parcel, Transfers
 LEFT_FREE = 1 / 16
 """Of a device's memory: below it no clones are made, so that the program can have it."""
 _LONGEST_WAIT = 3600.0
+_CHECK_EVERY = 0.5
 DROPPED = "dropped: the run could not be written as fast as the program ran"
 
 
@@ -46,7 +48,7 @@ class Device:
         self.tables = Tables(place)
         self.sheets: dict[int, Sheet] = {}
         self.transfers = Transfers(place, budgets.device)
-        self.checked = 0
+        self.checked = 0.0
 
     def sheet(self) -> Sheet:
         stream = self.place.stream()
@@ -178,14 +180,15 @@ class Desk:
 
     def _leave_room(self, device: Device) -> None:
         """Now and then, whether the device is nearly full: then no more clones."""
-        device.checked -= 1
-        if device.checked < 0:
-            device.checked = 64
-            place = device.place
-            if place.index >= 0:
-                total = int(torch.cuda.get_device_properties(place.index).total_memory)
-                room = place.room() - int(total * LEFT_FREE)
-                device.transfers.budget = max(0, min(self.budgets.device, room))
+        now = time.monotonic()
+        if now < device.checked:
+            return
+        device.checked = now + _CHECK_EVERY
+        place = device.place
+        if place.index >= 0:
+            total = int(torch.cuda.get_device_properties(place.index).total_memory)
+            room = place.room() - int(total * LEFT_FREE)
+            device.transfers.budget = max(0, min(self.budgets.device, room))
 
     # --- sending
 
@@ -225,7 +228,7 @@ class Desk:
         """The program itself has no memory left: let go of all that can be had."""
         for device in self._devices.values():
             device.transfers.budget = 0
-            device.checked = 1 << 62
+            device.checked = float("inf")
             device.transfers.free()
 
 
