@@ -54,6 +54,7 @@ WORDS: dict[str, list[list[str]]] = {
         ["compare", "ref", "cand", "--jobs", "2"],
         ["compare", "ref", "cand", "--shard", "2/3", "-o", "pieces", "--site", "model.*"],
     ],
+    "push": [["push", "ref", "memory://runs/ref", "--force"]],
     "merge": [["merge", "parts", "-o", "merged", "--csv", "merged.csv"]],
     "calibrate": [["calibrate", "table", "-o", "new.json", "--margin", "3", "--metric", "cosine"]],
     "check": [

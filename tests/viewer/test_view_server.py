@@ -267,7 +267,7 @@ def test_a_run_that_is_still_written_shows_what_is_new_on_reload(tmp_path: Path)
         ask = Asking(viewer.url)
         before = ask(ask.base + "api/page").document
         assert before["verdict"]["coverage"]["compared"] == 1
-        assert any("still running" in note for note in before["verdict"]["notes"])
+        assert any("still being written" in note for note in before["verdict"]["notes"])
         record_into(writer, "second", THEIRS)
         writer.flush()
         assert ask(ask.base).status == 200  # the reload
