@@ -81,6 +81,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "remote": allow(inside="fsspec"),
     "adapters": allow(top="numpy"),
     "adapters/torch": allow(top="numpy torch", inside="transformers"),
+    "adapters/torch/device": allow(top="numpy torch triton"),
     "adapters/paddle": allow(top="paddle"),
     "adapters/onnxruntime": allow(top="numpy", inside="onnx onnxruntime"),
     "launch": allow(inside="torch"),
@@ -192,6 +193,8 @@ def test_a_room_uses_only_the_packages_it_is_allowed(path: Path) -> None:
         room = "adapters/torch"
     if path.is_relative_to(PACKAGE / "adapters" / "paddle"):
         room = "adapters/paddle"
+    if path.is_relative_to(PACKAGE / "adapters" / "torch" / "device"):
+        room = "adapters/torch/device"
     if path.is_relative_to(PACKAGE / "experiments" / "live"):
         room = "experiments/live"
     if path.is_relative_to(PACKAGE / "operators" / "aten"):
