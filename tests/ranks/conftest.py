@@ -27,7 +27,7 @@ TOGETHER = (
     "pipeline",
     "late",
 )
-LIMIT = 240
+LIMIT = 500
 
 
 @pytest.fixture(scope="session")
