@@ -6,38 +6,47 @@
  * rows are nearly equal: u is small then, and m - u a short series.
  */
 
+/* Vectors that go step by step beside each other: one chain of multiply-adds leaves the processor waiting. Four spill. */
+#undef EACH
+#undef TOGETHER
+#define TOGETHER 2
+#define EACH for (int j = 0; j < TOGETHER; j++)
+
 /* exp(x) in units of 2^minus_base, all in powers of two: the product is exact within the multiply-add. What comes out
  * below 2^-126 is of no weight beside the row's 1 and may come out as anything smaller than that. */
-LANE_FN VF exp_lanes(VF x, VF minus_base) {
-  VF t = OP(fmadd_ps)(x, OP(set1_ps)(LOG2_E), minus_base);
+LANE_FN void exp_group(const VF *x, VF minus_base, VF *out) {
+  VF t[TOGETHER], f[TOGETHER], q[TOGETHER];
+  EACH t[j] = OP(fmadd_ps)(x[j], OP(set1_ps)(LOG2_E), minus_base);
 #if WIDTH == 16
-  VF f = _mm512_reduce_ps(t, 1), q = OP(set1_ps)(UP_5); /* what is left beside the integer below */
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_4));
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_3));
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_2));
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_1));
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(UP_0));
-  return _mm512_scalef_ps(q, t);
+  EACH f[j] = _mm512_reduce_ps(t[j], 1); /* what is left beside the integer below */
+  EACH q[j] = OP(fmadd_ps)(OP(set1_ps)(UP_5), f[j], OP(set1_ps)(UP_4));
+  EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(UP_3));
+  EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(UP_2));
+  EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(UP_1));
+  EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(UP_0));
+  EACH out[j] = _mm512_scalef_ps(q[j], t[j]);
 #else
   const VF magic = OP(set1_ps)(12582912.0f); /* 1.5 * 2^23: an integer added to it lies in the lowest bits */
-  t = OP(max_ps)(t, OP(set1_ps)(-125.0f));
-  VF shifted = OP(add_ps)(t, magic), f = OP(sub_ps)(t, OP(sub_ps)(shifted, magic)), q = OP(set1_ps)(NEAR_5);
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_4));
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_3));
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_2));
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_1));
-  q = OP(fmadd_ps)(q, f, OP(set1_ps)(NEAR_0));
-  return AS_FLOAT(OP(add_epi32)(AS_BITS(q), OP(slli_epi32)(AS_BITS(shifted), 23)));
+  VF shifted[TOGETHER];
+  EACH t[j] = OP(max_ps)(t[j], OP(set1_ps)(-125.0f));
+  EACH shifted[j] = OP(add_ps)(t[j], magic);
+  EACH f[j] = OP(sub_ps)(t[j], OP(sub_ps)(shifted[j], magic));
+  EACH q[j] = OP(fmadd_ps)(OP(set1_ps)(NEAR_5), f[j], OP(set1_ps)(NEAR_4));
+  EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(NEAR_3));
+  EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(NEAR_2));
+  EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(NEAR_1));
+  EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(NEAR_0));
+  EACH out[j] = AS_FLOAT(OP(add_epi32)(AS_BITS(q[j]), OP(slli_epi32)(AS_BITS(shifted[j]), 23)));
 #endif
 }
 
 /* (exp(u) - 1 - u) / u where |u| <= NEAR_EQUAL. */
-LANE_FN VF rest_lanes(VF u) {
-  VF w = OP(set1_ps)(REST_3);
-  w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_2));
-  w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_1));
-  w = OP(fmadd_ps)(w, u, OP(set1_ps)(REST_0));
-  return OP(mul_ps)(u, w);
+LANE_FN void rest_group(const VF *u, VF *out) {
+  VF w[TOGETHER];
+  EACH w[j] = OP(fmadd_ps)(OP(set1_ps)(REST_3), u[j], OP(set1_ps)(REST_2));
+  EACH w[j] = OP(fmadd_ps)(w[j], u[j], OP(set1_ps)(REST_1));
+  EACH w[j] = OP(fmadd_ps)(w[j], u[j], OP(set1_ps)(REST_0));
+  EACH out[j] = OP(mul_ps)(u[j], w[j]);
 }
 
 /* The greater magnitude of each lane; of not-a-number the sums will tell. */
@@ -156,10 +165,16 @@ TARGET static void find_top(const ScoreAsk *ask, int64_t row, ScoreRoom *room, T
   const int64_t n = ask->vocabulary, strips = (n + STRIP - 1) / STRIP;
   const float least = kth_greatest(room->bests, strips, top->k, room->bests + strips);
   const float floor = least > -INFINITY ? nextafterf(least, -INFINITY) : -INFINITY;
-  for (int64_t at = 0; at < strips; at++) {
+  const uint8_t *p = row_of(ask, 0, row);
+  const int64_t bytes = STRIP * (BITS[ask->dtype[0]] / 8);
+  int64_t next = next_strip(room->bests, 0, strips, least);
+  for (int64_t at = next; at < strips; at = next) {
     const int64_t from = at * STRIP, size = n - from < STRIP ? n - from : STRIP;
-    if (room->bests[at] < least || (top->size == top->k && !(room->bests[at] > top->lowest))) continue;
-    offer_strip(top, strip_of(row_of(ask, 0, row), ask->dtype[0], from, size, room->strip[0]), from, size, floor);
+    next = next_strip(room->bests, at + 1, strips, least);
+    if (next < strips)
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + next * bytes + i);
+    if (top->size == top->k && !(room->bests[at] > top->lowest)) continue;
+    offer_strip(top, strip_of(p, ask->dtype[0], from, size, room->strip[0]), from, size, floor);
   }
 }
 
@@ -173,41 +188,55 @@ LANE_FN int sum_kind(const float *r, const uint8_t *c, int kind, int wide, const
   const int size = kind == LANES_F32 ? 4 : 2;
   VF s_e = zero, s_u = zero, s_w = zero, s_v = zero, bad = zero, best = OP(set1_ps)(-INFINITY), most = zero;
   VF parted = zero;
-  for (int i = 0; i < STRIP; i += WIDTH) {
-    VF a = floats_at(r + i), b = load_lanes(c + size * i, kind);
+  for (int i = 0; i < STRIP; i += TOGETHER * WIDTH) {
+    VF a[TOGETHER], b[TOGETHER], d[TOGETHER], u[TOGETHER], e[TOGETHER], g[TOGETHER], ew[TOGETHER], em[TOGETHER];
+    float *left = es + 2 * i;
+    EACH a[j] = floats_at(r + i + j * WIDTH);
+    EACH b[j] = load_lanes(c + size * (i + j * WIDTH), kind);
     /* The next strip; one further on was slower. */
-    __builtin_prefetch(r + i + STRIP);
-    if (i % (64 / size) == 0) __builtin_prefetch(c + size * (i + STRIP));
-    parted = OP(add_ps)(parted, ABS(OP(fmadd_ps)(floats_at(es + 2 * i), minus_x, floats_at(es + 2 * i + WIDTH))));
-    VF d = OP(sub_ps)(b, a); /* exact where they are near, and that is where u is small */
-    VF u = OP(sub_ps)(d, between), e = exp_lanes(a, minus_base), em, ew;
-    VF g = OP(mul_ps)(e, u);
-    best = OP(max_ps)(a, best);
-    most = farther(most, u);
+    EACH __builtin_prefetch(r + i + j * WIDTH + STRIP);
+    EACH if ((i + j * WIDTH) % (64 / size) == 0) __builtin_prefetch(c + size * (i + j * WIDTH + STRIP));
+    EACH parted = OP(add_ps)(parted, ABS(OP(fmadd_ps)(floats_at(left + 2 * j * WIDTH), minus_x,
+                                                      floats_at(left + (2 * j + 1) * WIDTH))));
+    EACH d[j] = OP(sub_ps)(b[j], a[j]); /* exact where they are near, and that is where u is small */
+    EACH u[j] = OP(sub_ps)(d[j], between);
+    exp_group(a, minus_base, e);
+    EACH best = OP(max_ps)(a[j], best);
+    EACH most = farther(most, u[j]);
     if (wide) {
-      bad = OP(fmadd_ps)(d, zero, bad);
-      MASK far = beyond(ABS(u), near_equal);
-      u = OP(max_ps)(OP(min_ps)(u, OP(set1_ps)(FARTHEST)), OP(set1_ps)(-FARTHEST));
-      g = OP(mul_ps)(e, u);
-      ew = OP(mul_ps)(g, rest_lanes(u));
-      em = OP(add_ps)(g, ew);
-      if (any_lane(far)) {
+      MASK far[TOGETHER];
+      EACH bad = OP(fmadd_ps)(d[j], zero, bad);
+      EACH far[j] = beyond(ABS(u[j]), near_equal);
+      EACH u[j] = OP(max_ps)(OP(min_ps)(u[j], OP(set1_ps)(FARTHEST)), OP(set1_ps)(-FARTHEST));
+      EACH g[j] = OP(mul_ps)(e[j], u[j]);
+      rest_group(u, ew);
+      EACH ew[j] = OP(mul_ps)(g[j], ew[j]);
+      EACH em[j] = OP(add_ps)(g[j], ew[j]);
+      int some = 0;
+      EACH some |= any_lane(far[j]);
+      if (some) {
         /* exp(u) may be too large for a float; e * exp(u) is not. */
-        VF other = OP(min_ps)(OP(sub_ps)(b, between), OP(set1_ps)(units->most));
-        VF apart = OP(sub_ps)(exp_lanes(other, minus_base), e);
-        ew = chosen(far, OP(sub_ps)(apart, g), ew);
-        em = chosen(far, apart, em);
+        VF other[TOGETHER], apart[TOGETHER];
+        EACH other[j] = OP(min_ps)(OP(sub_ps)(b[j], between), OP(set1_ps)(units->most));
+        exp_group(other, minus_base, apart);
+        EACH apart[j] = OP(sub_ps)(apart[j], e[j]);
+        EACH ew[j] = chosen(far[j], OP(sub_ps)(apart[j], g[j]), ew[j]);
+        EACH em[j] = chosen(far[j], apart[j], em[j]);
       }
     } else {
-      ew = OP(mul_ps)(g, rest_lanes(u));
-      em = OP(add_ps)(g, ew);
+      rest_group(u, ew);
+      EACH g[j] = OP(mul_ps)(e[j], u[j]);
+      EACH ew[j] = OP(mul_ps)(g[j], ew[j]);
+      EACH em[j] = OP(add_ps)(g[j], ew[j]);
     }
-    s_e = OP(add_ps)(s_e, e);
-    s_u = OP(add_ps)(s_u, g);
-    s_w = OP(add_ps)(s_w, ew);
-    s_v = OP(fmadd_ps)(u, em, s_v);
-    OP(storeu_ps)(es + 2 * i, e);
-    OP(storeu_ps)(es + 2 * i + WIDTH, em);
+    EACH s_e = OP(add_ps)(s_e, e[j]);
+    EACH s_u = OP(add_ps)(s_u, g[j]);
+    EACH s_w = OP(add_ps)(s_w, ew[j]);
+    EACH s_v = OP(fmadd_ps)(u[j], em[j], s_v);
+    EACH {
+      OP(storeu_ps)(left + 2 * j * WIDTH, e[j]);
+      OP(storeu_ps)(left + (2 * j + 1) * WIDTH, em[j]);
+    }
   }
   double v = sum_lanes(s_v);
   int far = any_lane(beyond(ABS(most), near_equal)) || !(fabs(v) <= DBL_MAX);
@@ -291,7 +320,8 @@ TARGET static void score_row(const ScoreAsk *ask, int64_t row, ScoreRoom *room, 
     }
     if (from == 0) {
       r_top = greatest_of((const uint8_t *)r, F32);
-      units = units_of(r_top, value_at(c_row, ask->dtype[1], place_of((const uint8_t *)r, F32, 0, size, r_top)) - r_top);
+      const int64_t there = place_of((const uint8_t *)r, F32, 0, size, r_top);
+      units = units_of(r_top, value_at(c_row, ask->dtype[1], there) - r_top);
     }
     seen.again = 0;
     while (!sum_strip(r, c, c_dtype, &units, room->es + 2 * from, &sums, &seen)) {

@@ -113,6 +113,12 @@ static float kth_greatest(const float *v, int64_t n, int64_t k, float *room) {
   return room[k - 1];
 }
 
+/* The first strip from `at` on whose greatest is not less than that. */
+INLINE int64_t next_strip(const float *bests, int64_t at, int64_t strips, float least) {
+  while (at < strips && bests[at] < least) at++;
+  return at;
+}
+
 static void offer(TopList *top, float v, int64_t at) {
   if (!(v > top->lowest) && (top->size == top->k || v != v)) return;
   int64_t place = top->size < top->k ? top->size++ : top->k - 1;
