@@ -76,12 +76,15 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An operator call, wherever it was compiled: piece of the program, operator, which, slot."""
+    """An operator call, wherever it was compiled: which of how many, of its module and phase."""
 
     piece: Piece
+    phase: str
+    module: str
     operator: str
-    number: int
+    nth: int
     slot: str
+    total: int
 
 
 class Graphs:
@@ -149,8 +152,9 @@ class Graphs:
         return Piece(self._order[graph.piece], graph.base)
 
     def places(self, graph: Graph, node: GraphNode) -> Iterator[Place]:
-        for origin in node.origins:
-            yield Place(self.piece(graph), origin.operator, origin.number, origin.slot)
+        piece = self.piece(graph)
+        for one in node.origins:
+            yield Place(piece, node.phase, node.module, one.name, one.nth, one.slot, one.total)
 
     @cached_property
     def by_node(self) -> dict[tuple[int, str, int, int], Value]:
@@ -162,13 +166,13 @@ class Graphs:
         }
 
     @cached_property
-    def by_place(self) -> dict[tuple[Place, str], list[tuple[Graph, GraphNode]]]:
-        """Every node, recorded or not, by the calls it stems from and its phase."""
-        found: dict[tuple[Place, str], list[tuple[Graph, GraphNode]]] = defaultdict(list)
+    def by_place(self) -> dict[Place, list[tuple[Graph, GraphNode]]]:
+        """Every node, recorded or not, by the calls it stems from."""
+        found: dict[Place, list[tuple[Graph, GraphNode]]] = defaultdict(list)
         for graph in self.graphs:
             for node in graph.nodes:
                 for place in self.places(graph, node):
-                    found[place, node.phase].append((graph, node))
+                    found[place].append((graph, node))
         return found
 
     @cached_property

@@ -114,12 +114,12 @@ def _said(side: str, graphs: Graphs | None, alone: Mapping[TensorKey, str]) -> I
 
 def _by_calls(a: Graphs, b: Graphs) -> Found:
     found = Found([], {}, {})
-    index: dict[tuple[Place, str, int, int], Value] = {}
+    index: dict[tuple[Place, int, int], Value] = {}
     for value in b.values:
         if value.node is not None:
             key = value.record.key
             for place in b.places(value.graph, value.node):
-                index.setdefault((place, key.phase, key.step, key.visit), value)
+                index.setdefault((place, key.step, key.visit), value)
     inputs: dict[tuple[Piece, str, tuple[int, ...], int, int], list[Value]] = defaultdict(list)
     for value in b.values:
         if value.node is not None and value.node.target == "placeholder":
@@ -146,13 +146,13 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
 
 
 def _partner(
-    a: Graphs, value: Value, index: Mapping[tuple[Place, str, int, int], Value]
+    a: Graphs, value: Value, index: Mapping[tuple[Place, int, int], Value]
 ) -> Value | None:
     if value.node is None:
         return None
     key = value.record.key
     for place in a.places(value.graph, value.node):
-        partner = index.get((place, key.phase, key.step, key.visit))
+        partner = index.get((place, key.step, key.visit))
         if partner is not None:
             return partner
     return None
@@ -167,9 +167,8 @@ def _input(graphs: Graphs, value: Value) -> tuple[Piece, str, tuple[int, ...], i
 def _why_alone(mine: Graphs, value: Value, other: Graphs) -> str:
     if value.node is None:
         return ""
-    phase = value.record.key.phase
     for place in mine.places(value.graph, value.node):
-        there = other.by_place.get((place, phase))
+        there = other.by_place.get(place)
         if there:
             graph, node = there[-1]
             return other.why_not_kept(graph, node) if other.engine != "fx" else ""
@@ -210,54 +209,45 @@ def _operators(records: Sequence[Record], graphs: Graphs, found: Found) -> Itera
             found.ours[record.key] = NO_NODE
     if not calls:
         return
-    counted = _counted(graphs)
+    totals = _totals(graphs)
     times = _executions(graphs)
     for value in graphs.values:
         if value.node is None:
             continue
         key = value.record.key
         for origin in value.node.origins:
-            name = origin.operator.rpartition(".")[0]
+            name = origin.name
             there = calls.get((key.step, value.node.module, name, key.phase)) or calls.get(
                 (key.step, value.node.module, f"{name}_", key.phase)
             )
             if not there:
                 continue
-            at = (value.node.module, name, key.phase)
-            place, each = _position(graphs, value, origin.number, origin.nth, counted.get(at, {}))
-            ran = times.get((id(value.graph), key.step), 1)
-            total = max(there) + 1
-            if each * ran != total:
-                if total % ran or len(counted.get(at, {})) > 1 or origin.nth < 0:
-                    found.theirs[value.record.key] = (
-                        f"{total} calls of {name} in {value.node.module or 'the program'} there, "
-                        f"{each * ran} here: which is which is not known"
-                    )
-                    continue
-                each = total // ran
+            pieces = totals[value.node.module, name, key.phase]
+            each = sum(pieces.values())
+            ran = times[id(value.graph), key.step]
+            if each * ran != max(there) + 1:
+                found.theirs[value.record.key] = (
+                    f"{max(there) + 1} calls of {name} in {value.node.module} there, "
+                    f"{each * ran} here: which is which is not known"
+                )
+                continue
+            mine = graphs.piece(value.graph)
+            place = sum(count for piece, count in pieces.items() if piece < mine) + origin.nth
             ours = there.get(key.visit * each + place, {}).get(origin.slot)
             if ours is not None and math.prod(ours.shape) == math.prod(value.record.shape):
                 yield Match(ours, value.record, reshaped(value.record, ours.shape))
                 break
 
 
-Counted = dict[Piece, list[tuple[int, int]]]
-"""By piece: number and nth of every call of one operator in one module."""
-
-
-def _counted(graphs: Graphs) -> dict[tuple[str, str, str], Counted]:
-    found: dict[tuple[str, str, str], dict[Piece, set[tuple[int, int]]]]
-    found = defaultdict(lambda: defaultdict(set))
+def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:
+    """By module, operator and phase: how many calls each piece of the program has."""
+    found: dict[tuple[str, str, str], dict[Piece, int]] = defaultdict(dict)
     for graph in graphs.graphs:
         for node in graph.nodes:
             for origin in node.origins if node.target != "placeholder" else ():
-                name = origin.operator.rpartition(".")[0]
-                piece = graphs.piece(graph)
-                found[node.module, name, node.phase][piece].add((origin.number, origin.nth))
-    return {
-        key: {piece: sorted(calls) for piece, calls in sorted(pieces.items())}
-        for key, pieces in found.items()
-    }
+                key = (node.module, origin.name, node.phase)
+                found[key][graphs.piece(graph)] = origin.total
+    return found
 
 
 def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
@@ -267,22 +257,6 @@ def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
         at = (id(value.graph), value.record.key.step)
         found[at] = max(found.get(at, 0), value.record.key.visit + 1)
     return found
-
-
-def _position(
-    graphs: Graphs, value: Value, number: int, nth: int, counted: Counted
-) -> tuple[int, int]:
-    """Which call of an operator in a module this is within one execution, and of how many."""
-    piece = graphs.piece(value.graph)
-    before = total = 0
-    for one, calls in counted.items():
-        size = max(n for _, n in calls) + 1 if nth >= 0 else len(calls)
-        before += size if one < piece else 0
-        total += size
-    if nth >= 0:
-        return before + nth, total
-    numbers = [n for n, _ in counted.get(piece, [])]
-    return before + (numbers.index(number) if number in numbers else 0), total
 
 
 def _others(graphs: Graphs | None, records: Sequence[Record]) -> Sequence[Record]:

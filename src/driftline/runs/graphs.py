@@ -19,15 +19,20 @@ class Origin(NamedTuple):
 
     Attributes:
         operator: With its overload: `aten.silu.default`.
-        number: The nth call of this operator in the whole trace, forward and backward.
+        nth: The nth call of this operator, in any overload, in its module and phase.
         slot: Which of its results.
-        nth: The nth call of this operator in its module; -1 where that is not known (backward).
+        total: How many there are.
     """
 
     operator: str
-    number: int
+    nth: int
     slot: str = "0"
-    nth: int = -1
+    total: int = 0
+
+    @property
+    def name(self) -> str:
+        """The operator without its overload."""
+        return self.operator.rpartition(".")[0]
 
 
 class GraphNode(NamedTuple):

@@ -14,7 +14,9 @@ Stamps lie in a node's `meta`, which the compiler hands on and otherwise ignores
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -23,7 +25,11 @@ import torch
 from driftline.runs.graphs import Origin
 
 STAMP = "driftline_origins"
+_MOST_TRACES = 512
 _proxy: Any = None
+_traceback: Any = importlib.import_module("torch.fx.traceback")
+_autograd: Any = torch.autograd
+_numbers = itertools.count()
 _original: Any = None
 _users = 0
 _lock = threading.Lock()
@@ -37,22 +43,37 @@ _thread = _Thread()
 
 
 class _Counts:
-    """Calls of one trace so far, by operator, and by module and operator."""
+    """Calls of one trace so far.
 
-    __slots__ = ("by_module", "by_operator")
+    Attributes:
+        calls: By module, phase and operator.
+        made: Which module made the autograd node of a number, for its backward operators.
+        backward: The backward pass has begun; nothing of the forward pass comes after it.
+    """
+
+    __slots__ = ("backward", "calls", "made")
 
     def __init__(self) -> None:
-        self.by_operator: dict[str, int] = {}
-        self.by_module: dict[tuple[str, str], int] = {}
+        self.calls: dict[tuple[str, str], int] = {}
+        self.made: dict[int, str] = {}
+        self.backward = False
 
-    def next(self, operator: str, module: str | None) -> tuple[int, int]:
-        number = self.by_operator.get(operator, 0)
-        self.by_operator[operator] = number + 1
-        if module is None:
-            return number, -1
-        nth = self.by_module.get((module, operator), 0)
-        self.by_module[module, operator] = nth + 1
-        return number, nth
+    def place(self) -> str:
+        """Where an operator belongs that is traced now: its phase and module."""
+        meta: dict[str, Any] = _traceback.current_meta
+        numbers = meta.get("grad_fn_seq_nr")
+        if meta.get("in_grad_fn", 0) and numbers:
+            self.backward = True
+            return f"backward {self.made.get(numbers[-1], '')}"
+        if self.backward:  # sums of gradients belong to no operator of the forward pass
+            return "backward +"
+        stack = meta.get("nn_module_stack")
+        module = str(next(reversed(stack))).partition("@")[0] if stack else ""
+        self.made[_autograd._get_sequence_nr() - 1] = module
+        return f"forward {module}"
+
+
+_traces: OrderedDict[int, _Counts] = OrderedDict()
 
 
 def install() -> bool:
@@ -83,7 +104,17 @@ def remove() -> None:
 
 def of_node(node: Any) -> tuple[Origin, ...]:
     """The calls whose results a node gives."""
-    return tuple(Origin(*stamp) for stamp in node.meta.get(STAMP, ()))
+    found: list[Origin] = []
+    for operator, slot, nth, place, trace in node.meta.get(STAMP, ()):
+        counts = _traces.get(trace)
+        total = counts.calls.get((place, name_of(operator)), 0) if counts is not None else 0
+        found.append(Origin(operator, nth, slot, total))
+    return tuple(found)
+
+
+def name_of(operator: str) -> str:
+    """An operator without its overload: a program that is not compiled may take another."""
+    return operator.rpartition(".")[0]
 
 
 def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,11 +136,19 @@ def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _stamp(tracer: Any, func: Any, result: Any) -> None:
-    counts = tracer.__dict__.get(STAMP)
+    trace = tracer.__dict__.get(STAMP)
+    if trace is None:
+        trace = tracer.__dict__[STAMP] = next(_numbers)
+        _traces[trace] = _Counts()
+        while len(_traces) > _MOST_TRACES:
+            _traces.popitem(last=False)
+    counts = _traces.get(trace)
     if counts is None:
-        counts = tracer.__dict__[STAMP] = _Counts()
-    operator = str(func)
-    number, nth = counts.next(operator, _module_now())
+        return
+    operator, place = str(func), counts.place()
+    key = (place, name_of(operator))
+    nth = counts.calls.get(key, 0)
+    counts.calls[key] = nth + 1
     for slot, tensor in _tensors(result, ""):
         held = _proxy.get_proxy_slot(tensor, tracer, None)
         proxy = getattr(held, "proxy", held)
@@ -117,17 +156,7 @@ def _stamp(tracer: Any, func: Any, result: Any) -> None:
         if node is not None:
             # A new list each time: the meta of a node is copied to others with all it holds.
             before = node.meta.get(STAMP, [])
-            node.meta[STAMP] = [*before, [operator, number, slot or "0", nth]]
-
-
-def _module_now() -> str | None:
-    """The module whose forward is traced; None in a backward pass, where torch does not say."""
-    traceback: Any = importlib.import_module("torch.fx.traceback")
-    meta: dict[str, Any] = traceback.current_meta
-    if "grad_fn_seq_nr" in meta and meta.get("in_grad_fn", 0):
-        return None
-    stack = meta.get("nn_module_stack")
-    return str(next(reversed(stack))).partition("@")[0] if stack else ""
+            node.meta[STAMP] = [*before, [operator, slot or "0", nth, place, trace]]
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
