@@ -141,7 +141,8 @@ def mesh_of(run: Run) -> Mesh:
     world = max([*(_whole(each.get("world_size")) for each in facts), here[-1] + 1, len(here)])
     known = [_mesh(shown, world) for each in facts for shown in _list(each.get("meshes"))]
     meshes = [mesh for mesh in known if mesh is not None]
-    said = {(lying.names, lying.sizes): lying for r in run.records if (lying := lying_of(r))}
+    texts = {record.placement: record for record in run.records if record.placement}
+    said = {(lying.names, lying.sizes): lying for r in texts.values() if (lying := lying_of(r))}
     best = max(
         meshes,
         key=lambda mesh: (sum(bool(mesh.axes_of(each)) for each in said.values()), len(mesh.sizes)),

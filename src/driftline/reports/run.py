@@ -175,6 +175,10 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " "), str(cast(object, known))
     ranks = {(record.key.rank, record.key.process) for record in records}
     yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
+    if len(ranks) > 1 and any(facts.get("meshes") for facts in run.processes()):
+        from driftline.alignment.rank_mesh import mesh_of
+
+        yield "mesh", str(mesh_of(run))
     yield "steps", ranges(record.key.step for record in records)
     for name, counts in (
         ("ports", Counter(record.key.port for record in records)),
