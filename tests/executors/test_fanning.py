@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,8 @@ def test_shapes_of_metrics_are_shared_out_and_told_in_order(tmp_path):
     assert len(files_of(tmp_path / "one")) > 12
     assert said[0].startswith(one[2].prefix)
     assert not list((tmp_path / "other").glob(".driftline*"))
+    told = [json.loads(path.read_text()) for path in tmp_path.glob("*/*.provenance.json")]
+    assert len(told) == 6 and len({str(each["command"]) for each in told}) == 1
 
 
 def asks(**words):
@@ -221,5 +224,5 @@ def test_a_machine_that_does_not_see_the_results_says_so(tmp_path):
 
     here, nowhere = tmp_path / "here", tmp_path / "nowhere"
     here.touch()
-    about = {"threads": 1, "files": [str(here), str(nowhere)]}
+    about = {"threads": 1, "files": [str(here), str(nowhere)], "command": ["driftline"]}
     assert MetricsWorkshop(about).absent() == [(FILES, f"cannot see '{nowhere}'")]

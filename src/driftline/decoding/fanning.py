@@ -26,6 +26,8 @@ from driftline.executors.choosing import chosen
 from driftline.executors.plain import decode, encode
 from driftline.executors.work import Executor, Job, Task, folder_for
 from driftline.registry import require
+from driftline.runs.manifest import own_command
+from driftline.runs.redaction import redact_argv
 
 Say = Callable[[str], None]
 Ask = MetricsAsk | ValidateAsk
@@ -151,7 +153,11 @@ def _run(
             each(next_one, found[next_one])
             next_one = next(waiting, None)
 
-    about = {"threads": torch.get_num_threads(), "files": list(files)}
+    about = {
+        "threads": torch.get_num_threads(),
+        "files": list(files),
+        "command": redact_argv(own_command()),
+    }
     gpus = int(any("cuda" in (ask.reference.device, ask.candidate.device) for ask in asks))
     job = Job(workshop, about, folder_for(*files), gpus=gpus)
     tasks = [

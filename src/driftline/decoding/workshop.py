@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ class _Workshop:
 
             # Digits come out the same only with as many threads as one process would take.
             torch.set_num_threads(self._about["threads"])
+            # Files say by what command they were made: it is not ours.
+            sys.orig_argv = list(self._about["command"])
             self._ready = True
         return decode(work, KINDS)
 

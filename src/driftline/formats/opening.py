@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from _typeshed import StrPath
 
 GROUP = "driftline.formats"
+PARTS = "shard-*-of-*.json"
+"""What `driftline compare --shard` writes."""
 LONE = "tensor"
 """Site of the only tensor of a file, so that any two such files pair, whatever they call it."""
 
@@ -130,6 +132,11 @@ def _open(path: StrPath) -> Run:
                     f"{place} is a comparison table, not a run",
                     hint=f"look at it with: driftline show {shlex.quote(str(place))}",
                 ) from None
+            if next(place.glob(PARTS), None) is not None:
+                raise BadRun(
+                    f"{place} holds parts of a comparison, not a run",
+                    hint=f"their table is made with: driftline merge {shlex.quote(str(place))}",
+                ) from None
             for format_ in chain(_trees(), _announced()):
                 if format_.sniff(place):
                     return _opened(format_, place)
@@ -157,6 +164,11 @@ def open_file(path: Path) -> Run:
     if path.name in (MANIFEST, INDEX):
         folder = path.parent if path.name == MANIFEST else path.parent.parent
         raise BadFile(f"{path} is a part of a run", hint=f"give the run's folder: {folder}")
+    if path.match(PARTS):
+        raise BadFile(
+            f"{path} is a part of a comparison",
+            hint="driftline merge makes the table of all its parts",
+        )
     for format_ in _trees():
         if format_.NAME != "files" and format_.sniff(path.parent):
             raise BadFile(
