@@ -1,0 +1,168 @@
+"""Tensors of devices on their way into a run, the CPU in a device's place, kernels interpreted."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interpreted import needs_interpreter
+from torch import nn
+
+import driftline
+from driftline.adapters.budgets import Budgets
+from driftline.adapters.torch.device import sheets
+from driftline.adapters.torch.device.transfers import Transfers
+from driftline.adapters.torch.door import capture
+from driftline.errors import BadInput
+from driftline.runs.memory import MemorySink
+
+pytestmark = needs_interpreter
+sheets._FIRST_TABLE = 1024  # the interpreter takes seconds for the usual one
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.first(x))
+
+
+class Slow(MemorySink):
+    def put(self, record: Any, data: Any) -> None:
+        time.sleep(0.01)
+        super().put(record, data)
+
+
+def run(
+    keep: str,
+    *,
+    pretend: bool = True,
+    budgets: Budgets | None = None,
+    sink: MemorySink | None = None,
+    steps: int = 1,
+) -> Any:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(3, 8)
+    sink = sink or MemorySink()
+    watching = capture(model, sink, keep=keep)
+    watching.session.arrivals.pretends = pretend
+    if budgets is not None:
+        watching.session.arrivals.budgets = budgets
+    with torch.no_grad(), watching:
+        results = [model(x) for _ in range(steps)]
+    made = sink.run()
+    made.results = results
+    return made
+
+
+@pytest.mark.parametrize("keep", ["full", "summary", "digest", "sample(5)", "describe"])
+def test_a_run_is_the_same_as_over_the_host(keep: str) -> None:
+    steps = 2 if keep == "full" else 1
+    ours, theirs = run(keep, pretend=False, steps=steps), run(keep, steps=steps)
+    assert all(map(torch.equal, ours.results, theirs.results))
+    for a, b in zip(ours.records, theirs.records, strict=True):
+        assert (a[:8], a.sample_stride) == (b[:8], b.sample_stride)
+        if keep in ("full", "sample(5)"):
+            assert a.digest == b.digest
+        if keep == "summary":
+            assert a.summary is not None and b.summary is not None
+            assert np.allclose(a.summary[:10], b.summary[:10], equal_nan=True)
+            assert np.allclose(a.summary.sketch, b.summary.sketch)
+    events = [[(e["kind"], e["order"]) for e in made.events()] for made in (ours, theirs)]
+    assert events[0] == events[1]
+
+
+def test_what_is_overwritten_in_place_is_kept_as_it_was() -> None:
+    made = run("full")
+    given = made.get(site="act", port="input", slot="input").float64()
+    assert (given < 0).any() and (made.get(site="act", port="output").float64() >= 0).all()
+
+
+def test_a_slow_run_makes_the_program_wait_and_nothing_is_lost() -> None:
+    made = run("full", budgets=Budgets(host=256), sink=Slow(), steps=3)
+    assert len(made.records) == 18 and not made.losses
+    assert [e for e in made.events() if e["kind"] == "waited"]
+
+
+def test_a_slow_run_drops_tensors_with_a_count_where_that_is_chosen() -> None:
+    made = run("full", budgets=Budgets(host=256, when_full="drop"), sink=Slow(), steps=3)
+    (said,) = [e for e in made.events() if e["kind"] == "dropped"]
+    assert len(made.records) == 18
+    assert len(made.losses) == said["details"]["tensors"] > 0
+    assert "dropped" in made.losses[0].reason
+
+
+def test_without_a_device_budget_tensors_are_copied_without_a_clone() -> None:
+    made = run("full", budgets=Budgets(device=0))
+    assert len(made.records) == 6 and not made.losses
+    assert (made.get(site="act", port="input", slot="input").float64() < 0).any()
+
+
+def test_a_tensor_beyond_the_host_budget_is_summarised() -> None:
+    made = run("full", budgets=Budgets(host=10))
+    assert {r.kept for r in made.records} == {"summary"}
+    assert [e for e in made.events() if e["kind"] == "too-large"]
+
+
+def test_memory_that_runs_out_in_capture_leaves_summaries_and_the_program_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = iter(range(100))
+    plain = Transfers.take
+
+    def scarce(self: Transfers, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) >= 2:
+            raise torch.OutOfMemoryError("planted")
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Transfers, "take", scarce)
+    made = run("full")
+    assert torch.equal(made.results[0], run("full", pretend=False).results[0])
+    assert [r.kept for r in made.records] == ["full"] * 2 + ["summary"] * 4
+    (said,) = [e for e in made.events() if e["kind"] == "degraded"]
+    assert "no memory left" in said["message"]
+
+
+def test_a_machine_without_triton_goes_over_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from driftline.adapters.torch.device import launching
+
+    monkeypatch.setattr(launching, "why_not", lambda: "Triton is not installed")
+    made = run("summary")
+    assert len(made.records) == 6
+    assert made.records[0].digest.startswith(("xxh3", "blake2b"))
+    assert "Triton is not installed" in next(iter(made.events()))["message"]
+
+
+def test_a_run_on_disk_is_sealed_with_everything_in_it(tmp_path: Any) -> None:
+    model = Net()
+    watching = driftline.capture(model, tmp_path / "run")
+    watching.session.arrivals.pretends = True
+    with torch.no_grad(), watching:
+        for _ in range(3):
+            model(torch.randn(2, 8))
+    made = driftline.open_run(tmp_path / "run")
+    assert len(made.records) == 18
+    assert [r.order for r in made.records] == list(range(18))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device_budget": -1}, "device_budget is a number of bytes"),
+        ({"host_budget": "2GB"}, "host_budget is a number of bytes"),
+        ({"when_full": "stop"}, "when_full is wait or drop"),
+    ],
+)
+def test_budgets_that_cannot_be_meant_are_refused(
+    tmp_path: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadInput, match=words), warnings.catch_warnings():
+        driftline.capture(Net(), tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
