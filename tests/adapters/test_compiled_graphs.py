@@ -200,6 +200,26 @@ def test_layers_that_share_a_compiled_graph_keep_their_own_names(tmp_path: Path)
     assert driftline.compare(tmp_path / "modules", tmp_path / "fx").verdict == "pass"
 
 
+@pytest.mark.parametrize("fallback", [False, True])
+def test_dropouts_draw_what_they_draw_without_us(tmp_path: Path, fallback: bool) -> None:
+    from torch._inductor import config
+
+    def trained(graph: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
+        if graph is None:
+            model(given()).square().sum().backward()
+        else:
+            with driftline.capture(model, tmp_path / "fx", graph=graph):
+                torch.compile(model)(given()).square().sum().backward()
+        return torch.get_rng_state(), model[0].weight.grad
+
+    with config.patch(fallback_random=fallback):  # torch then keeps idle random nodes in graphs
+        plain, seen = trained(None), trained("fx")
+    assert torch.equal(plain[0], seen[0]) and torch.equal(plain[1], seen[1])
+
+
 @pytest.mark.parametrize("kind", [Net, Twice])
 def test_nodes_are_set_against_modules_and_operators_of_a_plain_run(
     tmp_path: Path, kind: type[nn.Module]

@@ -271,3 +271,33 @@ def test_a_llama_of_eight_layers_agrees_with_its_kernels(
         assert table.verdict == "pass", table.finding
         assert not [row for row in table.rows if row.status == "fail"]
         assert sum(row.compared for row in table.rows) > 130
+
+
+@pytest.mark.slow
+def test_a_gpt2_in_training_with_dropouts_agrees_forward_and_backward(tmp_path: Path) -> None:
+    from torch._inductor import config
+
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).train()
+    ids = torch.randint(0, 64, (2, 8))
+
+    def trained(call: Any) -> None:
+        torch.manual_seed(7)
+        model.zero_grad()
+        call(input_ids=ids, labels=ids).loss.backward()
+
+    with one_thread(), config.patch(fallback_random=True):
+        with driftline.capture(model, tmp_path / "ops", levels="ops"):
+            trained(model)
+        for graph in ("fx", "inductor"):
+            torch._dynamo.reset()
+            with driftline.capture(model, tmp_path / graph, graph=graph):
+                trained(torch.compile(model))
+        torch._dynamo.reset()
+    for reference, candidate in (("ops", "fx"), ("ops", "inductor"), ("fx", "inductor")):
+        plan = driftline.align(tmp_path / reference, tmp_path / candidate)
+        assert sum(pair.reference.key.phase == "backward" for pair in plan.pairs) > 30
+        table = driftline.compare(tmp_path / reference, tmp_path / candidate)
+        assert table.verdict == "pass", table.finding
