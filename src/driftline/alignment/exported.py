@@ -179,7 +179,11 @@ def _worked_in(left: _Left, graph: ExportedGraph | None, *, exported_first: bool
 
 
 def _inputs(left: _Left) -> None:
-    """Inputs of calls that belong together, by who made them, then by their looks."""
+    """Inputs of calls that belong together, by who made them; by their looks where nobody knows.
+
+    What one module computes first an exporter may leave to another that computes the same. So an
+    input whose maker is known is never set against one of another maker.
+    """
     partner: dict[_Call, _Call] = {}
     twins: dict[tuple[int, str], set[str]] = defaultdict(set)
     for pair in left.pairs:
@@ -189,6 +193,7 @@ def _inputs(left: _Left) -> None:
     for call in _calls(left.here.values(), left.there.values()):
         partner.setdefault(call, call)  # a module whose output is computed nowhere
     here, there = _by_call(left.here.values()), _by_call(left.there.values())
+    made = set[str]().union(*twins.values())
     for call, mine in here.items():
         others = list(there.get(partner.get(call, call), ()))
         mine = list(mine)
@@ -202,7 +207,8 @@ def _inputs(left: _Left) -> None:
         for record in mine:
             rivals = [one for one in mine if _look(one) == _look(record)]
             alike = [one for one in others if _look(one) == _look(record)]
-            if len(rivals) == len(alike) == 1:
+            unknown = (record.key.step, record.digest) not in twins
+            if unknown and len(rivals) == len(alike) == 1 and alike[0].digest not in made:
                 left.take(record, alike[0], LOOK)
 
 
