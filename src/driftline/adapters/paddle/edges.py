@@ -1,4 +1,4 @@
-"""Edges of Paddle's backward graph that lead to given nodes, and whether a hook may stand there.
+"""Nodes of Paddle's backward graph, the edges that lead to given ones, and where a hook may stand.
 
 A hook behind a node hands the node's results back to Paddle, which does not take lists of tensors
 there: the program's backward would raise. So only nodes of operations without lists of tensors,
@@ -9,8 +9,13 @@ by name, are ever hooked. Knows nothing of calls and sessions.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
+
+import paddle
 
 _LEAF = "GradNodeAccumulation"
 _MOST_NODES = 20_000
@@ -48,6 +53,55 @@ def node_name(operation: str) -> str:
 
 
 HOOKABLE = frozenset([*(node_name(operation) for operation in OPERATIONS), *_EXTRA])
+
+
+def node_of(tensor: Any) -> Any | None:
+    """The node that made a tensor, as `tensor.grad_fn`; None for one that needs no gradient.
+
+    Paddle 3.3 counts one reference too many on what `grad_fn` gives: the graph of every step, with
+    its activations, would stay in memory for ever. It is taken back where it is there.
+    """
+    if tensor.stop_gradient:
+        return None
+    node = tensor.grad_fn
+    if node is not None and _surplus():
+        _forget(node)
+    return node
+
+
+_forget: Any = ctypes.pythonapi.Py_DecRef
+_forget.argtypes, _forget.restype = [ctypes.py_object], None
+
+
+@functools.cache
+def _surplus() -> bool:
+    """Whether `grad_fn` counts a reference that nobody holds; asked of a tensor made for it."""
+    with paddle.enable_grad():
+        leaf = paddle.to_tensor([1.0], place=paddle.CPUPlace(), stop_gradient=False)
+        node = (leaf * 2.0).grad_fn
+    held = sys.getrefcount(node)
+    return held == sys.getrefcount(object()) + 2  # the name `node`, and the one too many
+
+
+class Held:
+    """What hooks behind nodes have returned to Paddle: emptied once the backward pass is over.
+
+    Paddle 3.3 keeps a reference to the returned list for ever, and to what is in it.
+    """
+
+    def __init__(self) -> None:
+        self._lists: list[list[Any]] = []
+
+    def append(self, given: list[Any]) -> None:
+        self._lists.append(given)
+
+    def let_go(self) -> None:
+        """Called when no hook is under way: Paddle has taken what it was given."""
+        while self._lists:
+            given = self._lists.pop()
+            given.clear()
+            if sys.getrefcount(given) == sys.getrefcount(object()) + 2:
+                _forget(given)  # nobody else can reach it
 
 
 class Edge(NamedTuple):

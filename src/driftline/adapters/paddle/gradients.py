@@ -29,7 +29,7 @@ from typing import Any
 
 from paddle.base import core
 
-from driftline.adapters.paddle.edges import Edge, edges_into
+from driftline.adapters.paddle.edges import Edge, Held, edges_into, node_of
 from driftline.adapters.paddle.parameters import ParameterGradients
 from driftline.adapters.paddle.snapshot import grad_enabled, undisturbed
 
@@ -54,6 +54,7 @@ class GradientTap:
         self._pass = 0
         self._in_pass = False
         self._open: list[_Inflow] = []
+        self._held = Held()
 
     def install(self) -> None:
         self.active = True
@@ -85,7 +86,7 @@ class GradientTap:
             return
         calls = self._calls
         calls.serial += 1
-        origins = [None if tensor.stop_gradient else tensor.grad_fn for _, _, tensor in inputs]
+        origins = [node_of(tensor) for _, _, tensor in inputs]
         for node in origins:
             if node is not None:
                 calls.met.setdefault(node.node_ptr(), (calls.serial - 1, node))
@@ -112,7 +113,7 @@ class GradientTap:
             # Hooks on a leaf would outlive this call's graph and pile up.
             if tensor.stop_gradient or tensor.is_leaf:
                 continue
-            node = tensor.grad_fn
+            node = node_of(tensor)
             if node is None:
                 continue
             known = calls.met.get(node.node_ptr())
@@ -164,7 +165,7 @@ class GradientTap:
             if watched:
                 for _, inflow in watched:
                     inflow.expected += 1
-                node._register_post_hook(_InputHook(watched))
+                node._register_post_hook(_InputHook(watched, self._held))
 
     def _without(self, call: _Call, what: str) -> None:
         self.session.event_once(
@@ -195,6 +196,7 @@ class GradientTap:
         with self._lock:
             self._in_pass = False
             waiting, self._open = self._open, []
+        self._held.let_go()
         for inflow in waiting:
             inflow.finish()
 
@@ -368,10 +370,11 @@ class _Inflow:
 class _InputHook:
     """After a node ran: shows what it sends along its edges to a call's inputs."""
 
-    __slots__ = ("_edges",)
+    __slots__ = ("_edges", "_held")
 
-    def __init__(self, edges: list[tuple[Edge, _Inflow]]) -> None:
+    def __init__(self, edges: list[tuple[Edge, _Inflow]], held: Held) -> None:
         self._edges = edges
+        self._held = held.append
 
     def __call__(self, sent: Any, _: Any) -> Any:
         for edge, inflow in self._edges:
@@ -381,4 +384,7 @@ class _InputHook:
                 tap = inflow.call.tap()
                 if tap is not None:
                     tap.lost(inflow.call.site, error)
-        return sent  # Paddle goes on with what a hook returns: the very same tensors
+        # Paddle goes on with what a hook returns, the very same tensors, and never lets it go.
+        given = list(sent)
+        self._held(given)
+        return given
