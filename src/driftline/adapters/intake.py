@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Look = Callable[..., Snapshot | Refusal | Pending]
 """Looks at one tensor; `values=False` describes it only."""
 
+Tensors = Sequence[tuple[str, str, Any]]
+"""Tensors of one port: (slot, alias, tensor)."""
+
 _REMEMBERED_SUMMARIES = 512
 
 
@@ -47,6 +50,10 @@ class Elsewhere(Protocol):
 
     def take(self, tensor: Any, address: Sequence[Any], placement: str) -> bool:
         """Take it in; False when it has to go over the host. `address`: as `Intake.take` has it."""
+        ...
+
+    def take_again(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> bool:
+        """Take the tensors of a port like those of its last call; False if they are not alike."""
         ...
 
     def queue(self, record: Record, data: Bytes | None) -> None:
@@ -143,10 +150,14 @@ class Intake:
         except Exception:  # the sink itself is broken; there is nobody left to tell
             self.broken = True
 
-    def take_all(
-        self, frame: Frame, port: str, tensors: Sequence[tuple[str, str, Any]], moment: str
-    ) -> None:
+    def take_all(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> None:
         """`take`, shielded, for the tensors of one port of a module call."""
+        if self.elsewhere is not None:
+            try:
+                if self.elsewhere.take_again(frame, port, tensors, moment):
+                    return
+            except Exception as error:
+                self._fault(frame.site, error)
         site, class_name, visit = frame.site, frame.class_name, frame.visit
         phase, step, take = frame.phase, frame.step, self.take
         for slot, alias, tensor in tensors:

@@ -192,6 +192,9 @@ class _Side:
         self._meeting.arrive(self._side, record, shot.owner)
         return True
 
+    def take_again(self, *_: Any) -> bool:
+        return False
+
     def queue(self, record: Record, data: Bytes | None) -> None:
         """Nothing is ever under way."""
 

@@ -237,6 +237,26 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
     )
 
 
+def is_alike(tensor: torch.Tensor, dtype: torch.dtype, shape: object, device: int) -> bool:
+    """Whether a tensor of a device is plain, contiguous, and like one described before."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.layout is _STRIDED
+        and tensor.get_device() == device
+        and tensor.is_contiguous()
+        and not (
+            tensor.is_neg()
+            or tensor.is_nested
+            or _is_wrapped(tensor)
+            or _is_functional(tensor)
+            or is_zero(tensor)
+            or (device >= 0 and _recording())
+        )
+    )
+
+
 def as_before(tensor: torch.Tensor, shot: Snapshot, dtype: torch.dtype) -> bool:
     """Whether a tensor of a device is described by what was said of one at the same place."""
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,19 +19,41 @@ from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Refusal, Snapshot
 from driftline.adapters.torch import snapshot as snapshots
-from driftline.adapters.torch.device.delivery import Delivery, Waiting
+from driftline.adapters.torch.device.delivery import Again, Delivery, Waiting
 from driftline.adapters.torch.device.desk import Desk, Ticket
+from driftline.adapters.torch.device.launching import Kernel
+from driftline.adapters.torch.device.places import Place
+from driftline.adapters.torch.device.sheets import Sheet, kind_of, shares
 from driftline.adapters.torch.device.transfers import Parcel
+from driftline.adapters.torch.placed import placement_of_plain
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from driftline.adapters.intake import Intake
+    from driftline.adapters.frames import Frame
+    from driftline.adapters.intake import Intake, Tensors
     from driftline.runs.sink import Bytes
 
 _MOST_KNOWN = 100_000
+
+
+class _Alike(NamedTuple):
+    """What a place gave last, and how it was summarised."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody looks things up in it
+    place: Place
+    stream: int
+    sheet: Sheet
+    kernel: Kernel
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in it
+    each: int
+    programs: int
+    width: int
+    shot: Snapshot
 
 
 class Arrivals:
@@ -67,6 +89,8 @@ class Arrivals:
         self.delivery = Delivery(self._intake.hand_over, self._intake.shielded, self._pressed)
         self._still = False
         self._replays = 0
+        self._alike: dict[tuple[str, ...], _Alike] = {}
+        self.delivery.rank, self.delivery.process = self._rank, self._process
         self._known: dict[tuple[str, ...], tuple[Snapshot, torch.dtype]] = {}
 
     def _pressed(self) -> bool:
@@ -78,6 +102,44 @@ class Arrivals:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda or self.pretends
+
+    def take_again(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> bool:
+        if len(tensors) != 1 or not self._alike:
+            return False
+        slot, alias, tensor = tensors[0]
+        known = self._alike.get((frame.site, port, slot, moment))
+        if known is None or not snapshots.is_alike(tensor, known.dtype, known.shape, known.index):
+            return False
+        address = tensor.data_ptr()
+        if (
+            address & 7
+            or known.place.stream() != known.stream
+            or "torch.distributed.tensor" in _loaded
+        ):
+            return False
+        with self._lock:
+            taken = known.sheet.take_known(
+                address, known.kernel, known.count, known.each, known.programs
+            )
+            if taken is None:
+                return False
+            self.delivery.add(
+                Again(
+                    frame.site,
+                    port,
+                    slot,
+                    frame.step,
+                    frame.visit,
+                    frame.phase,
+                    moment,
+                    alias,
+                    frame.class_name,
+                    known.shot,
+                    self._reduction.kept,
+                    Ticket(taken[0], taken[1], known.count, known.width),
+                )
+            )
+        return True
 
     def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
         desk = self.desk
@@ -104,17 +166,38 @@ class Arrivals:
             if placement:
                 shot = shot._replace(placement=placement)
             if shot.owner is tensor and not shot.placement and not tensor.is_complex():
-                self._remember(place, shot, tensor.dtype)
+                self._remember(desk, place, shot, tensor)
             tensor = shot.owner
         key = TensorKey(site, port, slot, step, visit, self._rank, self._process, phase, moment)
         with self._lock:
             return self._taken(desk, key, shot, tensor, alias, class_name)
 
-    def _remember(self, place: tuple[str, ...], shot: Snapshot, dtype: torch.dtype) -> None:
+    def _remember(
+        self, desk: Desk, place: tuple[str, ...], shot: Snapshot, tensor: torch.Tensor
+    ) -> None:
         """The same place mostly gives the same kind of tensor: it need not be asked all again."""
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
-        self._known[place] = shot._replace(owner=None), dtype
+            self._alike.clear()
+        self._known[place] = brief = shot._replace(owner=None), tensor.dtype
+        kind = kind_of(shot.dtype) if self._reduction.kept in ("summary", "digest") else None
+        if kind is None or not shot.elements:
+            self._alike.pop(place, None)
+            return
+        device = desk.device_of(tensor)
+        self._alike[place] = _Alike(
+            tensor.dtype,
+            tensor.shape,
+            -1 if shot.device_index is None else shot.device_index,
+            device.place,
+            device.place.stream(),
+            device.sheet(),
+            kind.kernel,
+            shot.elements,
+            *shares(shot.elements),
+            kind.width,
+            brief[0],
+        )
 
     def _taken(
         self,

@@ -100,6 +100,13 @@ def _filling() -> Kernel:
     return Kernel(sketch_tables, {"BLOCK": _TABLE_BLOCK}, warps=4)
 
 
+def shares(count: int) -> tuple[int, int]:
+    """Chunks of a program, and programs, for a tensor of so many numbers."""
+    chunks = (count + 32767) >> 15
+    each = (chunks + MOST_PROGRAMS - 1) // MOST_PROGRAMS or 1
+    return each, (chunks + each - 1) // each or 1
+
+
 class Tables:
     """Signs and places of the sketch, for the groups of the largest tensor so far."""
 
@@ -198,9 +205,7 @@ class Sheet:
             tables.reach(groups)
         if self._known != tables.groups:
             self._meet_tables()
-        chunks = (count + 32767) >> 15
-        each = (chunks + MOST_PROGRAMS - 1) // MOST_PROGRAMS or 1
-        programs = (chunks + each - 1) // each or 1
+        each, programs = shares(count)
         if self._row + programs > ROWS:
             self._join()
         if self._slot >= SLOTS:
@@ -221,6 +226,31 @@ class Sheet:
             0,
         )
         self._row += programs
+        self._slot = slot + 1
+        return self._flight, slot
+
+    def take_known(
+        self, address: int, kernel: Kernel, count: int, each: int, programs: int
+    ) -> tuple[Flight, int] | None:
+        """The same for a tensor like one that was taken before; None if there is no room for it."""
+        slot, row, tables = self._slot, self._row, self._tables
+        if slot >= SLOTS or row + programs > ROWS or self._known != tables.groups:
+            return None
+        kernel(
+            programs,
+            self._place.index,
+            address,
+            count,
+            each,
+            self._rows_at,
+            row,
+            self._meta_at,
+            slot,
+            tables.signs,
+            tables.flips,
+            0,
+        )
+        self._row = row + programs
         self._slot = slot + 1
         return self._flight, slot
 
