@@ -7,7 +7,7 @@ from typing import Any
 
 from driftline.alignment.plan import Plan
 from driftline.comparison.metrics.catalogue import Metric
-from driftline.comparison.rank_words import GAP, GAP_COLUMN, has_ranks, with_ranks
+from driftline.comparison.rank_words import GAP_COLUMN, has_ranks, with_ranks
 from driftline.comparison.row import Row
 from driftline.comparison.table import Side, Table
 from driftline.comparison.unmeasured import lone
@@ -33,8 +33,7 @@ def assembled(
     columns = [metric.column for metric in metrics]
     if has_ranks(plan.pairs):
         rows = with_ranks(plan.pairs, rows, reference, candidate)
-        if any(GAP in row.metrics for row in rows):
-            columns.append(GAP_COLUMN)
+        columns.append(GAP_COLUMN)
     if missing:
         rows = in_order([*rows, *missing])
     return Table(

@@ -9,6 +9,7 @@ parts in another order. Judges nothing.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +27,7 @@ SAME: Mapping[str, float] = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3,
 """Copies this close are the same: sums may be taken in another order. Else every bit counts."""
 
 _AGREE, _FAR = 0.02, 1e-3
-_MOST = 256
-"""So many tensors are looked at once more; of a run that is all wrong the first say enough."""
+_LARGEST = 1 << 24
 
 
 class _Copies(NamedTuple):
@@ -41,28 +41,35 @@ class _Copies(NamedTuple):
 
 
 def with_ranks(
-    pairs: Sequence[Pair], rows: Sequence[Row], reference: Run, candidate: Run
+    pairs: Sequence[Pair],
+    rows: Sequence[Row],
+    reference: Run,
+    candidate: Run,
+    places: Sequence[int] | None = None,
 ) -> list[Row]:
-    """The rows of a plan's pairs, with what there is to say about their ranks.
+    """Rows of a plan's pairs, with what there is to say about their ranks.
 
     Args:
-        pairs: Of the plan.
-        rows: Measured, one for each pair.
+        pairs: All of the plan.
+        rows: Measured, one for each pair, or for those at `places`.
         reference: The one run.
         candidate: The other.
+        places: Which pairs the rows are about; all, when not given.
     """
-    found = list(rows)
-    looks = itertools.count()
+    where = range(len(pairs)) if places is None else places
+    found = dict(zip(where, rows, strict=True))
     for copies in _copies(pairs, reference, candidate):
-        for at, gap, words in _disagreeing(copies, found, looks):
-            metrics: dict[str, Number] = {**found[at].metrics, GAP: gap}
-            found[at] = found[at]._replace(metrics=metrics, reason=_and(found[at].reason, words))
-    for at, pair in enumerate(pairs):
-        row = found[at]
-        far = row.metrics.get("relative_l2", 0.0) > _FAR and next(looks) < _MOST
-        if far and (words := _wrong_parts(pair, reference, candidate)):
+        if not any(at in found for at in copies.rows):
+            continue
+        for at, gap, words in _disagreeing(copies):
+            if (row := found.get(at)) is not None:
+                metrics: dict[str, Number] = {**row.metrics, GAP: gap}
+                found[at] = row._replace(metrics=metrics, reason=_and(row.reason, words))
+    for at, row in found.items():
+        far = row.metrics.get("relative_l2", 0.0) > _FAR
+        if far and (words := _wrong_parts(pairs[at], reference, candidate)):
             found[at] = row._replace(reason=_and(row.reason, words))
-    return found
+    return [found[at] for at in where]
 
 
 def has_ranks(pairs: Sequence[Pair]) -> bool:
@@ -109,27 +116,24 @@ def _sources(pair: Pair) -> tuple[Source, Source]:
     return pair.reference_recipe or pair.reference, pair.candidate_recipe or pair.candidate
 
 
-def _disagreeing(
-    copies: _Copies, rows: Sequence[Row], looks: Iterator[int]
-) -> Iterator[tuple[int, float, str]]:
+def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
     """Rows whose copy is another one than the others', how far, and words about it."""
     names = [_digest(source) for source in copies.sources]
-    measured = {
-        tuple(rows[at].metrics.get(name) for name in ("relative_l2", "max_abs_error"))
-        for at in copies.rows
-    }
     if all(names) and len(set(names)) == 1:
         return
-    if not all(names) and len(measured) == 1:
-        return
-    values = [_values(copies.many, source) for source in copies.sources]
+    values = [_values(copies.many, source, sample=True) for source in copies.sources]
     if any(each is None for each in values) or len({each.shape for each in values}) != 1:
         return
-    ranks = [_rank(source) for source in copies.sources]
     clusters = _clusters(values)
-    most = _right_ones(clusters, [rows[at].metrics.get("relative_l2") for at in copies.rows])
+    if len(clusters) == 1:
+        return
+    whole = _values(copies.one, copies.whole, sample=True)
+    if whole is not None and whole.shape != values[0].shape:
+        whole = None
+    ranks = [_rank(source) for source in copies.sources]
+    most = _right_ones(clusters, values, whole)
     allowed = SAME.get(_first(copies.sources[0]).dtype, 0.0)
-    why = _in_words(copies, values) if next(looks) < _MOST else ""
+    why = "" if whole is None else _in_words(values, whole)
     for n, at in enumerate(copies.rows):
         if most:
             if n in most:
@@ -151,23 +155,22 @@ def _clusters(values: Sequence[Any]) -> list[list[int]]:
     return list(found.values())
 
 
-def _right_ones(clusters: Sequence[list[int]], off: Sequence[Number | None]) -> list[int]:
+def _right_ones(clusters: Sequence[list[int]], values: Sequence[Any], whole: Any) -> list[int]:
     """The copies that the others are measured by: most of them, or those that agree with the
     other run where none else does; empty where neither says it.
     """
     most = max(clusters, key=len)
-    if 2 * len(most) > sum(map(len, clusters)):
+    if 2 * len(most) > len(values):
         return most
-    errors = sorted((float(off[cluster[0]] or 0.0), n) for n, cluster in enumerate(clusters))
+    if whole is None:
+        return []
+    errors = sorted((_distance(whole, values[group[0]]), n) for n, group in enumerate(clusters))
     near = errors[0][0] <= _FAR and errors[0][0] < errors[1][0] / 10
     return clusters[errors[0][1]] if near else []
 
 
-def _in_words(copies: _Copies, values: Sequence[Any]) -> str:
+def _in_words(values: Sequence[Any], whole: Any) -> str:
     """What copies that differ are together."""
-    whole = _values(copies.one, copies.whole)
-    if whole is None or whole.shape != values[0].shape:
-        return ""
     total = sum(values)
     alone = min(_distance(whole, each) for each in values)
     if _distance(whole, total) < min(_AGREE, alone / 5):
@@ -249,16 +252,28 @@ def _place_of(part: Any, slices: Sequence[Any]) -> int | None:
 # --- values
 
 
-def _values(run: Run, source: Source) -> Any:
-    """What a source holds, as float64 of its shape; None where it has no values."""
+def _values(run: Run, source: Source, *, sample: bool = False) -> Any:
+    """What a source holds, as float64 of its shape; None where it has no values, or too many.
+
+    Args:
+        run: Where it lies.
+        source: What.
+        sample: Of too many, take every nth instead.
+    """
     from driftline.comparison.cooking import cook
     from driftline.numerics.dtypes import to_float64
 
+    many = math.prod(source.shape) > _LARGEST
+    if many and not sample:
+        return None
     try:
         made = cook(run, source if isinstance(source, Recipe) else start(source))
-        if made.dtype.kind in ("complex", "bits"):
+        if made.dtype.kind in ("complex", "bits") or (many and made.dtype.bits < 8):
             return None
-        found: Any = to_float64(made.values, made.dtype)
+        if many:
+            stride = -(-made.values.size // _LARGEST)
+            return to_float64(made.values[::stride].copy(), made.dtype)
+        found: Any = to_float64(made.values, made.dtype, math.prod(made.shape))
         return found.reshape(made.shape)
     except (DriftlineError, OSError, ValueError):
         return None
@@ -271,8 +286,11 @@ def _distance(right: Any, found: Any) -> float:
 
 
 def _digest(source: Source) -> str:
+    """A name for the bytes of a source; empty where they have none."""
     if isinstance(source, Recipe):
-        return ""
+        inner = [_digest(each) for each in source.sources]
+        steps = ",".join(step.text() for step in source.steps)
+        return f"{steps} of {' '.join(inner)}" if all(inner) else ""
     return source.digest if source.kept == "full" else ""
 
 

@@ -15,7 +15,7 @@ from driftline.alignment.plan import Pair
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.metrics.derivation import needs_definition, standard
 from driftline.comparison.row import Row
-from driftline.comparison.unmeasured import clash, paired
+from driftline.comparison.unmeasured import clash, lies, paired
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType
@@ -66,7 +66,7 @@ class SmallPairs:
         shape = ours.shape
         if ours.kept != "full" or theirs.kept != "full" or shape != theirs.shape:
             return False
-        if ours.placement != theirs.placement:
+        if ours.placement != theirs.placement and lies(ours) != lies(theirs):
             return False
         types = self._known.get((ours.dtype, theirs.dtype)) or self._types(pair)
         if types is None or math.prod(shape) * types.bits > 8 * SMALL_BYTES:

@@ -74,11 +74,26 @@ def clash(pair: Pair) -> str:
         return f"a complex tensor against a real one: {ours.dtype} against {theirs.dtype}"
     if "bits" in (DTYPES[ours.dtype].kind, DTYPES[theirs.dtype].kind):
         return f"{ours.dtype} and {theirs.dtype} hold bits, not numbers"
-    if ours.placement != theirs.placement and not has_recipe(pair):
+    if (
+        (ours.placement or theirs.placement)
+        and not has_recipe(pair)
+        and (lies(ours) != lies(theirs))
+    ):
         return (
             f"placed differently: {ours.placement or 'whole'} against {theirs.placement or 'whole'}"
         )
     return ""
+
+
+def lies(record: Record) -> str:
+    """How a part of a tensor lies, without where its rank stands; empty for what is whole.
+
+    A plain tensor that was taken out of a distributed one is what it is.
+    """
+    text = record.placement
+    if text.startswith("local ") or not ("S(" in text or "P(" in text):
+        return ""
+    return text.partition(" at (")[0]
 
 
 def has_recipe(pair: Pair) -> bool:

@@ -17,6 +17,7 @@ from driftline.comparison.assembling import in_order, lone_rows, side_of
 from driftline.comparison.engine import Progress, measure_pairs
 from driftline.comparison.metrics.catalogue import STANDARD, Metric, requested
 from driftline.comparison.part import Part, open_parts, plan_digest
+from driftline.comparison.rank_words import GAP_COLUMN, has_ranks, with_ranks
 from driftline.comparison.repeats import repeats_of
 from driftline.comparison.row import JSON, Row, number_from_json, number_to_json
 from driftline.comparison.sharing import share_out, weight_of
@@ -130,6 +131,10 @@ def compare_shard(
                 threads=threads,
                 progress=progress,
             )
+        columns = [metric.column for metric in wanted]
+        if has_ranks(plan.pairs):
+            rows = with_ranks(plan.pairs, rows, ours, theirs, places)
+            columns.append(GAP_COLUMN)
         alone: tuple[Sequence[Row], Sequence[Row]] = ((), ())
         if which.number == 1:
             alone = _alone(plan, ours, theirs, wanted, tolerance)
@@ -139,7 +144,7 @@ def compare_shard(
             plan_digest(plan),
             len(plan.pairs),
             _tolerance_to_json(tolerance),
-            tuple(metric.column for metric in wanted),
+            tuple(columns),
             side_of(ours),
             side_of(theirs),
             plan.notes,
