@@ -7,13 +7,14 @@ of a maker is meant is decided by the order of execution, and not here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from driftline.alignment.dataflow import edges_of
 from driftline.alignment.plan import Plan
 from driftline.errors import DriftlineError
-from driftline.runs.calls import CALLS, Call, read_calls
+from driftline.runs.calls import CALLS, GRAPHS, Call, read_calls
+from driftline.runs.graphs import read_graphs
 from driftline.runs.run import Run
 
 Makers: TypeAlias = Mapping[str, frozenset[str]]
@@ -59,10 +60,24 @@ def _of_process(run: Run, rank: int, process: int, known: Collection[str]) -> Ma
     try:
         if CALLS in run.sheets(rank, process):
             return by_calls(read_calls(run.sheet(CALLS, rank, process)), known)
+        if GRAPHS in run.sheets(rank, process):
+            return by_edges(_of_graphs(run.sheet(GRAPHS, rank, process)), known)
         edges = edges_of(run, rank, process).makers
     except (DriftlineError, OSError):
         return {}  # what cannot be read says nothing; comparing says why
     return by_edges(((maker, taker) for (taker, _), (maker, _) in edges.items()), known)
+
+
+def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
+    """Makers and takers among the nodes of compiled graphs; a part is what gave the whole."""
+    for graph in read_graphs(text):
+        nodes = {node.name: node for node in graph.nodes}
+        for node in graph.nodes if graph.kind != "backward" else ():
+            for name in node.inputs:
+                maker = nodes.get(name)
+                whole = nodes.get(maker.of[0]) if maker is not None and maker.of else maker
+                if whole is not None and node.of is None:
+                    yield whole.site, node.site
 
 
 def by_edges(edges: Iterable[tuple[str, str]], known: Collection[str]) -> Makers:
