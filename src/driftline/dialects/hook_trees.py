@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -117,6 +118,8 @@ def survey(a: Path, b: Path) -> Survey:
     Raises:
         BadInput: A path is no tree of the saving hook, or the two have no rank in common.
     """
+    if (hook := sys.modules.get("driftline.dialects.saving_hook")) is not None:
+        hook.wait_until_saved()  # this very process may be writing one of them
     for tree in (a, b):
         if not tree.is_dir():
             raise BadInput(f"there is no folder {tree}")
