@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.assembling import assembled
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
-from driftline.comparison.packed import MANY, packed
 from driftline.comparison.repeats import repeated, repeats_of
-from driftline.comparison.row import LOST, Row
+from driftline.comparison.row import LOST, MANY, Row
 from driftline.comparison.small import FAR_OFF, SmallPairs
 from driftline.comparison.summaries import (
     ESTIMATED,
@@ -236,6 +235,8 @@ class _Work:
                 row is not None and self.rows[at] is None
             ):  # a pair of many blocks may fail in several
                 if self.many:
+                    from driftline.comparison.packed import packed
+
                     row = row._replace(metrics=packed(row.metrics))
                 self.rows[at] = row
                 repeats = self.repeats.get(at, ())

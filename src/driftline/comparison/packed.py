@@ -10,10 +10,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from driftline.comparison.row import MANY as MANY
 from driftline.comparison.row import Number
-
-MANY = 20_000
-"""Rows from which on it is worth while."""
 
 
 class _Layout:

@@ -61,6 +61,10 @@ class Column(NamedTuple):
         return False
 
 
+MANY = 20_000
+"""Rows from which on it is worth while to keep their numbers packed (`comparison/packed.py`)."""
+
+
 class Row(NamedTuple):
     """One pair of tensors, or one tensor that has no partner, and what is known about it.
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from driftline.comparison.packed import packed
 from driftline.comparison.row import JSON, ROW_FIELDS, Number, Row
 from driftline.comparison.table import Table
 from driftline.errors import AlreadyThere, BadFile, BadInput
@@ -145,6 +144,8 @@ def _row_by_row(text: str, source: str) -> Table | None:
 
     All rows as JSON values at once would take several times the memory of the table itself.
     """
+    from driftline.comparison.packed import packed
+
     head, mark, _ = text.partition(_ROWS)
     try:
         table = Table.from_json(json.loads(f"{head}{mark}]}}"), source=source, rows=False)

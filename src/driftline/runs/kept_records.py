@@ -5,21 +5,15 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Protocol, overload
+from typing import TYPE_CHECKING, overload
 
-from driftline.runs.kept_lines import KeptLines
 from driftline.runs.lines import record_of
 from driftline.runs.record import Record
 
+if TYPE_CHECKING:
+    from driftline.runs.places import Listed
+
 _KEPT_RECORDS = 10_000
-
-
-class Listed(Protocol):
-    """What one process listed."""
-
-    rank: int
-    process: int
-    lines: KeptLines
 
 
 class KeptRecords(Sequence[Record]):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.absent import no_folder
-from driftline.runs.files import Files, FolderFiles, object_in
+from driftline.runs.files import FolderFiles, object_in
 from driftline.runs.inside import is_inside, read_object, reason_of
 from driftline.runs.jobs import gaps, refuse_mixed
 from driftline.runs.kept_lines import KeptLines, Room
@@ -42,6 +42,8 @@ from driftline.runs.uncollected import uncollected
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from driftline.runs.places import Files
 else:
     from driftline.numerics.late_numpy import np
 

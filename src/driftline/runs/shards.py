@@ -15,7 +15,6 @@ from driftline.runs.inside import open_inside, reason_of
 from driftline.runs.layout import is_shard_name
 from driftline.runs.record import Record
 from driftline.runs.run import Memory
-from driftline.runs.sent import sent_to
 
 
 class Shards:
@@ -37,7 +36,7 @@ class Shards:
         try:
             file = open_inside(self.root, self.root / self.name / shard)
         except FileNotFoundError:
-            known = sent_to(self.root, f"{self.name}/{shard}")
+            known = _sent_to(self.root, f"{self.name}/{shard}")
             return f"{shard} is missing" if known is None else known[1]
         except OSError as error:
             return f"{shard} {reason_of(error)}"
@@ -83,7 +82,7 @@ class Shards:
             try:
                 file = open_inside(self.root, self.root / self.name / shard)
             except OSError as error:
-                known = sent_to(self.root, f"{self.name}/{shard}")
+                known = _sent_to(self.root, f"{self.name}/{shard}")
                 if known is not None:
                     raise BadFile(f"{self.name}/{shard} was sent to {known[0]}") from None
                 raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
@@ -107,3 +106,9 @@ def check_inside(record: Record, size: int) -> None:
     assert blob is not None
     if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > size:
         raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
+
+
+def _sent_to(root: Path, name: str) -> tuple[str, int] | None:
+    from driftline.runs.sent import sent_to  # only where something is missing
+
+    return sent_to(root, name)
