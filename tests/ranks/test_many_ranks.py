@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import driftline
+from driftline.cli.main import main
 from driftline.comparison.table import Table
 from driftline.errors import BadRun
 from driftline.runs.reader import open_run
@@ -240,3 +241,26 @@ def test_clocks_that_disagree_change_nothing(alone: Path, together: Path, tmp_pa
     about = json.loads(facts.read_text())
     facts.write_text(json.dumps({**about, "started": "1970-01-01", "ended": "1971-01-01"}))
     assert driftline.compare(alone / "one", tmp_path / "tp").verdict == "pass"
+
+
+def test_shards_and_saved_plans_find_the_same(alone: Path, together: Path, tmp_path: Path) -> None:
+    whole = compared(alone, together, "odd_gradient")
+    parts = [
+        driftline.compare_shard(alone / "one", together / "odd_gradient", f"{n}/3")
+        for n in (1, 2, 3)
+    ]
+    assert driftline.merge(parts).rows == whole.rows
+    words = ["compare", str(alone / "one"), str(together / "odd_gradient")]
+    assert main([*words, "--dry-run", "--save-plan", str(tmp_path / "plan.toml")]) == 0
+    planned = driftline.compare(
+        alone / "one", together / "odd_gradient", plan=tmp_path / "plan.toml"
+    )
+    assert [row.status for row in planned.rows] == [row.status for row in whole.rows]
+
+
+def test_a_diagnosis_names_the_missing_reduction(
+    alone: Path, together: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", str(alone / "one"), str(together / "no_reduce")]) == 1
+    said = capsys.readouterr().out
+    assert "the drift starts at layers.1.self_attn.o_proj, cause: missing-reduction" in said

@@ -73,17 +73,18 @@ def with_ranks(
 
 
 def has_ranks(pairs: Sequence[Pair]) -> bool:
-    """Whether ranks were gathered: a tensor has several partners, or is made of several ranks."""
-    seen: set[TensorKey] = set()
+    """Whether ranks were gathered: a tensor has partners on several, or is made of several."""
+    ours: dict[TensorKey, int] = {}
+    theirs: dict[TensorKey, int] = {}
     for pair in pairs:
-        if pair.candidate.key.rank != pair.reference.key.rank:
+        here, there = pair.reference.key, pair.candidate.key
+        if ours.setdefault(here, there.rank) != there.rank:
+            return True
+        if theirs.setdefault(there, here.rank) != here.rank:
             return True
         for recipe in (pair.reference_recipe, pair.candidate_recipe):
             if recipe is not None and len({record.key.rank for record in recipe.records}) > 1:
                 return True
-        if pair.reference.key in seen:
-            return True
-        seen.add(pair.reference.key)
     return False
 
 

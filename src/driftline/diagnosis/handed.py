@@ -71,7 +71,7 @@ def _handed(call: Call, events: list[_Event]) -> list[Call]:
     """One call for each tensor that was handed on; the worst source so far is what went in."""
     worst = max(call.ins, key=error_of, default=None)
     handed: list[Call] = []
-    for event in sorted(events):
+    for event in sorted(events, key=lambda each: each[:2]):  # copies of ranks have one order
         if not call.begin <= event.order <= call.order:
             continue
         if event.is_source:
