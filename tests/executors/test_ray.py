@@ -435,9 +435,9 @@ def test_ctrl_c_ends_the_workers_and_leaves_the_cluster(two, joined):
         text=True,
     )
     give_up = time.monotonic() + 60
-    while not workers_of(joined) and time.monotonic() < give_up:
+    while not workers_of(joined) and command.poll() is None and time.monotonic() < give_up:
         time.sleep(0.05)
-    assert workers_of(joined)
+    assert workers_of(joined), command.communicate()
     command.send_signal(signal.SIGINT)
     out, said = command.communicate(timeout=30)
     assert command.returncode == 130, (out, said)

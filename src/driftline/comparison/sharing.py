@@ -77,6 +77,7 @@ def share_out(
             threads=threads,
             progress=progress,
         )
+    probes = _probes(pairs, runs) if executor.elsewhere else []
     repeats = repeats_of(pairs)
     again = {later for group in repeats.values() for later in group}
     firsts = [at for at in range(len(pairs)) if at not in again]
@@ -131,7 +132,6 @@ def share_out(
                 found[n] = row
         finish(share, found)
 
-    probes = _probes(pairs, runs) if executor.elsewhere else []
     executor.run(_job(runs, metrics, elementwise, threads, executor, probes), tasks, take)
     return [row for row in rows if row is not None]
 

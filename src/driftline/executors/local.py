@@ -160,6 +160,7 @@ class _Round:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     cwd=self.job.folder or None,
+                    process_group=0,  # Ctrl-C on a terminal is for us alone; we end them
                     env=settings.worker_environment(home, self.job.kernel),
                 )
             except OSError as trouble:

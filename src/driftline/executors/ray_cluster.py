@@ -29,6 +29,8 @@ _IN_A_ROW = 2
 """A machine that loses so many workers and finishes nothing in between is no longer asked."""
 _AHEAD = 2
 """Tasks that a worker is given at a time: one to do, one to begin with at once after it."""
+_SOON = 20.0
+"""Seconds after which those who have not answered are not waited for, if others can do it all."""
 _ANSWER = 60.0
 """Seconds in which a machine must say whether it can help."""
 _BEAT = 2.0
@@ -69,12 +71,10 @@ class RayCluster:
         self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
     ) -> None:
         session = self._connected()
-        try:
+        self._session = None
+        with session.in_use():
             if tasks:
                 _Round(session, job, tasks, self.jobs, self.tell).run(finished, said)
-        finally:
-            session.close()
-            self._session = None
 
     def _connected(self) -> ray_session.Session:
         if self._session is None:
@@ -180,29 +180,21 @@ class _Round:
         if not asked:
             what = "a GPU" if self.gpus else "a core"
             raise DriftlineError(f"no machine of the Ray cluster has {what} to compute with")
-        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)
         machines: list[_Machine] = []
         troubles: list[str] = []
+        began = time.monotonic()
+        silent = list(asked)
+        while silent and (waited := time.monotonic() - began) < _ANSWER:
+            enough = all(any(each.can(task) for each in machines) for task in self.tasks)
+            if enough and waited > _SOON:
+                break  # one may be gone without anybody having noticed yet
+            answered, silent = ray.wait(silent, num_returns=len(silent), timeout=_BEAT)
+            for ref in answered:
+                self._heard(ref, asked[ref], machines, troubles)
         for ref in silent:
             where = asked[ref]["NodeManagerAddress"]
-            troubles.append(f"node {where}: did not answer in {_ANSWER:.0f} s")
-        for ref in answered:
-            node = asked[ref]
-            name = f"{node['NodeManagerAddress']} ({str(node['NodeID'])[:8]})"
-            try:
-                host, version, trouble, absent = wire.unpack(ray.get(ref))
-            except ray.exceptions.RayError as bug:
-                troubles.append(f"node {name}: cannot load Driftline: {_told(bug)}")
-                continue
-            name = f"{host} ({str(node['NodeID'])[:8]})"
-            if version != __version__:
-                trouble = f"has Driftline {version}, and this is {__version__}"
-            if trouble:
-                troubles.append(f"node {name}: {trouble}")
-                continue
-            machines.append(_Machine(node, name, absent, _cores(node, self.gpus)))
-            if absent:
-                troubles.append(f"node {name}: {absent[0][1]}")
+            waited = time.monotonic() - began
+            troubles.append(f"node {where}: did not answer in {waited:.0f} s")
         if not machines:
             raise DriftlineError(
                 f"no machine of the Ray cluster can help: {'; '.join(troubles[:3])}",
@@ -210,6 +202,27 @@ class _Round:
             )
         self.troubles = troubles
         return machines
+
+    def _heard(
+        self, ref: Any, node: dict[str, Any], machines: list[_Machine], troubles: list[str]
+    ) -> None:
+        """What one machine has answered."""
+        short = str(node["NodeID"])[:8]
+        try:
+            host, version, trouble, absent = wire.unpack(self.ray.get(ref))
+        except self.ray.exceptions.RayError as bug:
+            where = f"{node['NodeManagerAddress']} ({short})"
+            troubles.append(f"node {where}: cannot load Driftline: {_told(bug)}")
+            return
+        name = f"{host} ({short})"
+        if version != __version__:
+            trouble = f"has Driftline {version}, and this is {__version__}"
+        if trouble:
+            troubles.append(f"node {name}: {trouble}")
+            return
+        machines.append(_Machine(node, name, absent, _cores(node, self.gpus)))
+        if absent:
+            troubles.append(f"node {name}: {absent[0][1]}")
 
     def _require_data(self) -> None:
         """Refuse work that no machine has the data for; say which machines have less."""

@@ -5,10 +5,12 @@
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
 import threading
+from collections.abc import Generator
 from typing import Any, TextIO, cast
 
 from driftline import settings
@@ -52,20 +54,27 @@ class Session:
     def __init__(self, ray: Any, owned: bool) -> None:
         self.ray = ray
         self._owned = owned
-        self._hushed = _Hushed(sys.stdout)
-        sys.stdout = cast(TextIO, self._hushed)
 
     def nodes(self) -> list[dict[str, Any]]:
         """The machines that are alive."""
         return [node for node in self.ray.nodes() if node["Alive"]]
 
-    def close(self) -> None:
-        self._hushed.leaving = threading.current_thread()  # who prints what was held back
-        if self._owned:
-            self.ray.shutdown()
-        self._hushed.leaving = None
-        if cast(Any, sys.stdout) is self._hushed:
-            sys.stdout = self._hushed.whole
+    @contextlib.contextmanager
+    def in_use(self) -> Generator[None]:
+        """While work is done; the connection is let go at the end if it is ours."""
+        hushed = _Hushed(sys.stdout)
+        sys.stdout = cast(TextIO, hushed)
+        try:
+            yield
+        finally:
+            hushed.leaving = threading.current_thread()  # who prints what was held back
+            try:
+                if self._owned:
+                    self.ray.shutdown()
+            finally:
+                hushed.leaving = None
+                if cast(Any, sys.stdout) is hushed:
+                    sys.stdout = hushed.whole
 
 
 def connect(address: str, jobs: int | None) -> Session:

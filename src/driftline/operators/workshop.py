@@ -89,6 +89,7 @@ def check_all(
         DriftlineError: A worker cannot do it.
     """
     total = len(source)
+    calls = fingerprint(source)
     each = max(1, total // (_ROUNDS * executor.workers))
     spans = [(at, min(at + each, total)) for at in range(0, total, each)]
     rows: list[Any] = [None] * total
@@ -107,7 +108,7 @@ def check_all(
     about = {
         "path": str(path),
         "ask": encode(ask),
-        "calls": fingerprint(source),
+        "calls": calls,
         "threads": torch.get_num_threads() if torch is not None else 0,
     }
     tasks = [
