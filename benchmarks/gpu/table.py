@@ -92,9 +92,8 @@ def summaries(
     model: Any, folder: Path, batch: int, length: int, goal: float, rounds: int
 ) -> list[dict[str, Any]]:
     """Summaries of all module outputs into a run on disk; steps follow each other."""
-    from benchmarks.gpu.model import tokens
-
     import driftline
+    from benchmarks.gpu.model import tokens
 
     steps = 4 if batch * length > 1000 else 16
     plain = passes(model, tokens(batch, length), steps)
@@ -122,9 +121,9 @@ def summaries(
 def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Full tensors of 1 x 512 tokens: until the last one is in pinned memory, then to the disk."""
     import torch
-    from benchmarks.gpu.model import tokens
 
     import driftline
+    from benchmarks.gpu.model import tokens
 
     given = tokens(1, 512)
     plain = passes(model, given, 1)

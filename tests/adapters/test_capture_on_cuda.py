@@ -228,7 +228,7 @@ def test_a_pair_is_measured_on_the_device_as_on_the_host(
         r, c = r.to(ours), c.to(theirs)
         if dirty:
             r[3], c[3] = torch.finfo(ours).min, torch.finfo(theirs).min
-        found = moments_of(pair_on_device(r.cuda(), c.cuda(), rtol=0.01, atol=1e-4).tolist(), count)
+        found = moments_of(pair_on_device(r.cuda(), c.cuda(), rtol=0.01, atol=1e-4), count)
         dtypes = [DTYPES[str(t.dtype).removeprefix("torch.")] for t in (r, c)]
         raws = [t.view(torch.uint8).numpy() for t in (r, c)]
         wanted = kernel.pair_moments(

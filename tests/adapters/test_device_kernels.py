@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -117,7 +116,7 @@ def raw_moments(r: torch.Tensor, c: torch.Tensor) -> PairMoments:
 
 
 def assert_same_moments(r: torch.Tensor, c: torch.Tensor) -> None:
-    row = pair_on_device(r, c, rtol=0.01, atol=1e-4).tolist()
+    row = pair_on_device(r, c, rtol=0.01, atol=1e-4)
     found, wanted = moments_of(row, r.numel()), raw_moments(r, c)
     norms = (wanted.r_sumsq * r.numel()) ** 0.5 + (wanted.c_sumsq * r.numel()) ** 0.5
     for name, mine, theirs in zip(PairMoments._fields, found, wanted, strict=True):
@@ -127,7 +126,7 @@ def assert_same_moments(r: torch.Tensor, c: torch.Tensor) -> None:
         assert same or abs(mine - theirs) <= 2e-6 * scale, (name, mine, theirs)
 
 
-PAIRS = list(itertools.product(FLOATS[:3], FLOATS[:3]))
+PAIRS = [(FLOATS[2], FLOATS[0]), (FLOATS[0], FLOATS[0]), (FLOATS[1], FLOATS[2])]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)

@@ -162,7 +162,7 @@ class _Meeting:
         for at, (_, _, row) in enumerate(self._rows):
             by_device.setdefault(row.device, []).append(at)
         for places in by_device.values():
-            found = torch.stack([self._rows[at][2] for at in places]).tolist()
+            found = torch.stack([self._rows[at][2] for at in places]).cpu()
             for at, row in zip(places, found, strict=True):
                 key, count, _ = self._rows[at]
                 self.steps.moments[key] = moments_of(row, count)

@@ -111,11 +111,7 @@ class Arrivals:
         if known is None or not snapshots.is_alike(tensor, known.dtype, known.shape, known.index):
             return False
         address = tensor.data_ptr()
-        if (
-            address & 7
-            or known.place.stream() != known.stream
-            or "torch.distributed.tensor" in _loaded
-        ):
+        if address & 7 or known.place.stream() != known.stream or placement_of_plain(tensor):
             return False
         with self._lock:
             taken = known.sheet.take_known(

@@ -157,6 +157,14 @@ def _joined(
 
 
 @triton.jit
+def _ahead(ours, theirs, at, U: tl.constexpr, there):
+    """Pairs of elements of both sides, from element `at` on; zeros if there are none."""
+    place = at // 2 + U * 256
+    mask = tl.arange(0, 256) < tl.where(there, 256, 0)
+    return tl.load(ours + place, mask=mask, other=0), tl.load(theirs + place, mask=mask, other=0)
+
+
+@triton.jit
 def pair_rows(
     reference: tl.int64,
     candidate: tl.int64,
@@ -223,7 +231,19 @@ def pair_rows(
         c_max = tl.full([256], float("-inf"), tl.float32)
         c_min = tl.full([256], float("inf"), tl.float32)
 
+    # The words of the next tile are on their way while those of this one are worked on.
+    o_0, t_0 = _ahead(our_words, their_words, begin, 0, whole > begin)
+    o_1, t_1 = _ahead(our_words, their_words, begin, 1, whole > begin)
+    o_2, t_2 = _ahead(our_words, their_words, begin, 2, whole > begin)
+    o_3, t_3 = _ahead(our_words, their_words, begin, 3, whole > begin)
     for at in range(begin, whole, TILE):
+        a_0, a_1, a_2, a_3 = o_0, o_1, o_2, o_3
+        b_0, b_1, b_2, b_3 = t_0, t_1, t_2, t_3
+        after = tl.minimum(at + TILE, whole - TILE)
+        o_0, t_0 = _ahead(our_words, their_words, after, 0, True)
+        o_1, t_1 = _ahead(our_words, their_words, after, 1, True)
+        o_2, t_2 = _ahead(our_words, their_words, after, 2, True)
+        o_3, t_3 = _ahead(our_words, their_words, after, 3, True)
         f_x = tl.zeros([256], tl.float32)
         f_e = tl.zeros([256], tl.float32)
         f_xx = tl.zeros([256], tl.float32)
@@ -232,8 +252,14 @@ def pair_rows(
         f_ae = tl.zeros([256], tl.float32)
         f_rel = tl.zeros([256], tl.float32)
         for u in tl.static_range(4):
-            our_word = tl.load(our_words + at // 2 + u * 256)
-            their_word = tl.load(their_words + at // 2 + u * 256)
+            if u == 0:
+                our_word, their_word = a_0, b_0
+            elif u == 1:
+                our_word, their_word = a_1, b_1
+            elif u == 2:
+                our_word, their_word = a_2, b_2
+            else:
+                our_word, their_word = a_3, b_3
             if R_PACKED:
                 r_min = _least(r_min, our_word, R)
                 r_max = _greatest(r_max, our_word, R)
@@ -469,6 +495,9 @@ def pair_rows(
         r_low = tl.minimum(r_low, tl.min(v_r_low, 0))
         c_low = tl.minimum(c_low, tl.min(v_c_low, 0))
 
+    if pid == 0:  # where the second kernel puts positions: beyond the end, until it finds them
+        spots = rows_at.to(tl.pointer_type(tl.int64)) + 35
+        tl.store(spots + tl.arange(0, 8), tl.zeros([8], tl.int64) + count, mask=tl.arange(0, 8) < 5)
     out = rows_at.to(tl.pointer_type(tl.float64)) + (pid + 1) * 40
     rr = xx + 2.0 * shift_64 * x_1 + n * shift_64 * shift_64
     re = xe + shift_64 * e_1
@@ -524,15 +553,17 @@ def joined_pair(
     R_LOWEST: tl.constexpr,
     C_LOWEST: tl.constexpr,
 ):
-    """Row 0 from the others. Program 0 joins figures, the other five look positions up.
+    """Row 0 from the others. Program 0 joins figures, sixteen each look one position up.
 
     Fields 0 to 25 are sums, 26 to 30 greatest, 31 and 32 least values, 33 and 34 means; 35 to 39
-    the positions of the greatest error, the first difference, the first element that is finite on
-    one side only, and the first that is not finite on each side.
+    the positions (whole numbers) of the greatest error, the first difference, the first element
+    that is finite on one side only, and the first that is not finite on each side.
     """
     rows = rows_at.to(tl.pointer_type(tl.float64)) + 40
     out = rows_at.to(tl.pointer_type(tl.float64))
-    what = tl.program_id(0)
+    program = tl.program_id(0)
+    what = (program + 15) // 16  # 0 for the first one, then sixteen of each
+    share = (program + 15) % 16
     lane = tl.arange(0, 64)
     if what == 0:
         field = tl.arange(0, 64)[None, :]
@@ -542,14 +573,10 @@ def joined_pair(
         for at in range(0, many, 64):
             there = (at + lane)[:, None] < many
             places = rows + (at + lane)[:, None] * 40 + field
-            sums += tl.load(places, mask=there & (field < 26), other=0.0)
-            tops = tl.maximum(
-                tops,
-                tl.load(places, mask=there & (field > 25) & (field < 31), other=float("-inf")),
-            )
-            lows = tl.minimum(
-                lows, tl.load(places, mask=there & (field > 30) & (field < 33), other=float("inf"))
-            )
+            found = tl.load(places, mask=there & (field < 33), other=0.0)
+            sums += tl.where(field < 26, found, 0.0)
+            tops = tl.maximum(tops, tl.where(there & (field < 31), found, float("-inf")))
+            lows = tl.minimum(lows, tl.where(there & (field > 30), found, float("inf")))
         total = tl.sum(sums, 0)
         number = tl.arange(0, 64)
         # The spread around the common mean: that of each part, and how far their means are off.
@@ -605,11 +632,11 @@ def joined_pair(
                 hit = bad > 0.0
             part = tl.minimum(part, tl.where(there & hit, at + lane, never))
         chosen = tl.min(part, 0)
-        begin = chosen * each * 65536
-        end = tl.where(chosen < many, tl.minimum(begin + each * 65536, count), begin)
-        spot = tl.zeros([1024], tl.int64) + count
-        for at in range(begin, end, 1024):
-            flat = at + tl.arange(0, 1024)
+        begin = chosen * each * 65536 + share * each * 4096
+        end = tl.where(chosen < many, tl.minimum(begin + each * 4096, count), begin)
+        spot = tl.zeros([2048], tl.int64) + count
+        for at in range(begin, end, 2048):
+            flat = at + tl.arange(0, 2048)
             there = flat < end
             r_raw = tl.load(ours + flat, mask=there, other=0.0)
             c_raw = tl.load(theirs + flat, mask=there, other=0.0)
@@ -635,4 +662,5 @@ def joined_pair(
                 hit = ~cf
             spot = tl.minimum(spot, tl.where(there & hit, flat, count))
         place = tl.min(spot, 0)
-        tl.store(out + 34 + what, tl.where(place < count, place, -1).to(tl.float64))
+        if place < count:
+            tl.atomic_min(rows_at.to(tl.pointer_type(tl.int64)) + 34 + what, place)

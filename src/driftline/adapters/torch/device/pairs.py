@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from driftline.numerics.moments import PairMoments
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_MOST_PROGRAMS = 1024
+_MOST_PROGRAMS = 2048
 _ROW = 40
 
 
@@ -70,13 +69,19 @@ def pair_on_device(
     kernels = _kernels(KINDS[ours.dtype], KINDS[theirs.dtype])
     where = ours.data_ptr(), theirs.data_ptr(), count, each, rows.data_ptr()
     kernels.rows(programs, index, *where, _bits(rtol), _bits(atol))
-    kernels.join(6, index, *where, programs)
+    kernels.join(81, index, *where, programs)
     return rows[0]
 
 
-def moments_of(row: Sequence[float], count: int) -> PairMoments:
-    """The moments in a row that has come to the host."""
-    f = list(row)
+def moments_of(row: torch.Tensor, count: int) -> PairMoments:
+    """The moments in a row, brought to the host."""
+    row = row.cpu()
+    f: list[float] = row.tolist()
+    places: list[int] = row.view(torch.int64)[35:].tolist()
+
+    def spot(number: int) -> int:
+        return places[number] if places[number] < count else -1
+
     finite, r_n, c_n = int(f[0]), int(f[11]), int(f[12])
     nan = math.nan
 
@@ -94,13 +99,13 @@ def moments_of(row: Sequence[float], count: int) -> PairMoments:
         sum_ee=f[6],
         sum_abs_e=f[7],
         max_abs_e=max(0.0, f[26]),
-        max_abs_e_at=int(f[35]),
+        max_abs_e_at=spot(0),
         sum_rel_e=f[8],
         max_rel_e=max(0.0, f[27]),
         max_ulp=max(0.0, f[28]),
         outside=int(f[9]),
         different=int(f[10]),
-        first_different_at=int(f[36]),
+        first_different_at=spot(1),
         r_finite=r_n,
         c_finite=c_n,
         r_min=extreme(f[31], r_n),
@@ -120,9 +125,9 @@ def moments_of(row: Sequence[float], count: int) -> PairMoments:
         r_neg_inf=int(f[23]),
         c_neg_inf=int(f[24]),
         one_sided=int(f[25]),
-        one_sided_at=int(f[37]),
-        r_nonfinite_at=int(f[38]),
-        c_nonfinite_at=int(f[39]),
+        one_sided_at=spot(2),
+        r_nonfinite_at=spot(3),
+        c_nonfinite_at=spot(4),
     )
 
 
