@@ -1,0 +1,67 @@
+"""Triton kernels that inductor makes on a GPU: recorded and paired as those of a CPU are."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import driftline
+from driftline.runs.calls import GRAPHS
+from driftline.runs.graphs import read_graphs
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.down(self.act(self.up(x)) * 2), -1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_triton_kernels_are_recorded_and_change_nothing(tmp_path: Path, training: bool) -> None:
+    metrics: Any = importlib.import_module("torch._inductor.metrics")
+    torch.manual_seed(0)
+    model = Net().cuda().train(training)
+    x = torch.randn(4, 16, 64, device="cuda")
+
+    def run(call: Any) -> torch.Tensor:
+        with torch.set_grad_enabled(training):
+            out = call(x)
+            if training:
+                out.square().sum().backward()
+        return out.detach()
+
+    with driftline.capture(model, tmp_path / "modules"):
+        run(model)
+    torch._dynamo.reset()
+    metrics.reset()
+    plain = run(torch.compile(model))
+    kernels = metrics.generated_kernel_count
+    torch._dynamo.reset()
+    metrics.reset()
+    with driftline.capture(model, tmp_path / "inductor", graph="inductor"):
+        seen = run(torch.compile(model))
+    assert metrics.generated_kernel_count == kernels > 0
+    assert torch.equal(plain, seen)
+    with driftline.capture(model, tmp_path / "fx", graph="fx"):
+        run(torch.compile(model))
+    torch._dynamo.reset()
+    listed = list(read_graphs(driftline.open_run(tmp_path / "inductor").sheet(GRAPHS)))
+    names = [kernel.name for graph in listed for kernel in graph.kernels if kernel.kept]
+    assert any(name.startswith("triton_") for name in names), names
+    for reference in ("modules", "fx"):
+        table = driftline.compare(tmp_path / reference, tmp_path / "inductor")
+        assert table.verdict == "pass", table.finding
+        assert sum(row.compared for row in table.rows) >= 4
