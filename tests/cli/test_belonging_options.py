@@ -78,7 +78,6 @@ def test_without_a_placement_the_report_says_what_shapes_say(
 ) -> None:
     said = driftline("compare", whole, halves)
     assert "over ranks (by shape)" in said.out
-    assert "the reference has no rank 1" in said.out
 
 
 def test_pads_do_not_count_with_a_mask(
