@@ -189,12 +189,13 @@ def _by_export(
 
     With `structural` its names do not, and layers with weights are taken in order.
     """
-    from driftline.alignment.exported import pair_exported, pair_unnamed
+    from driftline.alignment.exported import loosened, pair_exported, pair_unnamed
     from driftline.alignment.exported_graph import exported_graph, names_fit
 
     graphs = exported_graph(reference), exported_graph(candidate)
     if graphs == (None, None) or not (structural or names_fit(plan, *graphs)):
         return None
+    plan = loosened(plan, *graphs)
     pairs, reasons = (pair_unnamed if structural else pair_exported)(plan, *graphs)
     return _more(plan, pairs)._replace(reasons=reasons) if pairs or not structural else None
 

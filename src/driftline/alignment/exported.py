@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from driftline.alignment.classes import kind_of
-from driftline.alignment.exported_graph import ROOT, ExportedGraph, without_number
+from driftline.alignment.exported_graph import ROOT, ExportedGraph, listed, without_number
 from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.recipe import Recipe, Step
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
@@ -40,6 +41,7 @@ def pair_exported(
     left = _Left(plan)
     if ours is not None and theirs is not None:
         _by_value(left, ours, theirs)
+        _by_code(left, ours, theirs)
         for graph, turned in ((ours, False), (theirs, True)):
             _fused(graph, left, turned)
         _same_bytes(left, exported_first=False, only_modules=ours)
@@ -95,23 +97,82 @@ class _Left:
         self.here.pop(id(ours), None)
         self.there.pop(id(theirs), None)
 
+    def take_decoded(self, codes: Record, value: Record, recipe: Recipe, codes_first: bool) -> None:
+        if codes_first:
+            pair = Pair(codes, value, "graph", 1.0, reference_recipe=recipe)
+        else:
+            pair = Pair(value, codes, "graph", 1.0, candidate_recipe=recipe)
+        self.found.append(pair)
+        self.pairs.append(pair)
+        self.here.pop(id(pair.reference), None)
+        self.there.pop(id(pair.candidate), None)
+
 
 def _call(record: Record) -> _Call:
     key = record.key
     return (key.rank, key.process, key.step, key.site, key.visit)
 
 
+def loosened(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None) -> Plan:
+    """Without pairs of nodes by the name of a value that only one of two graphs rounds."""
+    if ours is None or theirs is None:
+        return plan
+    rounded = ours.quantised() ^ theirs.quantised()
+    sites = {site for value, site in ours.values().items() if value in rounded}
+    loose = [
+        pair
+        for pair in plan.pairs
+        if pair.by == "name"
+        and pair.reference.key.port == "output"
+        and pair.reference.key.site in sites
+    ]
+    gone = {id(pair) for pair in loose}
+    return plan._replace(
+        pairs=tuple(pair for pair in plan.pairs if id(pair) not in gone),
+        missing=(*plan.missing, *(pair.reference for pair in loose)),
+        extra=(*plan.extra, *(pair.candidate for pair in loose)),
+    )
+
+
 def _by_value(left: _Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
     """Outputs of nodes by the names of values; a quantised one by what its integers stand for."""
     here, there = ours.values(), theirs.values()
+    rounded = ours.quantised() ^ theirs.quantised()
     mine, others = _outputs(left.here.values()), _outputs(left.there.values())
     for value, site in here.items():
         for name in (f"{value}{_DEQUANTISED}", value, value.removesuffix(_DEQUANTISED)):
+            if name == value and value in rounded:
+                continue
             for record in mine.get(site, ()) if name in there else ():
                 for other in others.get(there[name], ()):
                     same = record.key.step == other.key.step and _look(record) == _look(other)
                     if same and id(record) in left.here and id(other) in left.there:
                         left.take(record, other, 1.0)
+
+
+def _by_code(left: _Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
+    """A value against the integers that stand for it on the other side."""
+    for graph, other, codes_first in ((ours, theirs, True), (theirs, ours, False)):
+        coded = _outputs((left.here if codes_first else left.there).values())
+        plain = _outputs((left.there if codes_first else left.here).values())
+        makers = other.values()
+        for site, about in graph.codes.items():
+            of, scale, zero, dtype = (*listed(about), "", None, None, "")[:4]
+            if site in other.codes or not isinstance(scale, float) or not isinstance(zero, float):
+                continue
+            for record in coded.get(site, ()):
+                for value in plain.get(makers.get(str(of), ""), ()):
+                    if record.shape == value.shape and record.key.step == value.key.step:
+                        step = Step("dequantise", factor=scale, zero=zero + _shift(dtype, record))
+                        left.take_decoded(
+                            record, value, Recipe((record,), (step,), record.shape), codes_first
+                        )
+
+
+def _shift(dtype: object, record: Record) -> float:
+    """How much further the zero point lies where int8 was made uint8, or the other way."""
+    moved = {("int8", "uint8"): 128.0, ("uint8", "int8"): -128.0}
+    return moved.get((str(dtype), record.dtype), 0.0)
 
 
 def _outputs(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -232,22 +293,26 @@ def _same_bytes(
     left: _Left, *, exported_first: bool, only_modules: ExportedGraph | None = None
 ) -> None:
     """What of the model holds the bytes of something that has a partner: one value in the graph."""
-    known: dict[tuple[int, int, int, str, tuple[int, ...]], Record] = {}
+    known: dict[tuple[int, int, int, str, tuple[int, ...]], Pair] = {}
     for output in (True, False):  # who made it says more than who read it
         for pair in left.pairs:
             model = pair.candidate if exported_first else pair.reference
-            value = pair.reference if exported_first else pair.candidate
-            whole = pair.reference_recipe is None and pair.candidate_recipe is None
+            whole = (pair.candidate_recipe if exported_first else pair.reference_recipe) is None
             if model.digest and whole and (model.key.port == "output") is output:
-                known.setdefault(_bytes(model), value)
+                known.setdefault(_bytes(model), pair)
     model_side = left.there if exported_first else left.here
     for record in list(model_side.values()):
         if record.key.port not in ("input", "output") or record.key.phase != "forward":
             continue
         if only_modules and (record.key.site in only_modules.nodes or record.key.port == "input"):
             continue
-        value = known.get(_bytes(record)) if record.digest and record.kept == "full" else None
-        if value is not None and value.shape == record.shape:
+        pair = known.get(_bytes(record)) if record.digest and record.kept == "full" else None
+        if pair is None:
+            continue
+        value = pair.reference if exported_first else pair.candidate
+        if recipe := pair.reference_recipe or pair.candidate_recipe:
+            left.take_decoded(value, record, recipe, exported_first)
+        elif value.shape == record.shape:
             left.take(*((value, record) if exported_first else (record, value)), SAME)
 
 

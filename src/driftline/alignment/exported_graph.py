@@ -24,12 +24,15 @@ class ExportedGraph(NamedTuple):
         inside: Site of what is no longer computed → the fused node it went into.
         works: What it does with its weights, in the order of the exported file.
         reworked: Convolution with a batch norm worked in → the node that computes both.
+        codes: Site of integers → the name of the value they stand for, scale, zero point, and
+            their type in the file.
     """
 
     nodes: Mapping[str, Mapping[str, Any]]
     inside: Mapping[str, str]
     works: Sequence[Mapping[str, Any]] = ()
     reworked: Mapping[str, str] = {}
+    codes: Mapping[str, Any] = {}
 
     def replaced_by(self, site: str) -> tuple[str, ...]:
         """The sites that a fused node stands for."""
@@ -44,6 +47,12 @@ class ExportedGraph(NamedTuple):
             for value, place in zip(listed(node.get("values")), sites, strict=False):
                 found[str(value)] = str(place)
         return found
+
+    def quantised(self) -> set[str]:
+        """Values that are rounded to integers. A quantiser leaves out the activation before that,
+        so that what has such a name may lack it.
+        """
+        return {str(about[0]) for about in map(listed, self.codes.values()) if about}
 
     def why(self, site: str) -> str:
         """Why a site is not computed; empty if the graph does not say."""
@@ -76,6 +85,7 @@ def exported_graph(run: Run) -> ExportedGraph | None:
         {site: str(node) for site, node in inside.items()},
         [_object(work) for work in listed(told.get("works"))],
         _object(told.get("reworked")),
+        _object(told.get("codes")),
     )
 
 

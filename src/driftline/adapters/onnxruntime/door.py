@@ -184,8 +184,8 @@ def _notes(sink: Sink, work: Work, *, faithful: bool) -> tuple[str, ...]:
     notes: list[str] = []
     if whole := work.integer_nodes():
         notes.append(
-            f"{whole} nodes compute with integers, whose values are codes in layouts of their own; "
-            "with optimize 'none' every layer of a QDQ model can be compared as floats"
+            f"{whole} nodes compute with integers: against a float model their values are taken "
+            "times their scales; with optimize 'none' all of a QDQ model is floats"
         )
     if not faithful:
         notes.append(

@@ -8,8 +8,14 @@ tell what a fused node stands for. Knows the protobuf of a model and nothing of 
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+from driftline.adapters.onnxruntime import loading
+
+_TEXT = 8
+_ACTIVATION = "activation"
 
 
 class Node(NamedTuple):
@@ -25,6 +31,7 @@ class Node(NamedTuple):
         about: What exporters wrote beside it.
         subgraphs: How many graphs it holds: bodies of loops and branches.
         activation: The activation that was worked into it; empty for none.
+        channels_last: It takes and gives images with their channels last.
     """
 
     name: str
@@ -35,6 +42,7 @@ class Node(NamedTuple):
     about: Mapping[str, str]
     subgraphs: int = 0
     activation: str = ""
+    channels_last: bool = False
 
 
 class Graph:
@@ -49,6 +57,7 @@ class Graph:
         constants: Initializers and outputs of Constant nodes, by name.
         shapes: Value → sizes, names of sizes or None, as far as the file says.
         types: Value → ONNX's number of its element type.
+        scalars: Constants of one element: scales, zero points, epsilons.
     """
 
     def __init__(self, model: Any) -> None:
@@ -69,6 +78,11 @@ class Graph:
         for tensor in graph.initializer:
             self.shapes[tensor.name] = tuple(tensor.dims)
             self.types[tensor.name] = tensor.data_type
+        self.scalars = {
+            tensor.name: number
+            for tensor in graph.initializer
+            if (number := _scalar(tensor)) is not None
+        }
 
     def _wire(self) -> None:
         self.maker: dict[str, int] = {}
@@ -112,6 +126,16 @@ class Graph:
         return [v for v in dict.fromkeys(node.inputs) if v and v not in self.constants]
 
 
+def _scalar(tensor: Any) -> float | None:
+    """The number of a tensor of one element; None where it has more, or lies elsewhere."""
+    if math.prod(tensor.dims) != 1 or tensor.external_data or tensor.data_type == _TEXT:
+        return None
+    try:
+        return float(loading.protobuf().numpy_helper.to_array(tensor).reshape(-1)[0])
+    except (TypeError, ValueError):
+        return None
+
+
 def sizes_in(shape: Any) -> Iterable[int | str | None]:
     """The sizes of a declared shape: a number, the name of one, or nothing."""
     for size in shape.dim:
@@ -131,9 +155,8 @@ def _node(node: Any) -> Node:
         tuple(node.output),
         {prop.key: prop.value for prop in node.metadata_props},
         len(inner),
-        next(
-            (a.s.decode("ascii", "replace") for a in node.attribute if a.name == "activation"), ""
-        ),
+        next((a.s.decode("ascii", "replace") for a in node.attribute if a.name == _ACTIVATION), ""),
+        any(a.name == "channels_last" and a.i for a in node.attribute),
     )
 
 

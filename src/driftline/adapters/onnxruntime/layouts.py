@@ -25,23 +25,26 @@ _WIDENED = "InsertedPrecisionFreeCast_"
 """How ONNX Runtime calls what it computes in 32 bits because it has no kernel for 16."""
 _SUMS = ("Add", "Sum")
 _FUSED_MOST = 3
+_IMAGES = 4
 
 
-class Blocked(NamedTuple):
-    """A value in blocks.
+class Stored(NamedTuple):
+    """A value in a form of its own.
 
     Attributes:
         name: Its name in the optimised graph.
-        channels: How many of its channels are real; 0 for a value that only has another name.
+        channels: How many of its channels are real, if it lies in blocks; 0 if it does not.
+        channels_last: Its channels are its last axis, not its second.
     """
 
     name: str
-    channels: int
+    channels: int = 0
+    channels_last: bool = False
 
 
-def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Blocked]:
+def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
     """Value of the exported graph → the one that holds it in blocks."""
-    found: dict[str, Blocked] = {}
+    found: dict[str, Stored] = {}
     plain: dict[str, str] = {}
     tokens: set[str] = set()
     by_name: dict[str, list[int]] = {}
@@ -64,17 +67,17 @@ def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Blocked]:
             plain[token] = value
         channels = _channels(value, exported) if value else 0
         if channels and value not in optimised.maker and value not in found:
-            found[value] = Blocked(token, channels)
+            found[value] = Stored(token, channels)
     return found
 
 
-def widened_values(exported: Graph, optimised: Graph) -> dict[str, Blocked]:
+def widened_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
     """Value of the exported graph → the one that holds it with more bits."""
-    found: dict[str, Blocked] = {}
+    found: dict[str, Stored] = {}
     for name in optimised.maker:
         value = name.removeprefix(_WIDENED)
         if value != name and value in exported.maker and value not in optimised.maker:
-            found[value] = Blocked(name, 0)
+            found[value] = Stored(name)
     return found
 
 
@@ -99,7 +102,7 @@ def _which(start: str, node: Node, exported: Graph, optimised: Graph, plain: dic
     for value in _led_to(start, node.activation, exported):
         maker = exported.nodes[exported.maker[value]].op
         fused = not node.activation or maker == node.activation
-        if fused and _needs(value, wanted, exported) == wanted:
+        if fused and needs(value, wanted, exported) == wanted:
             return value
     return ""
 
@@ -119,7 +122,7 @@ def _led_to(start: str, activation: str, exported: Graph) -> Iterator[str]:
         value = reader.outputs[0]
 
 
-def _needs(value: str, stop: set[str], exported: Graph) -> set[str]:
+def needs(value: str, stop: set[str], exported: Graph) -> set[str]:
     """What a value is computed from, back to the values at which to stop, or to the graph's end."""
     found: set[str] = set()
     waiting, seen = [value], {value}
@@ -177,10 +180,15 @@ def block_size() -> int:
     return int(session.run(None, {"x": given})[0][0, 0, 0, 1])
 
 
-def unblocked(value: Any, channels: int, block: int) -> HostTensor:
-    """A value in blocks as the exported graph has it."""
+def usual(value: Any, stored: Stored, block: int) -> Any:
+    """A value as the exported graph has it; itself where it lies so already."""
+    if not stored.channels and not stored.channels_last:
+        return value
     array: AnyArray = value.numpy()
-    batch, padded, *rest = array.shape
-    blocks = array.reshape(batch, padded // block, *rest, block)
-    turned = np.moveaxis(blocks, -1, 2).reshape(batch, padded, *rest)[:, :channels]
+    if stored.channels_last:
+        turned = np.moveaxis(array, -1, 1) if array.ndim == _IMAGES else array
+    else:
+        batch, padded, *rest = array.shape
+        blocks = array.reshape(batch, padded // block, *rest, block)
+        turned = np.moveaxis(blocks, -1, 2).reshape(batch, padded, *rest)[:, : stored.channels]
     return HostTensor(np.ascontiguousarray(turned), array.dtype.name, turned.shape)

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from driftline.adapters.intake import Intake
 from driftline.adapters.onnxruntime import inference, loading
 from driftline.adapters.onnxruntime.arguments import Feed, Wanted, wanted_by
+from driftline.adapters.onnxruntime.codes import integer_values
 from driftline.adapters.onnxruntime.fusions import placed
 from driftline.adapters.onnxruntime.graph import Graph
 from driftline.adapters.onnxruntime.inference import SessionPlan
 from driftline.adapters.onnxruntime.layouts import (
     block_size,
     blocked_values,
-    unblocked,
+    usual,
     widened_values,
 )
 from driftline.adapters.onnxruntime.names import Names
@@ -62,8 +63,12 @@ class Work:
         optimised = Graph(loading.load_graph(made.path))
         blocked = blocked_values(exported, optimised)
         self._block = block_size() if blocked else 0
-        self._blocked = {**widened_values(exported, optimised), **blocked}
-        optimised.rename({one.name: value for value, one in self._blocked.items()})
+        self._stored = {
+            **widened_values(exported, optimised),
+            **integer_values(exported, optimised),
+            **blocked,
+        }
+        optimised.rename({one.name: value for value, one in self._stored.items()})
         self.seen = Seen.of(exported, optimised, Names(exported), placed(exported, optimised))
         self._tree = module_tree(self.seen)
         self._session: tuple[int, Any] | None = None
@@ -141,7 +146,7 @@ class Work:
             for value in dict.fromkeys((*self.outputs, *(sight.value for sight in part)))
             if value in sizes or value in self.outputs
         ]
-        stored = [self._blocked[name].name if name in self._blocked else name for name in names]
+        stored = [self._stored[name].name if name in self._stored else name for name in names]
         if self._session is None or self._session[0] != at or many > 1:
             self._session = None  # its memory first
             path = inference.with_outputs(self._path, stored, at)
@@ -156,8 +161,8 @@ class Work:
         if sight.port == "param":
             self._weights = self._weights or Weights(self._path)
             tensor = self._weights.read(sight.value)
-        elif sight.value in self._blocked and self._blocked[sight.value].channels:
-            tensor = unblocked(tensor, self._blocked[sight.value].channels, self._block)
+        elif sight.value in self._stored and tensor is not None:
+            tensor = usual(tensor, self._stored[sight.value], self._block)
         if tensor is None:
             return
         intake.shielded(

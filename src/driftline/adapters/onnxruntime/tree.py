@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from driftline.adapters.onnxruntime.codes import codes_of
 from driftline.adapters.onnxruntime.modules import root_call
 from driftline.adapters.onnxruntime.names import ROOT
 from driftline.adapters.onnxruntime.recording import Seen, Sight
@@ -93,6 +94,11 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
             "by": "onnx",
             "nodes": nodes,
             "inside": inside,
+            "codes": {
+                seen.site(value): [code.of, code.scale, code.zero, code.dtype]
+                for value, code in codes_of(seen.exported).items()
+                if code.of in seen.exported.maker
+            },
             "reworked": {c.site: seen.site(c.reworked) for c in seen.modules if c.reworked},
             "works": works(seen.exported, seen.names),
         },
