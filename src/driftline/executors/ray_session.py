@@ -21,8 +21,8 @@ _DOOR = 5.0
 """Seconds in which an address must take a connection at all."""
 _GREETING = 8.0
 """Seconds in which whoever takes the connection must answer as Ray's servers do."""
-_PATIENCE = 30.0
-"""Seconds in which Ray must answer there."""
+_PATIENCE = 90.0
+"""Seconds in which Ray must give a session: on a busy machine its client server took 30."""
 _PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
 _HINT = _PORT + "say --executor ray"
 
