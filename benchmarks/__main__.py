@@ -32,6 +32,7 @@ SUITES = (
     "replay",
     "report_page",
     "scale",
+    "gpu",
 )
 
 
