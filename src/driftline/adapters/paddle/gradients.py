@@ -29,6 +29,7 @@ from typing import Any
 
 from paddle.base import core
 
+from driftline.adapters.backward import PassedCall, Visits
 from driftline.adapters.paddle.edges import Edge, Held, edges_into, node_of
 from driftline.adapters.paddle.parameters import ParameterGradients
 from driftline.adapters.paddle.snapshot import grad_enabled, undisturbed
@@ -37,7 +38,6 @@ Named = Sequence[tuple[str, str, Any]]
 """Slot, alias and tensor, as `modules.py` hands them out."""
 
 _eager: Any = core.eager
-_STEPS_REMEMBERED = 4
 _UNKNOWN = "what its {} send back cannot be seen in Paddle"
 
 
@@ -47,7 +47,7 @@ class GradientTap:
     def __init__(self, session: Any) -> None:
         self.session = session
         self.active = False
-        self.visits = _Visits()
+        self.visits = Visits()
         self._parameters = ParameterGradients(session)
         self._calls = _Calls()
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class GradientTap:
                 continue  # made before this call, and not given to it: a cached tensor
             ends.append((slot, alias, tensor, node))
         wants = self.session.wants
-        call = _Call(self, frame)
+        call = PassedCall[GradientTap](self, frame)
         if wants(frame.site, frame.class_name, "grad_output"):
             for slot, alias, tensor, _ in ends:
                 tensor.register_hook(_OutputHook(call, slot, alias))
@@ -132,7 +132,12 @@ class GradientTap:
             calls.met.setdefault(node.node_ptr(), (calls.serial, node))
 
     def _hook_inputs(
-        self, call: _Call, began: int, origins: list[Any], inputs: Named, ends: list[Any]
+        self,
+        call: PassedCall[GradientTap],
+        began: int,
+        origins: list[Any],
+        inputs: Named,
+        ends: list[Any],
     ) -> None:
         sources: dict[int, _Inflow] = {}
         given: dict[int, Any] = {}
@@ -167,7 +172,7 @@ class GradientTap:
                     inflow.expected += 1
                 node._register_post_hook(_InputHook(watched, self._held))
 
-    def _without(self, call: _Call, what: str) -> None:
+    def _without(self, call: PassedCall[GradientTap], what: str) -> None:
         self.session.event_once(
             "gradient-lost",
             f"an input gradient of {call.site} is not captured: {_UNKNOWN.format(what)}",
@@ -208,7 +213,15 @@ class GradientTap:
         with self._lock:
             self._open.append(inflow)
 
-    def emit(self, call: _Call, port: str, slot: str, alias: str, gradient: Any, task: int) -> None:
+    def emit(
+        self,
+        call: PassedCall[GradientTap],
+        port: str,
+        slot: str,
+        alias: str,
+        gradient: Any,
+        task: int,
+    ) -> None:
         self.session.emit(
             call.site,
             port,
@@ -255,57 +268,12 @@ class _Calls(threading.local):
         return None
 
 
-class _Visits:
-    """Hands out visit numbers that stay unique when one call is passed backward more than once."""
-
-    def __init__(self) -> None:
-        self._taken: dict[int, dict[str, set[int]]] = {}
-        self._lock = threading.Lock()
-
-    def claim(self, site: str, step: int, wish: int) -> int:
-        with self._lock:
-            if step not in self._taken:
-                self._taken[step] = {}
-                while len(self._taken) > _STEPS_REMEMBERED:
-                    del self._taken[min(self._taken)]
-            taken = self._taken.setdefault(step, {}).setdefault(site, set())
-            while wish in taken:
-                wish += 1
-            taken.add(wish)
-            return wish
-
-
-class _Call:
-    """One call of one layer, as its gradients need to know it."""
-
-    __slots__ = ("_task", "_visit", "_visit_now", "class_name", "site", "step", "tap")
-
-    def __init__(self, tap: GradientTap, frame: Any) -> None:
-        # Weak: hooks may live as long as the program keeps the graph, longer than the session.
-        self.tap = weakref.ref(tap)
-        self.site: str = frame.site
-        self.class_name: str = frame.class_name
-        self.step: int = frame.step
-        self._visit: int = frame.visit
-        self._visit_now: int = frame.visit
-        self._task = -1
-
-    def visit_in(self, task: int) -> int:
-        """The visit number of this call in one backward pass."""
-        if task != self._task:
-            self._task = task
-            tap = self.tap()
-            if tap is not None:
-                self._visit_now = tap.visits.claim(self.site, self.step, self._visit)
-        return self._visit_now
-
-
 class _OutputHook:
     """Shows what arrived at one output of a call."""
 
     __slots__ = ("_alias", "_call", "_slot")
 
-    def __init__(self, call: _Call, slot: str, alias: str) -> None:
+    def __init__(self, call: PassedCall[GradientTap], slot: str, alias: str) -> None:
         self._call = call
         self._slot = slot
         self._alias = alias
@@ -325,7 +293,7 @@ class _Inflow:
 
     __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")
 
-    def __init__(self, call: _Call, slot: str, alias: str) -> None:
+    def __init__(self, call: PassedCall[GradientTap], slot: str, alias: str) -> None:
         self.call = call
         self.slot = slot
         self.alias = alias

@@ -24,7 +24,6 @@ exactly as long as without them. Nothing here may raise into the user's backward
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +32,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from driftline.adapters.backward import PassedCall, Visits
 from driftline.adapters.torch.dispatch import hide_from_compiler
 from driftline.adapters.torch.parameters import ParameterGradients
 from driftline.adapters.torch.snapshot import undisturbed
@@ -49,7 +49,6 @@ _autograd: Any = torch.autograd
 
 _LEAF = 2**64 - 1
 """Sequence number of every AccumulateGrad node; all other nodes count up within their thread."""
-_STEPS_REMEMBERED = 4
 
 
 class GradientTap:
@@ -64,7 +63,7 @@ class GradientTap:
         self.session = session
         self.active = False
         self._calls = _CallStack()
-        self.visits = _Visits()
+        self.visits = Visits()
         self._parameters = ParameterGradients(session)
         self._lock = threading.Lock()
         self._open: dict[int, list[_Inflow]] = {}
@@ -138,14 +137,16 @@ class GradientTap:
         want_input: bool = wants(site, class_name, "grad_input")
         if not (want_output or want_input):
             return
-        call = _Call(self, frame)
+        call = PassedCall[GradientTap](self, frame)
         if want_output:
             for node, slots in ends.items():
                 node.register_prehook(_OutputHook(call, slots))
         if want_input:
             self._hook_inputs(call, entry, inputs, [*ends])
 
-    def _hook_inputs(self, call: _Call, entry: _Entry, inputs: Named, ends: list[Any]) -> None:
+    def _hook_inputs(
+        self, call: PassedCall[GradientTap], entry: _Entry, inputs: Named, ends: list[Any]
+    ) -> None:
         _, first, origins = entry
         sources: dict[tuple[Any, int], _Inflow] = {}
         for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
@@ -181,7 +182,13 @@ class GradientTap:
             inflow.finish(task)
 
     def emit(
-        self, call: _Call, port: str, slot: str, alias: str, gradient: torch.Tensor, task: int
+        self,
+        call: PassedCall[GradientTap],
+        port: str,
+        slot: str,
+        alias: str,
+        gradient: torch.Tensor,
+        task: int,
     ) -> None:
         self.session.emit(
             call.site,
@@ -218,57 +225,12 @@ class _CallStack(threading.local):
         return None
 
 
-class _Visits:
-    """Hands out visit numbers that stay unique when one call is passed backward more than once."""
-
-    def __init__(self) -> None:
-        self._taken: dict[int, dict[str, set[int]]] = {}
-        self._lock = threading.Lock()
-
-    def claim(self, site: str, step: int, wish: int) -> int:
-        with self._lock:
-            if step not in self._taken:
-                self._taken[step] = {}
-                while len(self._taken) > _STEPS_REMEMBERED:
-                    del self._taken[min(self._taken)]
-            taken = self._taken.setdefault(step, {}).setdefault(site, set())
-            while wish in taken:
-                wish += 1
-            taken.add(wish)
-            return wish
-
-
-class _Call:
-    """One call of one module, as its gradients need to know it."""
-
-    __slots__ = ("_task", "_visit", "_visit_now", "class_name", "site", "step", "tap")
-
-    def __init__(self, tap: GradientTap, frame: Any) -> None:
-        # Weak: hooks may live as long as the program keeps the graph, longer than the session.
-        self.tap = weakref.ref(tap)
-        self.site: str = frame.site
-        self.class_name: str = frame.class_name
-        self.step: int = frame.step
-        self._visit: int = frame.visit
-        self._visit_now: int = frame.visit
-        self._task = -1
-
-    def visit_in(self, task: int) -> int:
-        """The visit number of this call in one backward pass."""
-        if task != self._task:
-            self._task = task
-            tap = self.tap()
-            if tap is not None:
-                self._visit_now = tap.visits.claim(self.site, self.step, self._visit)
-        return self._visit_now
-
-
 class _OutputHook:
     """Before a node runs: shows what arrived at a call's outputs."""
 
     __slots__ = ("_call", "_slots")
 
-    def __init__(self, call: _Call, slots: list[tuple[int, str, str]]) -> None:
+    def __init__(self, call: PassedCall[GradientTap], slots: list[tuple[int, str, str]]) -> None:
         self._call = call
         self._slots = slots
 
@@ -291,7 +253,7 @@ class _Inflow:
 
     __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")
 
-    def __init__(self, call: _Call, slot: str, alias: str) -> None:
+    def __init__(self, call: PassedCall[GradientTap], slot: str, alias: str) -> None:
         self.call = call
         self.slot = slot
         self.alias = alias
