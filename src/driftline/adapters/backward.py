@@ -29,6 +29,24 @@ class Visits:
             return wish
 
 
+class Contributions:
+    """Counts what each parameter has been given in one step: its visits."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._counts: dict[tuple[str, str, str], int] = {}
+
+    def number(self, step: int, port: str, site: str, name: str) -> int:
+        """Which one of this step the next contribution is."""
+        if step != self._step:
+            self._step = step
+            self._counts.clear()
+        place = (port, site, name)
+        visit = self._counts.get(place, 0)
+        self._counts[place] = visit + 1
+        return visit
+
+
 class _Tap(Protocol):
     visits: Visits
 

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from driftline.adapters.backward import Contributions
 from driftline.adapters.paddle import optimizers
 from driftline.adapters.paddle.names import FAMILY
 
@@ -103,8 +104,7 @@ class ParameterGradients:
         self._hooked: set[int] = set()
         self._handles: list[Any] = []
         self._active = False
-        self._step = -1
-        self._counts: dict[tuple[str, str, str], int] = {}
+        self._given = Contributions()
 
     def install(self) -> None:
         self._active = True
@@ -171,12 +171,7 @@ class ParameterGradients:
         session = self._session
         try:
             step: int = session.step
-            if step != self._step:
-                self._step = step
-                self._counts.clear()
-            place = (port, owner.site, owner.name)
-            visit = self._counts.get(place, 0)
-            self._counts[place] = visit + 1
+            visit = self._given.number(step, port, owner.site, owner.name)
             session.emit(
                 owner.site,
                 port,

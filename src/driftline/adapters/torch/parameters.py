@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from driftline.adapters.backward import Contributions
 from driftline.adapters.torch.dispatch import hide_from_compiler
 from driftline.adapters.torch.names import class_name_of
 
@@ -145,8 +146,7 @@ class ParameterGradients:
         self._active = False
         self._handles: list[Any] = []
         self._frozen: list[tuple[weakref.ref[torch.Tensor], Owner]] = []
-        self._step = -1
-        self._counts: dict[tuple[str, str, str], int] = {}
+        self._given = Contributions()
 
     def install(self) -> None:
         self._active = True
@@ -228,12 +228,7 @@ class ParameterGradients:
         session = self._session
         try:
             step: int = session.step
-            if step != self._step:
-                self._step = step
-                self._counts.clear()
-            place = (port, owner.site, owner.name)
-            visit = self._counts.get(place, 0)
-            self._counts[place] = visit + 1
+            visit = self._given.number(step, port, owner.site, owner.name)
             if session.wants(owner.site, owner.class_name, port):
                 session.emit(
                     owner.site,
