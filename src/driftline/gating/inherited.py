@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 from driftline.comparison.row import Row
+from driftline.gating.loose_biases import is_bias
 from driftline.gating.quantised import Quantised
 from driftline.numerics.dtypes import DType, coarser
 from driftline.tolerance.defaults import QUANTISED
@@ -76,7 +77,7 @@ class Inherited:
             return None
         limit, square = self._arrived.get(_module(row), (0.0, 0.0))
         left = reference_norm(row)
-        if row.key.slot == "bias" and left:
+        if is_bias(row.key.slot) and left:
             share = limit * math.sqrt(square) / left
             if share > limit:
                 return Inheritance(share, "of the gradients it sums")

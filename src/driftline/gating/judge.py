@@ -16,6 +16,8 @@ from driftline.comparison.table import Table
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
 from driftline.gating.inherited import Inheritance, Inherited, Unrelated, reference_norm
+from driftline.gating.loose_biases import BEYOND, BEYOND_COLUMN
+from driftline.gating.no_gradient import without_gradient
 from driftline.gating.quantised import Quantised, quantised_row
 from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import (
@@ -44,6 +46,10 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     ordered = table.reference.ordered
     inherited = Inherited(Quantised(table.rows)) if ordered else Unrelated()
     rows = tuple(_judged(table.rows, allowed, columns, inherited))
+    if ordered and not allowed.explicit:
+        rows = without_gradient(rows)
+        if any(row.decided_by == BEYOND for row in rows) and BEYOND not in columns:
+            table = replace(table, columns=(*table.columns, BEYOND_COLUMN))
     coverage = replace(table, rows=rows).coverage
     first, first_site, finding = find_divergence(rows, ordered=ordered)
     verdict: Verdict = "pass"
