@@ -125,6 +125,10 @@ class Session(ABC):
     def tree(self) -> dict[str, JSON]:
         """The module tree of the models met so far."""
 
+    def facts_of_models(self) -> dict[str, JSON]:
+        """What can be said of this process once its models have names; nothing by default."""
+        return {}
+
     def say_at_end(self) -> None:
         """Events that only the framework's adapter can tell of; none by default."""
         return
@@ -393,6 +397,8 @@ class Session(ABC):
         if self.intake.sink is not None and places != self._topology_places:
             self._topology_places = places
             self.intake.sink.topology(self.tree())
+            if facts := self.facts_of_models():
+                self.intake.sink.describe(**facts)
 
     def after_fork(self) -> None:
         """This is a forked child: nothing is under way, and its sink begins anew by itself."""

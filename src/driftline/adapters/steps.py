@@ -51,10 +51,20 @@ class StepClock:
         self._last_done = -1
         self.highest = 0
         self.ran_outside = False
+        self._concluded = False  # by an optimizer, and no model has been called since
 
     @property
     def now(self) -> int:
         return self._current.step if self._current is not None else self._base
+
+    @property
+    def concluding(self) -> int:
+        """The step whose parameters get gradients now, or are changed by them.
+
+        A program may have several optimizers, such as one for each of its models: the first that
+        steps ends the step, and what the others do before the next call belongs to it.
+        """
+        return self.now - 1 if self._concluded else self.now
 
     def step_of(self, root: Root) -> int:
         return self.now if root.helper else root.step
@@ -64,6 +74,7 @@ class StepClock:
         root = place.root
         if root.helper:
             return
+        self._concluded = False
         if self._current is not root:
             self._current = root
             if not root.ever_called and not root.opened:
@@ -94,10 +105,12 @@ class StepClock:
         ran = without_models or any(root.called or root.opened for root in self._roots)
         if self._by == "optimizer" or ran:
             self._advance_all()
+            self._concluded = self._by == "auto"
 
     def step(self) -> None:
         """The program itself says that a step is over."""
         self._by = "manual"
+        self._concluded = False
         self._advance_all()
 
     def _advance(self, root: Root) -> None:

@@ -170,7 +170,7 @@ class ParameterGradients:
     def _emit(self, port: str, owner: Owner, gradient: Any) -> None:
         session = self._session
         try:
-            step: int = session.step
+            step: int = session.clock.concluding
             visit = self._given.number(step, port, owner.site, owner.name)
             session.emit(
                 owner.site,

@@ -227,7 +227,7 @@ class ParameterGradients:
     def _emit(self, port: str, owner: Owner, gradient: torch.Tensor) -> None:
         session = self._session
         try:
-            step: int = session.step
+            step: int = session.clock.concluding
             visit = self._given.number(step, port, owner.site, owner.name)
             if session.wants(owner.site, owner.class_name, port):
                 session.emit(

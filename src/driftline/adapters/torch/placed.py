@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -63,8 +63,12 @@ def placement_of_plain(tensor: torch.Tensor) -> str:
     return "" if spec is None else f"local {placement_text(spec)}"
 
 
-def job_facts() -> dict[str, JSON]:
-    """Rank, size, groups, meshes and pipeline stages of this process; nothing where it is alone."""
+def job_facts(site_of: Callable[[Any], str | None] | None = None) -> dict[str, JSON]:
+    """Groups, meshes and pipeline stages of this process; nothing where it is alone.
+
+    Args:
+        site_of: What a module is called, once modules have names.
+    """
     distributed: Any = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return {}
@@ -74,7 +78,7 @@ def job_facts() -> dict[str, JSON]:
     try:
         facts["groups"] = _groups(distributed)
         facts["meshes"] = _meshes()
-        if stages := _stages():
+        if stages := _stages(site_of):
             facts["stages"] = stages
     except Exception:  # private parts of torch have moved: the tensors still say their own
         return facts
@@ -109,14 +113,19 @@ def _meshes() -> list[JSON]:
     return list(found.values())[:_MOST_MESHES]
 
 
-def _stages() -> list[JSON]:
-    """Which stages of a pipeline this process runs."""
+def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
+    """Which stages of a pipeline this process runs, and where their models are."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     base = getattr(module, "_PipelineStageBase", None)
     if base is None:
         return []
-    found = {(int(stage.stage_index), int(stage.num_stages)) for stage in _alive(base)}
-    return [{"stage": stage, "of": count} for stage, count in sorted(found)]
+    found: dict[tuple[int, int], dict[str, JSON]] = {}
+    for each in _alive(base):
+        stage, count = int(each.stage_index), int(each.num_stages)
+        shown = found.setdefault((stage, count), {"stage": stage, "of": count})
+        if site_of is not None and (site := site_of(each.submod)) is not None:
+            shown["site"] = site
+    return [found[each] for each in sorted(found)]
 
 
 def _alive(kind: type) -> Iterable[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -19,7 +19,8 @@ from driftline.adapters.selection import Selection
 from driftline.adapters.session import LEVELS, Session, known_levels
 from driftline.adapters.torch.device import graph_watch
 from driftline.adapters.torch.device.arrivals import Arrivals
-from driftline.adapters.torch.names import FAMILY
+from driftline.adapters.torch.names import FAMILY, unwrapped
+from driftline.adapters.torch.placed import job_facts
 from driftline.adapters.torch.snapshot import snapshot, undisturbed
 from driftline.adapters.torch.steps import StepClock, StepsBy
 from driftline.adapters.torch.tree import module_tree
@@ -111,6 +112,14 @@ class CaptureSession(Session):
     def tree(self) -> dict[str, JSON]:
         with undisturbed():  # even reading a shape shows in the program's own modes
             return cast("dict[str, JSON]", module_tree(self.names, self.execution_order).to_json())
+
+    def facts_of_models(self) -> dict[str, JSON]:
+        """Meshes and stages may be made after the capture has begun, and stages have names now."""
+        return job_facts(self._site_if_known)
+
+    def _site_if_known(self, module: Any) -> str | None:
+        place = self.names.known(module) or self.names.known(unwrapped(module))
+        return None if place is None else place.site
 
     def say_at_end(self) -> None:
         from driftline.adapters.torch import awaited, modules
