@@ -47,6 +47,7 @@ class Gathering:
         other: What it is compared with; None where that says nothing about shapes.
         onto: Rank and process to see everything as.
         targets: Shapes of wholes, where they are known from elsewhere.
+        calls: Whether the calls of a step are to be made one, too.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Gathering:
         other: Run | None,
         onto: tuple[int, int],
         targets: Mapping[TensorKey, Shape] = _NO_TARGETS,
+        *,
+        calls: bool = False,
     ) -> None:
-        self._layouts = Layouts(run, other, onto, targets)
+        self._layouts = Layouts(run, other, onto, targets, calls=calls)
         self._evidence = Evidence(self._layouts)
         self.mesh, self.groups = self._layouts.mesh, self._layouts.groups
         self._fused: dict[str, tuple[int, ...]] = {}
@@ -160,9 +163,11 @@ class Gathering:
         return ()
 
 
-def common_shapes(first: Run, second: Run, onto: tuple[int, int]) -> dict[TensorKey, Shape]:
+def common_shapes(
+    first: Run, second: Run, onto: tuple[int, int], *, calls: bool = False
+) -> dict[TensorKey, Shape]:
     """Shapes of wholes that the parts of two runs can both make, where only one fits both."""
-    ours, theirs = Layouts(first, None, onto).possible(), Layouts(second, None, onto).possible()
+    ours, theirs = (Layouts(run, None, onto, calls=calls).possible() for run in (first, second))
     found: dict[TensorKey, Shape] = {}
     for key, shapes in ours.items():
         both = shapes & theirs.get(key, set[Shape]())

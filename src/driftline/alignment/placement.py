@@ -99,6 +99,7 @@ def gather_ranks(
     *,
     onto: tuple[int, int],
     targets: Mapping[TensorKey, tuple[int, ...]] | None = None,
+    calls: bool = False,
 ) -> tuple[SeenRun, list[str]]:
     """The run as if its ranks were one, and what to say about it.
 
@@ -113,6 +114,7 @@ def gather_ranks(
             itself, and says nothing yet.
         onto: Rank and process to see everything as.
         targets: Shapes of wholes, where they are known from elsewhere.
+        calls: Whether the calls of a step are to be made one, too.
 
     Raises:
         BadInput: A rule covers nothing.
@@ -120,7 +122,7 @@ def gather_ranks(
     from driftline.alignment.gathering import Gathering
     from driftline.alignment.rank_groups import processes_of
 
-    found = Gathering(run, other, onto, targets or {})
+    found = Gathering(run, other, onto, targets or {}, calls=calls)
     used: set[Placement] = set()
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}

@@ -133,6 +133,8 @@ class Evidence:
             self.notes.append(
                 f"gradients of ranks that had other data: {word} of them is the other run's"
             )
+        if not votes and self._layouts.calls and self._layouts.other is None:
+            return True  # of two pipelines the first to be made one: the other is measured by it
         return votes[True] > votes[False]
 
     # --- terms of a sum

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from driftline.alignment.rank_mesh import Coordinate, Mesh
-from driftline.alignment.stages import Stages
+from driftline.alignment.stages import Stages, is_border
 from driftline.errors import DriftlineError
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
@@ -101,7 +101,13 @@ def processes_of(run: Run) -> dict[int, int]:
 
 
 def groups_of(
-    run: Run, other: Run | None, mesh: Mesh, stages: Stages | None, onto: tuple[int, int]
+    run: Run,
+    other: Run | None,
+    mesh: Mesh,
+    stages: Stages | None,
+    onto: tuple[int, int],
+    *,
+    calls: bool = False,
 ) -> list[Group]:
     """Every tensor of a run of many ranks, in the order of the first rank that has it."""
     ranks = processes_of(run)
@@ -109,17 +115,19 @@ def groups_of(
     inside = (
         set[tuple[int, str]]()
         if stages is None
-        else {(r.key.rank, r.digest) for r in run.records if r.key.site != "(root)"}
+        else {(r.key.rank, r.digest) for r in run.records if not is_border(stages.key(r.key))}
     )
     for record in run.records:
         key = record.key if stages is None else stages.key(record.key)
-        if key.site != record.key.site == "(root)" and (record.key.rank, record.digest) in inside:
+        if is_border(key) and (record.key.rank, record.digest) in inside:
             continue  # what a stage takes and gives is what its first and last layers do
         if ranks.get(record.key.rank) != record.key.process:
             continue
         key = key._replace(rank=onto[0], process=onto[1])
         parts.setdefault(key, {})[record.key.rank] = record
-    micro = {} if other is None else _micro(parts, other)
+    if stages is not None:
+        parts = _once(parts)
+    micro = _micro(parts, other, pipeline=stages is not None, calls=calls)
     found: dict[TensorKey, Group] = {}
     for key, members in parts.items():
         many = micro.get(key._replace(visit=0), 1)
@@ -133,13 +141,45 @@ def groups_of(
     return [group._replace(parts=dict(sorted(group.parts.items()))) for group in found.values()]
 
 
-def _micro(keys: Iterable[TensorKey], other: Run) -> dict[TensorKey, int]:
-    """Tensors that one call of the other run stands against several of, and how many."""
-    mine, theirs = (
-        Counter(key._replace(visit=0) for key in each)
-        for each in (keys, [record.key for record in other.records])
+def _once(parts: Mapping[TensorKey, dict[int, Record]]) -> dict[TensorKey, dict[int, Record]]:
+    """Tensors of a pipeline without the gradients that pass a second time.
+
+    Schedules that compute the gradients of weights later walk a call's graph twice: a site then has
+    more gradients than calls. What passes again has passed before, and is not counted.
+    """
+    calls = Counter(
+        (key.step, key.site) for key in parts if (key.port, key.slot) == ("output", "0")
     )
-    return {key: count for key, count in mine.items() if count > 1 and theirs.get(key) == 1}
+    visits: dict[TensorKey, list[TensorKey]] = {}
+    for key in parts:
+        if key.port in ("grad_input", "grad_output"):
+            visits.setdefault(key._replace(visit=0), []).append(key)
+    renamed: dict[TensorKey, TensorKey | None] = {}
+    for one, keys in visits.items():
+        keys.sort(key=lambda key: key.visit)
+        if len(keys) > calls[one.step, one.site] > 0:
+            new = {frozenset(r.digest for r in parts[key].values()): key for key in reversed(keys)}
+            keys = [key for key in keys if key in new.values()]
+            renamed.update(dict.fromkeys(visits[one]))
+        renamed.update({key: one._replace(visit=n) for n, key in enumerate(keys)})
+    named = ((renamed.get(key, key), members) for key, members in parts.items())
+    return {key: members for key, members in named if key is not None}
+
+
+def _micro(
+    keys: Iterable[TensorKey], other: Run | None, *, pipeline: bool, calls: bool
+) -> dict[TensorKey, int]:
+    """Tensors that one call of the other run stands against several of, and how many.
+
+    Schedules of pipelines walk back through micro-batches in their own order: where the other run
+    is none that says better, what all of them give to a parameter is one.
+    """
+    mine = Counter(key._replace(visit=0) for key in keys)
+    if other is not None:
+        theirs = Counter(record.key._replace(visit=0) for record in other.records)
+        return {key: count for key, count in mine.items() if count > 1 and theirs.get(key) == 1}
+    terms = mine.items() if pipeline else ()
+    return {k: count for k, count in terms if count > 1 and (calls or k.port == "param_grad")}
 
 
 def in_execution(groups: Sequence[Group]) -> list[Group]:

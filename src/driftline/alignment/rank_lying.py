@@ -29,6 +29,7 @@ class Layouts:
         other: What it is compared with; None where that is not one either.
         onto: Rank and process to see everything as.
         targets: Shapes of wholes, where they are known from elsewhere.
+        calls: Whether the calls of a step are to be made one, too.
 
     Attributes:
         mesh: Where the ranks stand.
@@ -45,12 +46,15 @@ class Layouts:
         other: Run | None,
         onto: tuple[int, int],
         targets: Mapping[TensorKey, Shape] = _NO_TARGETS,
+        *,
+        calls: bool = False,
     ) -> None:
         self.run = run
         self.other = other
+        self.calls = calls
         self.mesh = mesh_of(run)
-        stages = None if other is None else stages_of(run, other)
-        self.groups = groups_of(run, other, self.mesh, stages, onto)
+        stages = stages_of(run, other)
+        self.groups = groups_of(run, other, self.mesh, stages, onto, calls=calls)
         self.notes: list[str] = [] if stages is None else [stages.note()]
         self.wholes: dict[TensorKey, Record] = {}
         if other is not None:

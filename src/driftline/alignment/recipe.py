@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from driftline.errors import BadInput
+from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 StepKind = Literal[
@@ -34,6 +35,7 @@ JOINING: tuple[StepKind, ...] = ("concat", "sum", "mean", "dequantise")
 
 _MOST_POSITIONS = 1 << 22
 """A saved plan is text of somebody else: so many selected positions are believed, no more."""
+_RANK, _VISIT = (TensorKey._fields.index(name) for name in ("rank", "visit"))
 _WORDS = re.compile(r"\s*([a-z]+)\s*(?:\(([^()]*)\))?\s*")
 
 
@@ -268,13 +270,15 @@ def _records(sources: Iterable[Source]) -> Iterator[Record]:
 
 
 def _counted(sources: Sequence[Source]) -> str:
-    """`q, k, v` while that is short; what several ranks hold goes by their number."""
+    """`q, k, v` while that is short; what several ranks or calls hold goes by their number."""
     if any(isinstance(source, Recipe) for source in sources):
         return "(" + "), (".join(map(_source_text, sources)) + ")"
     records = cast("Sequence[Record]", sources)
-    places = {record.key._replace(rank=0, process=0) for record in records}
+    places = {record.key._replace(rank=0, process=0, visit=0) for record in records}
     if len(places) == 1:
-        return f"{len(records)} ranks"
+        ranks, calls = ({r.key[at] for r in records} for at in (_RANK, _VISIT))
+        said = [f"{len(ranks)} ranks"] if len(ranks) > 1 or len(calls) < 2 else []
+        return " and ".join([*said, f"{len(calls)} calls"] if len(calls) > 1 else said)
     names = [
         f"{record.key.site}/{record.key.slot}"
         if len({r.key.site for r in records}) > 1

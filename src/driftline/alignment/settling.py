@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from driftline.alignment.door import AlignOptions
 
 
-_PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})
+PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Types that need nothing done to be compared with each other."""
 
 
 _CODES = frozenset({"int8", "int4"})
-_WEIGHTS = frozenset({"param", "param_grad", "optimizer_grad"})
+WEIGHTS = frozenset({"param", "param_grad", "optimizer_grad"})
 
 
 class Seen(NamedTuple):
@@ -106,7 +106,8 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
             rules.settled(pair) if apart else pair
             for pair, apart in zip(plan.pairs, unlike, strict=True)
         )
-        plan = _without_sources(plan._replace(pairs=pairs, notes=(*plan.notes, *rules.notes)))
+        notes = tuple(dict.fromkeys((*plan.notes, *rules.notes)))  # of ranks each for itself
+        plan = _without_sources(plan._replace(pairs=pairs, notes=notes))
     if options.masks:
         from driftline.alignment.masks import masked
 
@@ -137,7 +138,7 @@ def framework_of(run: Run) -> str:
 
 def _is_square_weight(pair: Pair) -> bool:
     shape = pair.reference.shape
-    return len(shape) == 2 and shape[0] == shape[1] and pair.reference.key.port in _WEIGHTS
+    return len(shape) == 2 and shape[0] == shape[1] and pair.reference.key.port in WEIGHTS
 
 
 def _unlike(pair: Pair, foreign: bool) -> bool:
@@ -147,12 +148,12 @@ def _unlike(pair: Pair, foreign: bool) -> bool:
     there = theirs.shape if pair.candidate_recipe is None else pair.candidate_recipe.shape
     if here != there:
         return not pair.trouble
-    if ours.dtype != theirs.dtype and not (ours.dtype in _PLAIN and theirs.dtype in _PLAIN):
+    if ours.dtype != theirs.dtype and not (ours.dtype in PLAIN and theirs.dtype in PLAIN):
         return not pair.trouble
     # A square weight may lie transposed and have the same shape.
     return (
         (foreign or ours.class_name != theirs.class_name)
-        and not {ours.key.port, theirs.key.port}.isdisjoint(_WEIGHTS)
+        and not {ours.key.port, theirs.key.port}.isdisjoint(WEIGHTS)
         and len(here) == 2
         and not pair.trouble
     )
@@ -187,15 +188,19 @@ def _lie_differently(
     if len(many[0]) == 1 or ours != theirs:
         return False
     # As many ranks on both sides, but perhaps another mesh: tensors that rank by rank are others.
+    from driftline.alignment.stages import stages_said
+
+    if stages_said(reference) or stages_said(candidate):
+        return True  # other stages, or another order of micro-batches
     known = {record.key: record for record in reference.records}
     for record in candidate.records:
         same = known.get(record.key)
-        if same is not None and _way(same.placement) != _way(record.placement):
+        if same is not None and way(same.placement) != way(record.placement):
             return True
     return False
 
 
-def _way(placement: str) -> str:
+def way(placement: str) -> str:
     """How a tensor lies, without where this rank stands."""
     return "" if placement.startswith("local ") else placement.partition(" at (")[0]
 
@@ -229,12 +234,26 @@ def _gathered(
     # Both are in pieces: they are made the shapes that both can make.
     from driftline.alignment.gathering import common_shapes
 
-    targets = common_shapes(reference, candidate, onto)
-    first, _ = gather_ranks(reference, rules, None, onto=onto, targets=targets)
-    there, said = gather_ranks(candidate, rules, first, onto=onto, targets=targets)
-    here, said_here = gather_ranks(reference, rules, there, onto=onto, targets=targets)
+    calls = _calls_differ(reference, candidate)
+    targets = common_shapes(reference, candidate, onto, calls=calls)
+    first, _ = gather_ranks(reference, rules, None, onto=onto, targets=targets, calls=calls)
+    there, said = gather_ranks(candidate, rules, first, onto=onto, targets=targets, calls=calls)
+    here, said_here = gather_ranks(reference, rules, there, onto=onto, targets=targets, calls=calls)
     notes += [*said_here, *said]
     return here, there
+
+
+def _calls_differ(reference: Run, candidate: Run) -> bool:
+    """Whether two pipelines had their batch in another number of parts."""
+    from driftline.alignment.stages import stages_said
+
+    if not stages_said(reference) or not stages_said(candidate):
+        return False
+    visits = [
+        max((r.key.visit for r in run.records if r.key.port == "output"), default=0)
+        for run in (reference, candidate)
+    ]
+    return visits[0] != visits[1]
 
 
 def _explained(plan: Plan) -> Plan:
@@ -254,13 +273,18 @@ def _explained(plan: Plan) -> Plan:
         steps = {key.step for key in known[side]}
         ranks = {key.rank for key in known[side]}
         for record in records:
-            if (side, record.key) in reasons:
-                continue
-            if record.key.step not in steps:
-                reasons[side, record.key] = f"the {other} has no step {record.key.step}"
-            elif record.key.rank not in ranks:
-                reasons[side, record.key] = f"the {other} has no rank {record.key.rank}"
+            if (side, record.key) not in reasons and (
+                why := why_alone(record.key, other, steps, ranks)
+            ):
+                reasons[side, record.key] = why
     return plan if reasons == dict(plan.reasons) else plan._replace(reasons=reasons)
+
+
+def why_alone(key: TensorKey, other: str, steps: set[int], ranks: set[int]) -> str:
+    """Why the other side, of these steps and ranks, cannot have a tensor; empty when it could."""
+    if key.step not in steps:
+        return f"the {other} has no step {key.step}"
+    return "" if key.rank in ranks else f"the {other} has no rank {key.rank}"
 
 
 def _late(key: TensorKey) -> bool:
