@@ -11,8 +11,7 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from driftline.adapters.budgets import WhenFull
 from driftline.adapters.reduction import Reduction
@@ -26,9 +25,6 @@ from driftline.launch.atb_harvest import AtbHarvest
 from driftline.launch.plan import FRAMEWORKS, CapturePlan, DumpType, Layout, Level, LogLevel
 from driftline.launch.run import Outcome, run_command, say_steps
 from driftline.launch.sizes import say_size, size_of
-
-if TYPE_CHECKING:
-    from driftline.remote.sending import Sent
 
 _WHICH = "Which tensors"
 _HOW = "How much of them"
@@ -208,13 +204,13 @@ def dump(
                 "--type": bool(type_),
                 "-tiling": save_tiling,
                 "--layout": layout != "run",
-                "--stage": bool(stage),
                 "--graph": bool(graph),
             }
         )
         return onnx.dump_onnx(
             said,
             output=output,
+            stage=stage,
             selection=selection if execute_range or step else replace(selection, steps=()),
             reduction=_reduction(keep, only_save_desc),
             levels=level or (),
@@ -285,9 +281,9 @@ def summary(outcome: Outcome) -> list[str]:
         if outcome.without_probe:
             lines.append(f"  note: {outcome.without_probe}")
     if outcome.sent is not None and outcome.sent.reason and plan.says("critical"):
-        lines += _unsent(outcome.sent, plan.url)
+        lines += words.said_unsent(outcome.sent, plan.url)
     elif harvest.tensors and plan.says("info") and plan.layout == "run":
-        where = plan.url or _shown(plan.output)
+        where = plan.url or words.shown(plan.output)
         lines.append(f"  next: driftline compare {shlex.quote(where)} ANOTHER_RUN")
     if lines and lines[0].startswith("  "):  # the line these belong to was not wanted
         lines[0] = f"driftline: {lines[0].strip()}"
@@ -300,7 +296,7 @@ MOST_NOTES = 8
 def _what_was_captured(outcome: Outcome) -> str:
     harvest, plan = outcome.harvest, outcome.plan
     whole = outcome.sent is not None and not outcome.sent.reason
-    where = outcome.sent.url if whole and outcome.sent else _shown(plan.output)
+    where = outcome.sent.url if whole and outcome.sent else words.shown(plan.output)
     processes = len(harvest.processes)
     kinds = "1 process" if processes == 1 else f"{processes} processes"
     parts: list[str] = []
@@ -332,21 +328,11 @@ def _what_both_captured(outcome: Outcome, atb: AtbHarvest) -> list[str]:
             f"device{'s' if len(atb.devices) > 1 else ''} {devices}, {say_steps(atb.steps)}"
         )
     parts += atb.beside
-    where = ", ".join(_shown(str(root)) for root in atb.roots)
+    where = ", ".join(words.shown(str(root)) for root in atb.roots)
     lines = [torch, f"driftline: atb: {', '.join(parts) or 'no tensor'} in {where}"]
     if atb.tensors:
-        lines.append(f"  next: driftline show {shlex.quote(_shown(str(atb.roots[0])))}")
+        lines.append(f"  next: driftline show {shlex.quote(words.shown(str(atb.roots[0])))}")
     return lines
-
-
-def _unsent(sent: Sent, url: str) -> list[str]:
-    where = _shown(str(sent.folder))
-    files = "1 file" if sent.left == 1 else f"{sent.left} files"
-    return [
-        f"driftline: not all of it is at {sent.url}: {sent.reason}",
-        f"  {files} wait in {where}",
-        f"  hint: go on with: driftline push {shlex.quote(where)} {shlex.quote(url)}",
-    ]
 
 
 def _skipped(outcome: Outcome) -> str:
@@ -366,14 +352,6 @@ def _ending(status: int) -> str:
         with suppress(ValueError):
             return f"was ended by signal {status - 128} ({signal.Signals(status - 128).name})"
     return f"ended with status {status}"
-
-
-def _shown(path: str) -> str:
-    """A path as short as it still works from here."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
 
 
 def _reduction(keep: str | None, only_save_desc: bool) -> Reduction:

@@ -7,21 +7,22 @@ that mean nothing then are refused.
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
-from driftline.cli import script
+from driftline.cli import dump_words, script
 from driftline.cli.progress import on_terminal
-from driftline.errors import EXIT_FINE, BadInput
+from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput
 from driftline.launch.sizes import say_size, size_of
 
 if TYPE_CHECKING:
     from driftline.adapters.onnxruntime.door import OnnxCapture
+    from driftline.remote.sending import Sent
 
 Optimize = Literal["none", "basic", "extended", "all"]
 GROUP = "ONNX Runtime"
@@ -91,6 +92,7 @@ def dump_onnx(
     words: OnnxWords,
     *,
     output: str,
+    stage: str,
     selection: Selection,
     reduction: Reduction,
     levels: Sequence[str],
@@ -110,12 +112,9 @@ def dump_onnx(
             "there are no inputs to run the model with",
             hint=f"--inputs x.npz, or a run whose inputs are taken; {_takes(words.model)}",
         )
-    if "://" in output:
-        raise BadInput(
-            "a run of ONNX Runtime is written to a folder here",
-            hint=f"driftline push RUN {output} sends it there",
-        )
-    place = output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}"
+    place, url = dump_words.place_of_run(output, stage)
+    if not url:
+        place = output or Path(place).name
     options: dict[str, Any] = {
         "optimize": words.optimize or "all",
         "providers": tuple(one for word in words.providers for one in word.split(",") if one),
@@ -131,28 +130,71 @@ def dump_onnx(
         "force": force,
     }
     if dry_run and not script.asked():
-        for line in _plan(words, place, options):
+        for line in _plan(words, url or place, options):
             print(line)
         return EXIT_FINE
     progress = None if quiet else on_terminal("tensors")
+    sent: Sent | None = None
+    given = [script.part(open_run, word) if "://" in word else word for word in words.inputs]
     try:
-        captured = script.step(
-            "captured",
-            capture_onnx,
-            words.model,
-            [script.part(open_run, word) if "://" in word else word for word in words.inputs],
-            place,
-            **options,
-            progress=progress,
-        )
+        if url and not script.asked():
+            captured, sent = _sent_meanwhile(words.model, given, place, url, options, progress)
+        else:
+            captured = script.step(
+                "captured",
+                capture_onnx,
+                words.model,
+                given,
+                place,
+                **options,
+                progress=progress,
+            )
     finally:
         if progress is not None:
             progress.close()
+    if url and script.asked():
+        from driftline.remote.door import push
+
+        script.step("sent", push, place, url, force=force)
     script.end(captured)
+    unsent = sent is not None and bool(sent.reason)
     if not quiet:
-        for line in _summary(captured, words, place):
+        for line in _summary(captured, words, sent.url if sent is not None else place):
             print(line, file=sys.stderr)
-    return EXIT_FINE
+    if unsent and sent is not None:
+        for line in dump_words.said_unsent(sent, url):
+            print(line, file=sys.stderr)
+    return EXIT_COULD_NOT if unsent else EXIT_FINE
+
+
+def _sent_meanwhile(
+    model: str,
+    inputs: Sequence[Any],
+    place: str,
+    url: str,
+    options: Mapping[str, Any],
+    progress: Callable[[int, int], None] | None,
+) -> tuple[OnnxCapture, Sent]:
+    """Capture into a folder whose shards go to an address as soon as they are complete."""
+    from driftline.adapters.onnxruntime.door import capture_onnx
+    from driftline.remote.sending import Sending
+    from driftline.runs.manifest import create_run
+    from driftline.runs.writer import RunWriter
+
+    rest = dict(options)
+    most = rest.pop("max_bytes")
+    sending = Sending(Path(place), url, force=rest.pop("force"), staged=True)
+    writer = RunWriter(place, max_bytes=most, shard_bytes=dump_words.SENT_SHARD_BYTES)
+    try:
+        create_run(place)
+        sending.begin()
+        captured = capture_onnx(model, inputs, writer, **rest, progress=progress)
+    except BaseException:
+        writer.close()
+        sending.abandon()
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    return captured, sending.finish()
 
 
 def _entries(given: Sequence[str]) -> dict[str, str] | None:

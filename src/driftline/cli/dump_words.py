@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from driftline import settings
 from driftline.adapters.budgets import Budgets, budgets_from
@@ -19,6 +20,9 @@ from driftline.errors import BadInput
 from driftline.launch.plan import Engine
 from driftline.launch.sizes import size_of
 from driftline.runs.layout import SENT_SHARD_BYTES as SENT_SHARD_BYTES
+
+if TYPE_CHECKING:
+    from driftline.remote.sending import Sent
 
 _SEPARATORS = re.compile(r"[,，、\s]+")
 _OPERATOR = re.compile(r"[<>|;&]+")
@@ -76,6 +80,25 @@ def place_of_run(output: str, stage: str) -> tuple[str, str]:
             hint="leave it out, or give an address with -o, such as s3://bucket/run",
         )
     return str(Path(output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}").absolute()), ""
+
+
+def shown(path: str) -> str:
+    """A path as short as it still works from here."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def said_unsent(sent: Sent, url: str) -> list[str]:
+    """What waits here after a run was sent in part, and how to go on."""
+    where = shown(str(sent.folder))
+    files = "1 file" if sent.left == 1 else f"{sent.left} files"
+    return [
+        f"driftline: not all of it is at {sent.url}: {sent.reason}",
+        f"  {files} wait in {where}",
+        f"  hint: go on with: driftline push {shlex.quote(where)} {shlex.quote(url)}",
+    ]
 
 
 def shell_operator(text: str) -> str:

@@ -125,7 +125,7 @@ def messages(outcome: WatchOutcome) -> list[str]:
     if plan.says("warning"):
         lines += [f"  note: {text}" for text in outcome.remarks[:MOST_SHOWN]]
     if outcome.findings and plan.says("info") and Path(plan.folder).is_dir():
-        where = shlex.quote(_shown(plan.folder))
+        where = shlex.quote(words.shown(plan.folder))
         look = "opcheck -i" if plan.level == "operator" else "show"
         lines.append(f"  written to {where}, tensors and all: driftline {look} {where}")
     if lines and lines[0].startswith("  "):
@@ -206,11 +206,3 @@ def write_headroom(path: Path, outcome: WatchOutcome) -> None:
                 table.writerow((site, dtype, repr(most), "" if bits is None else f"{bits:.3f}"))
     except OSError as problem:
         raise BadInput(f"cannot write {path}: {problem.strerror or problem}") from None
-
-
-def _shown(path: str) -> str:
-    """A path as short as it still works from here."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path

@@ -22,7 +22,7 @@ from driftline.adapters.onnxruntime.snapshot import look
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection, patterns, require_visible
 from driftline.errors import BadInput
-from driftline.runs.manifest import check_room, create_run
+from driftline.runs.manifest import check_room, create_run, refuse_addresses
 from driftline.runs.sink import Sink
 from driftline.runs.writer import RunWriter
 
@@ -139,10 +139,12 @@ def capture_onnx(
     exported = Graph(proto)
     del proto
     writes = isinstance(path, str | os.PathLike)
-    if writes:
-        check_room(Path(path), force=force)  # before minutes of work
+    if writes:  # before minutes of work
+        refuse_addresses(path)
+        check_room(Path(path), force=force)
+    place = Path(path) if writes else path.path if isinstance(path, RunWriter) else None
     with contextlib.ExitStack() as stack:
-        folder = _scratch(stack, Path(path).absolute().parent if writes else None)
+        folder = _scratch(stack, place.absolute().parent if place is not None else None)
         work = Work(file, plan, exported, folder)
         every = feeds_of(inputs, work.wanted)
         feeds = [(step, feed) for step, feed in every if chosen.takes_step(step)]
@@ -154,7 +156,7 @@ def capture_onnx(
         taken = work.choose(chosen, shown)
         expected = [work.plain_digests(feed) for _, feed in feeds]
         work.let_go()
-        sink, place = _sink(path, max_bytes=max_bytes, force=force)
+        sink, written = _sink(path, max_bytes=max_bytes, force=force)
         stack.callback(sink.close)
         sink.describe(**facts(file, files, plan, work.seen))
         intake = Intake(sink, chosen, reduction, 0, 0, look)
@@ -168,7 +170,7 @@ def capture_onnx(
             progress,
         )
         return OnnxCapture(
-            place,
+            written,
             sink.tensors_written,
             sink.bytes_written,
             tuple(step for step, _ in feeds),
