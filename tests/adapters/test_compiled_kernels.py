@@ -15,6 +15,7 @@ from capture_zoo import one_thread
 from torch import nn
 
 import driftline
+from driftline.alignment.planfile import write_plan
 from driftline.runs.calls import GRAPHS
 from driftline.runs.graphs import Graph, read_graphs
 
@@ -96,7 +97,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
             compiled(path / "wrong", "inductor")
             compiled(path / "wrong_apart", "inductor", fusion=False)
         torch._dynamo.reset()
-        yield Desk(path, plain, seen, kernels_plain, kernels_seen)
+    yield Desk(path, plain, seen, kernels_plain, kernels_seen)
 
 
 def graphs(path: Path) -> list[Graph]:
@@ -132,13 +133,16 @@ def test_recording_changes_neither_kernels_nor_bits(desk: Desk) -> None:
 def test_a_fused_kernel_is_set_against_the_last_node_of_the_fusion(desk: Desk) -> None:
     plan = driftline.align(desk.path / "fx", desk.path / "inductor")
     pairs = {p.reference.key.site: p for p in plan.pairs if p.by == "graph"}
-    assert pairs.keys() == {"up/addmm", "gate/mul", "down/addmm_1"}
+    views = {"up/view_1", "down/view_2", "down/view_3"}  # of what those give
+    assert pairs.keys() - views == {"up/addmm", "gate/mul", "down/addmm_1"}
     assert all(pair.confidence == 1 for pair in pairs.values())
     reasons = {key.site: why for (side, key), why in plan.reasons.items() if side == "reference"}
     assert reasons["gate.act/sigmoid"] == (
         "inside a fusion: cpp_fused_mul_sigmoid_view_0 computes it on the way to mul"
     )
-    assert "a view of addmm" in reasons["up/view_1"]
+    assert pairs["gate/mul"].fused == "gate.act: sigmoid; gate: mul"
+    assert pairs["up/addmm"].fused == ""
+    assert pairs["gate/mul"].line.startswith(f"{__file__}:")
     assert any("only those are paired" in note for note in plan.notes)
     assert any("node by node" in note for note in plan.notes)
     for reference in ("fx", "modules", "ops"):
@@ -153,6 +157,7 @@ def test_a_wrong_decomposition_is_named_at_its_node(desk: Desk) -> None:
     path = desk.path
     site, finding = starts_at(path / "fx", path / "wrong_apart")
     assert site == "gate.act/sigmoid" and "aten.sigmoid.default" in finding
+    assert f"(computed at {__file__}:" in finding and "fusion" not in finding
     site, _ = starts_at(path / "modules", path / "wrong_apart")
     assert site == "gate.act"
     site, _ = starts_at(path / "ops", path / "wrong_apart")
@@ -162,11 +167,29 @@ def test_a_wrong_decomposition_is_named_at_its_node(desk: Desk) -> None:
 def test_inside_a_fusion_the_kernel_that_holds_it_is_named(desk: Desk) -> None:
     path = desk.path
     site, finding = starts_at(path / "fx", path / "wrong")
-    assert site == "gate/mul" and "sigmoid" in finding  # the kernel's name says what it fused
+    said = "inside the fusion of gate.act: sigmoid; gate: mul; --no-fusion takes them apart)"
+    assert site == "gate/mul" and said in finding
     site, finding = starts_at(path / "modules", path / "wrong")
-    assert site == "gate" and "sigmoid" in finding
+    assert site == "gate" and said in finding
     site, finding = starts_at(path / "ops", path / "wrong")
-    assert site == "gate/aten.mul" and "sigmoid" in finding
+    assert site == "gate/aten.mul" and said in finding
+
+
+def test_every_row_of_a_node_has_its_line_and_a_saved_plan_keeps_it(desk: Desk) -> None:
+    path = desk.path
+    table = driftline.compare(path / "fx", path / "wrong")
+    lines = {row.site: row.line for row in table.rows if "/" in row.site}
+    assert {site for site, line in lines.items() if not line} == {"(root)/arg2_1"}, lines
+    assert lines["gate.act/sigmoid"].startswith(f"{__file__}:")  # lone, inside the fusion
+    table.write(path / "table")
+    again = driftline.open_table(path / "table")
+    assert [(row.line, row.fused) for row in again.rows] == [
+        (row.line, row.fused) for row in table.rows
+    ]
+    plan = path / "plan.toml"
+    write_plan(driftline.align(path / "fx", path / "wrong"), plan)
+    planned = driftline.compare(path / "fx", path / "wrong", plan=plan)
+    assert planned.finding == table.finding
 
 
 def test_without_fusion_every_node_has_a_kernel(desk: Desk) -> None:

@@ -23,6 +23,8 @@ PAIR = Row(
         "bfloat16",
         (2, 3),
         (),
+        "net.py:3 in forward",
+        "mlp: silu, mul",
     ),
     *("values", ("cosine", "rmse"), {"rmse": 0.1, "different": 7, "cosine": math.nan}),
     *("rmse", math.inf, "user", 2.5),

@@ -7,6 +7,7 @@ however, are paired call by call (`compiled_pairs.py`). Reads lists of graphs an
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -33,6 +34,11 @@ RESHAPES = frozenset(
     f"aten.{name}"
     for name in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "detach")
 )
+
+
+_SAME_ELEMENTS = RESHAPES | {"aten.expand", "aten.clone"}
+FARTHEST = 8
+"""So many views may lie between a value and the memory that holds it."""
 
 
 class Value(NamedTuple):
@@ -158,12 +164,31 @@ class Graphs:
 
     @cached_property
     def by_node(self) -> dict[tuple[int, str, int, int], Value]:
-        """Values by graph, node, step and visit."""
-        return {
-            (id(value.graph), value.node.name, value.record.key.step, value.record.key.visit): value
-            for value in self.values
-            if value.node is not None
-        }
+        """Values by graph, node, step and visit; a view's is that of what it shows, too."""
+        found: dict[tuple[int, str, int, int], Value] = {}
+        shown: dict[tuple[int, str, int, int], Value] = {}
+        for value in self.values:
+            key = value.record.key
+            for node in self.same_elements(value):
+                at = (id(value.graph), node.name, key.step, key.visit)
+                (found if node is value.node else shown).setdefault(at, value)
+        return shown | found
+
+    def same_elements(self, value: Value) -> Iterator[GraphNode]:
+        """The node of a value, and those before it of which it only is another shape.
+
+        A softmax that is expanded to the shape it has is kept as the value of the `expand`.
+        """
+        node = value.node
+        for _ in range(FARTHEST):
+            if node is None:
+                return
+            yield node
+            same = node.target.rpartition(".")[0] in _SAME_ELEMENTS and len(node.inputs) == 1
+            source = self.node(value.graph, node.inputs[0]) if same else None
+            if source is None or source.shape is None or node.shape is None:
+                return
+            node = source if math.prod(source.shape) == math.prod(node.shape) else None
 
     @cached_property
     def by_place(self) -> dict[Place, list[tuple[Graph, GraphNode]]]:
@@ -196,6 +221,33 @@ class Graphs:
         keeps = kept.node or kept.buffer
         return f"inside a fusion: {kernel.name} computes it on the way to {keeps}"
 
+    @cached_property
+    def _kept_nodes(self) -> dict[int, set[str]]:
+        """By graph: nodes whose value a kernel keeps."""
+        return {
+            id(graph): {kept.node for kernel in graph.kernels for kept in kernel.kept if kept.node}
+            for graph in self.graphs
+        }
+
+    def computed_for(self, value: Value) -> list[GraphNode]:
+        """The nodes that a kernel computes on the way to a value, in order.
+
+        Inductor's own list goes on through results that an earlier kernel left in memory.
+        """
+        if value.kept is None:
+            return []
+        graph, kept = value.graph, self._kept_nodes[id(value.graph)]
+        went_in = set(value.kept.nodes)
+        waiting = [value.kept.node] if value.kept.node else list(went_in - kept)
+        found = set(waiting)
+        while waiting:
+            node = self.node(graph, waiting.pop())
+            for name in node.inputs if node is not None else ():
+                if name in went_in and name not in found and name not in kept:
+                    found.add(name)
+                    waiting.append(name)
+        return [node for node in graph.nodes if node.name in found]
+
     def uses(self, graph: Graph) -> dict[str, list[GraphNode]]:
         """Who takes what a node gives."""
         found: dict[str, list[GraphNode]] = defaultdict(list)
@@ -220,7 +272,8 @@ def said_of(value: Value) -> str:
     if value.record.key.phase == "recompute":
         return "computed again in the backward pass"
     if not value.node.origins:
-        return f"part of an operator that was taken apart ({value.kernel.name})"
+        whole = value.node.operator or "an operator"
+        return f"part of {whole}, which was taken apart ({value.kernel.name})"
     return ""
 
 

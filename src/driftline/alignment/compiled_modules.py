@@ -12,15 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from driftline.alignment.compiled import RESHAPES, Found, Graphs, Match
+from driftline.alignment.compiled import FARTHEST, RESHAPES, Found, Graphs, Match
 from driftline.alignment.recipe import Recipe, Step, start
 from driftline.runs.graphs import Graph, GraphNode
 from driftline.runs.record import Record
 
 NO_NODE = "no node of the compiled graphs stems from it"
 OF_A_MODULE = 0.95
-_FARTHEST = 8
-"""So many views may lie between a module's output and the memory that holds it."""
 
 
 def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
@@ -103,7 +101,7 @@ def _reached(
     """The tensor that holds a node's value, directly or seen through views."""
     steps: list[Step] = []
     wanted = shape
-    for _ in range(_FARTHEST):
+    for _ in range(FARTHEST):
         value = graphs.by_node.get((id(graph), node.name, step, visit))
         if value is not None:
             return value.record, _seen_through(value.record, steps, shape)
@@ -134,7 +132,7 @@ def _seen_through(record: Record, steps: Sequence[Step], shape: tuple[int, ...])
 
 
 def _behind_views(graphs: Graphs, graph: Graph, node: GraphNode) -> GraphNode:
-    for _ in range(_FARTHEST):
+    for _ in range(FARTHEST):
         source = graphs.node(graph, node.inputs[0]) if len(node.inputs) == 1 else None
         looks = node.axes is not None or node.target.rpartition(".")[0] in RESHAPES
         if source is None or not looks:

@@ -20,22 +20,26 @@ from driftline.alignment.compiled import (
     Piece,
     Place,
     Value,
-    graphs_of,
     said_of,
 )
+from driftline.alignment.compiled_lines import Owners
 from driftline.alignment.compiled_modules import NO_NODE, pair_modules, reshaped
 from driftline.alignment.names import pair_by_name
 from driftline.alignment.plan import Pair, Plan
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
-from driftline.runs.run import Run
 
 _TAKEN = "what an operator takes; a run of graphs keeps what nodes give"
 
 
-def align_compiled(reference: Run, candidate: Run, plan: Plan) -> Plan:
-    """The plan with the pairs that compiled graphs tell, and nothing guessed beyond them."""
-    here, there = graphs_of(reference), graphs_of(candidate)
+def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
+    """The plan with the pairs that compiled graphs tell, and nothing guessed beyond them.
+
+    Args:
+        here: The graphs of the reference, by rank and process; empty if it was not compiled.
+        there: Those of the candidate.
+        plan: Its lone tensors are paired.
+    """
     ours, theirs = _by_owner(plan.missing), _by_owner(plan.extra)
     pairs: list[Pair] = []
     reasons: dict[tuple[str, TensorKey], str] = {}
@@ -115,11 +119,14 @@ def _said(side: str, graphs: Graphs | None, alone: Mapping[TensorKey, str]) -> I
 def _by_calls(a: Graphs, b: Graphs) -> Found:
     found = Found([], {}, {})
     index: dict[tuple[Place, int, int], Value] = {}
+    shown: dict[tuple[Place, int, int], Value] = {}
     for value in b.values:
-        if value.node is not None:
-            key = value.record.key
-            for place in b.places(value.graph, value.node):
-                index.setdefault((place, key.step, key.visit), value)
+        key = value.record.key
+        for node in b.same_elements(value):
+            for place in b.places(value.graph, node):
+                at = (place, key.step, key.visit)
+                (index if node is value.node else shown).setdefault(at, value)
+    index = shown | index
     inputs: dict[tuple[Piece, str, tuple[int, ...], int, int], list[Value]] = defaultdict(list)
     for value in b.values:
         if value.node is not None and value.node.target == "placeholder":
@@ -148,13 +155,12 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
 def _partner(
     a: Graphs, value: Value, index: Mapping[tuple[Place, int, int], Value]
 ) -> Value | None:
-    if value.node is None:
-        return None
     key = value.record.key
-    for place in a.places(value.graph, value.node):
-        partner = index.get((place, key.step, key.visit))
-        if partner is not None:
-            return partner
+    for node in a.same_elements(value):
+        for place in a.places(value.graph, node):
+            partner = index.get((place, key.step, key.visit))
+            if partner is not None:
+                return partner
     return None
 
 
@@ -212,31 +218,30 @@ def _operators(records: Sequence[Record], graphs: Graphs, found: Found) -> Itera
     totals = _totals(graphs)
     times = _executions(graphs)
     for value in graphs.values:
-        if value.node is None:
-            continue
         key = value.record.key
-        for origin in value.node.origins:
-            name = origin.name
-            there = calls.get((key.step, value.node.module, name, key.phase)) or calls.get(
-                (key.step, value.node.module, f"{name}_", key.phase)
-            )
-            if not there:
-                continue
-            pieces = totals[value.node.module, name, key.phase]
-            each = sum(pieces.values())
-            ran = times[id(value.graph), key.step]
-            if each * ran != max(there) + 1:
-                found.theirs[value.record.key] = (
-                    f"{max(there) + 1} calls of {name} in {value.node.module} there, "
-                    f"{each * ran} here: which is which is not known"
+        for node in graphs.same_elements(value):
+            for origin in node.origins:
+                name = origin.name
+                there = calls.get((key.step, node.module, name, key.phase)) or calls.get(
+                    (key.step, node.module, f"{name}_", key.phase)
                 )
-                continue
-            mine = graphs.piece(value.graph)
-            place = sum(count for piece, count in pieces.items() if piece < mine) + origin.nth
-            ours = there.get(key.visit * each + place, {}).get(origin.slot)
-            if ours is not None and math.prod(ours.shape) == math.prod(value.record.shape):
-                yield Match(ours, value.record, reshaped(value.record, ours.shape))
-                break
+                if not there:
+                    continue
+                pieces = totals[node.module, name, key.phase]
+                each = sum(pieces.values())
+                ran = times[id(value.graph), key.step]
+                if each * ran != max(there) + 1:
+                    found.theirs[key] = (
+                        f"{max(there) + 1} calls of {name} in {node.module} there, "
+                        f"{each * ran} here: which is which is not known"
+                    )
+                    continue
+                mine = graphs.piece(value.graph)
+                place = sum(count for piece, count in pieces.items() if piece < mine) + origin.nth
+                ours = there.get(key.visit * each + place, {}).get(origin.slot)
+                if ours is not None and math.prod(ours.shape) == math.prod(value.record.shape):
+                    yield Match(ours, value.record, reshaped(value.record, ours.shape))
+                    break
 
 
 def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:

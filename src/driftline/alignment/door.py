@@ -61,6 +61,11 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
         from driftline.alignment.planfile import read_plan
 
         plan = read_plan(options.plan_file, reference, candidate)
+        if _is_compiled(reference) or _is_compiled(candidate):
+            from driftline.alignment.compiled import graphs_of
+            from driftline.alignment.compiled_lines import with_lines
+
+            plan = with_lines(plan, graphs_of(reference), graphs_of(candidate))
         if options.masks:
             from driftline.alignment.masks import masked
 
@@ -121,10 +126,13 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     if options.maps or options.mapping_file is not None:
         plan = _by_map(plan, options)
     if _is_compiled(reference) or _is_compiled(candidate):
+        from driftline.alignment.compiled import graphs_of
+        from driftline.alignment.compiled_lines import with_lines
         from driftline.alignment.compiled_pairs import align_compiled
 
-        plan = _by_calls(align_compiled(reference, candidate, plan), reference, candidate)
-        return plan if plan.pairs else _in_common(plan)
+        graphs = graphs_of(reference), graphs_of(candidate)
+        plan = _by_calls(align_compiled(*graphs, plan), reference, candidate)
+        return with_lines(plan, *graphs) if plan.pairs else _in_common(plan)
     ordered = reference.ordered and candidate.ordered
     notes: list[str] = []
     if not (options.structural and ordered and _only_numbered(reference, candidate, notes)):

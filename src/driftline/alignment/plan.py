@@ -39,6 +39,8 @@ class Pair(NamedTuple):
         candidate_recipe: The same for the candidate.
         trouble: Why the two belong together but cannot be set against each other; empty if they
             can, as far as the plan knows.
+        line: The program's line that computes them, where a compiled graph tells.
+        fused: What else one kernel computes on the way to it, in words; empty where nothing.
     """
 
     reference: Record
@@ -48,6 +50,8 @@ class Pair(NamedTuple):
     reference_recipe: Recipe | None = None
     candidate_recipe: Recipe | None = None
     trouble: str = ""
+    line: str = ""
+    fused: str = ""
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -79,6 +83,7 @@ class Plan(NamedTuple):
             gathered, what a mask leaves out. One sentence each.
         reasons: Why a tensor is alone, by its side (`reference` or `candidate`) and key, where
             there is more to say than that it is.
+        lone_lines: The program's line of a tensor that is alone, likewise.
     """
 
     pairs: tuple[Pair, ...]
@@ -86,6 +91,7 @@ class Plan(NamedTuple):
     extra: tuple[Record, ...] = ()
     notes: tuple[str, ...] = ()
     reasons: Mapping[tuple[str, TensorKey], str] = _NO_REASONS
+    lone_lines: Mapping[tuple[str, TensorKey], str] = _NO_REASONS
 
     def lines(self) -> Iterator[str]:
         """The plan as `--dry-run` prints it."""
@@ -107,6 +113,8 @@ class Plan(NamedTuple):
                 yield f"           candidate first: {pair.candidate_recipe}"
             if pair.trouble:
                 yield f"           cannot be compared: {pair.trouble}"
+            if pair.fused:
+                yield f"           inside the fusion of {pair.fused}"
         for record in self.missing:
             yield f"  missing  {record.key}  {record.dtype} {_dims(record)}" + self._why(
                 "reference", record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from driftline.alignment.plan import Plan
 from driftline.comparison.metrics.catalogue import Metric
@@ -11,6 +11,7 @@ from driftline.comparison.rank_words import GAP_COLUMN, has_ranks, with_ranks
 from driftline.comparison.row import Row
 from driftline.comparison.table import Side, Table
 from driftline.comparison.unmeasured import lone
+from driftline.runs.record import Record
 from driftline.runs.run import Run
 
 _ABOUT = ("id", "command", "argv", "created", "git")
@@ -47,15 +48,14 @@ def assembled(
 
 def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
     """The rows of tensors that only the reference has, and of those that only the candidate has."""
-    why = plan.reasons
-    missing = [
-        lone(record, "missing", why.get(("reference", record.key), "only in the reference"))
-        for record in plan.missing
-    ]
-    extra = [
-        lone(record, "extra", why.get(("candidate", record.key), "only in the candidate"))
-        for record in plan.extra
-    ]
+
+    def row(record: Record, status: Literal["missing", "extra"], side: str) -> Row:
+        at = side, record.key
+        reason = plan.reasons.get(at, f"only in the {side}")
+        return lone(record, status, reason, plan.lone_lines.get(at, ""))
+
+    missing = [row(record, "missing", "reference") for record in plan.missing]
+    extra = [row(record, "extra", "candidate") for record in plan.extra]
     return missing, extra
 
 

@@ -87,6 +87,9 @@ class Row(NamedTuple):
         reference_dtype: Element type there; empty when missing there (so for the others).
         reference_shape: Shape there, after the recipe; None when missing there (so for the
             candidate's).
+        line: The program's line that computes it, `file:number in function`, where a side knows it.
+        fused: The calls that one kernel of a compiler computes on the way to it, where it is more
+            than this one; in words.
         basis: What the measurements were made from.
         estimated: Names of measurements that are estimates (from sketches) rather than exact.
         metrics: Measurements by name; non-finite numbers are ordinary values here.
@@ -116,6 +119,8 @@ class Row(NamedTuple):
     candidate_dtype: str = ""
     reference_shape: tuple[int, ...] | None = None
     candidate_shape: tuple[int, ...] | None = None
+    line: str = ""
+    fused: str = ""
     basis: Basis = ""
     estimated: tuple[str, ...] = ()
     metrics: Mapping[str, Number] = NO_METRICS
@@ -176,7 +181,7 @@ class Row(NamedTuple):
         reason: str = "",
     ) -> Row:
         """This row with its measurements, and no judgement."""
-        judgement = (status, reason, *self[3:20], basis, estimated, metrics)
+        judgement = (status, reason, *self[3:22], basis, estimated, metrics)
         return self._make((self[0], *judgement, "", None, "", 0.0))
 
     def judged(
@@ -192,7 +197,7 @@ class Row(NamedTuple):
         """This row with another judgement in place of whatever it had."""
         # By position: `_replace` takes three times as long, for each of 10^5 rows.
         judgement = (decided_by, limit, limit_from, severity)
-        return self._make((self[0], status, reason, *self[3:23], *judgement))
+        return self._make((self[0], status, reason, *self[3:25], *judgement))
 
     def __str__(self) -> str:
         return f"{self.status:>12}  {self.key}" + (f"  {self.reason}" if self.reason else "")
@@ -228,6 +233,8 @@ class Row(NamedTuple):
             "candidate_dtype": self.candidate_dtype,
             "reference_shape": _listed(self.reference_shape),
             "candidate_shape": _listed(self.candidate_shape),
+            "line": self.line,
+            "fused": self.fused,
             "basis": self.basis,
             "estimated": list(self.estimated),
             "decided_by": self.decided_by,
@@ -274,6 +281,8 @@ class Row(NamedTuple):
             candidate_dtype=str(shown.get("candidate_dtype", "")),
             reference_shape=_shape(shown.get("reference_shape")),
             candidate_shape=_shape(shown.get("candidate_shape")),
+            line=str(shown.get("line", "")),
+            fused=str(shown.get("fused", "")),
             basis=cast(Basis, shown.get("basis", "")),
             estimated=tuple(shown.get("estimated", ())),
             metrics={

@@ -60,7 +60,7 @@ class SmallPairs:
 
     def takes(self, pair: Pair) -> bool:
         """Whether a pair is small and, as far as its records say, as usual."""
-        ours, theirs, _, _, our_recipe, their_recipe, trouble = pair
+        ours, theirs, _, _, our_recipe, their_recipe, trouble, _, _ = pair
         if not self._able or our_recipe is not None or their_recipe is not None or trouble:
             return False
         shape = ours.shape

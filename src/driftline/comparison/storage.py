@@ -280,6 +280,8 @@ def _cells(row: Row) -> list[JSON]:
         row.candidate_dtype,
         _dims(row.reference_shape),
         _dims(row.candidate_shape),
+        row.line,
+        row.fused,
         row.basis,
         " ".join(row.estimated),
         row.decided_by,

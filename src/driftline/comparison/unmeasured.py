@@ -33,6 +33,8 @@ def paired(pair: Pair, basis: Basis = "", metrics: Mapping[str, Number] = NO_MET
         theirs.dtype,
         ours.shape,
         theirs.shape,
+        pair.line,
+        pair.fused,
         basis,
         (),
         metrics,
@@ -104,10 +106,10 @@ def has_recipe(pair: Pair) -> bool:
     )
 
 
-def lone(record: Record, status: Literal["missing", "extra"], reason: str) -> Row:
+def lone(record: Record, status: Literal["missing", "extra"], reason: str, line: str = "") -> Row:
     if record.lost:
         reason += f"; {LOST}: {record.lost}"
-    row = Row(record.key, status, reason, order=record.order, class_name=record.class_name)
+    row = Row(record.key, status, reason, record.order, class_name=record.class_name, line=line)
     if status == "missing":
         return row._replace(reference_dtype=record.dtype, reference_shape=record.shape)
     return row._replace(candidate_dtype=record.dtype, candidate_shape=record.shape)

@@ -19,6 +19,7 @@ ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""
 
 _NEARLY_ALL = 0.8
+_MOST_FUSED = 12
 _IDENTITY = ("relative_l2", "reference_l2", "candidate_l2")
 _SELVES = {**dict.fromkeys(ROOT, "the model itself"), "(program)": "the program itself"}
 _PLACES = {
@@ -51,11 +52,29 @@ def find_divergence(rows: Sequence[Row], *, ordered: bool = True) -> Divergence:
         what = "differs" if compared == 1 else "is the first in the file that differs"
         site, where = first.key.site, f"'{first.key.site}' {what}"
     scope = f"{len(failing)} of {compared} compared tensors fail"
-    return Divergence(first, site, f"{where}: {first.reason}; {scope}")
+    return Divergence(first, site, f"{where}{_computed(first)}: {first.reason}; {scope}")
 
 
 def _execution(row: Row) -> tuple[int, int, int, int]:
     return (row.key.step, row.order, row.key.rank, row.key.process)
+
+
+def _computed(first: Row) -> str:
+    """Which line of the program computes it, and what else the kernel does that computed it."""
+    said: list[str] = []
+    if first.line:
+        said.append(f"computed at {first.line}")
+    if first.fused:
+        said.append(f"inside the fusion of {_shortened(first.fused)}")
+        said.append("--no-fusion takes them apart")
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _shortened(fused: str) -> str:
+    words = fused.split(", ")
+    if len(words) <= _MOST_FUSED:
+        return fused
+    return f"{', '.join(words[:_MOST_FUSED])} and {len(words) - _MOST_FUSED} more"
 
 
 def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
@@ -80,9 +99,8 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
         return key.site, f"the inputs differ already{when}: '{key.slot}' of {name}"
     # Where no outputs were kept, another child of the parent may have made it.
     whose = "in its own code " if any(row.key.port == "output" for row in rows) else ""
-    of_parent = next((row for row in rows if row.key.site == parent and row.class_name), None)
     return parent, (
-        f"the drift starts inside {_named(parent, of_parent)}{when}, {whose}before it "
+        f"the drift starts inside {_around(parent, rows)}{when}, {whose}before it "
         f"calls {name}: input '{key.slot}' is off and no captured output that could feed it is"
     )
 
@@ -141,9 +159,8 @@ def _blame_maker(arrived: Row, failing: Row, rows: Sequence[Row], when: str) -> 
     slot = arrived.key.slot
     if parent is None:
         return arrived.key.site, f"the inputs differ already{when}: '{slot}' of {name}, {after}"
-    of_parent = next((row for row in rows if row.key.site == parent and row.class_name), None)
     return parent, (
-        f"the drift starts inside {_named(parent, of_parent)}{when}, in its own code before it "
+        f"the drift starts inside {_around(parent, rows)}{when}, in its own code before it "
         f"calls {name}: input '{slot}' is {after}"
     )
 
@@ -169,6 +186,15 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
         if site in entered:
             return site
     return next((root for root in ROOT if root in entered), None)
+
+
+def _around(module: str, rows: Sequence[Row]) -> str:
+    """A module that something lies in, by name and class."""
+    own = next((row for row in rows if row.key.site == module and row.class_name), None)
+    if own is not None and own.by == "graph":
+        # It has no partner of its own: what it takes was made by a node of somebody else.
+        own = own._replace(candidate_class="", candidate_site="")
+    return _named(module, own)
 
 
 def _named(site: str, row: Row | None) -> str:

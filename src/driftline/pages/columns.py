@@ -37,6 +37,8 @@ _TEXT: dict[str, Callable[[Row], str]] = {
     "candidate_dtype": lambda row: row.candidate_dtype,
     "reference_shape": lambda row: _dims(row.reference_shape),
     "candidate_shape": lambda row: _dims(row.candidate_shape),
+    "line": lambda row: row.line,
+    "fused": lambda row: row.fused,
     "basis": lambda row: row.basis,
     "estimated": lambda row: " ".join(row.estimated),
     "decided_by": lambda row: row.decided_by,

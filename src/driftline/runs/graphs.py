@@ -54,6 +54,7 @@ class GraphNode(NamedTuple):
         calls: Modules whose calls it is part of, the outermost first, each with `@n` from its
             second call on.
         leaves: It is given back to the program, not only kept for the backward pass.
+        operator: The operator that it is part of, where a compiler took one apart.
     """
 
     name: str
@@ -70,6 +71,7 @@ class GraphNode(NamedTuple):
     axes: tuple[int, ...] | None = None
     calls: tuple[str, ...] = ()
     leaves: bool = False
+    operator: str = ""
 
 
 class Kept(NamedTuple):
@@ -230,6 +232,7 @@ def _node(data: Mapping[str, Any]) -> GraphNode:
         None if axes is None else _numbers(axes),
         _texts(data.get("calls", ())),
         bool(data.get("leaves", False)),
+        str(data.get("operator", "")),
     )
 
 

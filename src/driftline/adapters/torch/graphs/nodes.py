@@ -84,7 +84,7 @@ class Naming:
             # What a placeholder holds was saved by the forward pass, not computed here.
             again = node.op != "placeholder" and meta.get("partitioner_tag") == "is_forward"
             phase = "recompute" if again else "backward"
-        stack = own or meta.get("fwd_nn_module_stack") or {}
+        stack = own or meta.get("fwd_nn_module_stack") or meta.get(stamps.STACK) or {}
         calls = tuple(self._calls(stack, base))
         module = calls[-1].partition("@")[0] if calls else base
         shape, dtype = _value(meta)
@@ -103,6 +103,7 @@ class Naming:
             _axes(node, shape),
             calls,
             leaves,
+            _taken_apart(meta, target),
         )
 
     def _site(self, module: str, name: str, piece: str, *, backward: bool) -> str:
@@ -137,6 +138,14 @@ def _target(node: Any) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))
+
+
+def _taken_apart(meta: Mapping[str, Any], target: str) -> str:
+    """The operator that a node was made for, where it is not that operator itself."""
+    operator = meta.get("original_aten")
+    if not isinstance(operator, torch._ops.OpOverload) or str(operator) == target:
+        return ""
+    return str(operator)
 
 
 def _value(meta: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, str]:

@@ -5,7 +5,8 @@ nodes away. What it keeps of their origin is the operator's name, not which call
 call is counted before it is taken apart, and the nodes that give its results are stamped with
 operator and number; so a graph that was taken apart and one that was not speak of the same calls.
 
-Stamps lie in a node's `meta`, which the compiler hands on and otherwise ignores.
+Stamps lie in a node's `meta`, which the compiler hands on and otherwise ignores. Where a pass puts
+another node in place of a stamped one, that one gets the stamp: it gives what the old one gave.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,12 +26,15 @@ import torch
 from driftline.runs.graphs import Origin
 
 STAMP = "driftline_origins"
+STACK = "driftline_modules"
+"""The modules around a stamped node: a node that a pass puts in its place knows none."""
 _MOST_TRACES = 512
 _proxy: Any = None
 _traceback: Any = importlib.import_module("torch.fx.traceback")
 _autograd: Any = torch.autograd
 _numbers = itertools.count()
 _original: Any = None
+_replace: Any = None
 _users = 0
 _lock = threading.Lock()
 
@@ -78,11 +82,13 @@ _traces: OrderedDict[int, _Counts] = OrderedDict()
 
 def install() -> bool:
     """Begin to stamp; False where this version of torch has no such place."""
-    global _proxy, _original, _users
+    global _proxy, _original, _replace, _users
     with _lock:
         _users += 1
         if _original is not None:
             return True
+        _replace = torch.fx.Node.replace_all_uses_with
+        torch.fx.Node.replace_all_uses_with = _replaced
         _proxy = importlib.import_module("torch.fx.experimental.proxy_tensor")
         if not all(hasattr(_proxy, name) for name in ("proxy_call", "get_proxy_slot")):
             return False
@@ -97,6 +103,8 @@ def remove() -> None:
         _users -= 1
         if _users or _original is None:
             return
+        if torch.fx.Node.replace_all_uses_with is _replaced:
+            torch.fx.Node.replace_all_uses_with = _replace
         if _proxy.proxy_call is _call:
             _proxy.proxy_call = _original
         _original = None
@@ -135,6 +143,29 @@ def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _replaced(self: Any, replace_with: Any, *args: Any, **kwargs: Any) -> Any:
+    """What stands in for `Node.replace_all_uses_with`: a pass puts one node in place of another."""
+    result = _replace(self, replace_with, *args, **kwargs)
+    # A node that is still read elsewhere was not replaced: something was put behind it.
+    if result and not self.users and STAMP in self.meta and _can_stand_in(self, replace_with):
+        known = replace_with.meta.get(STAMP, [])
+        new = [one for one in self.meta[STAMP] if one not in known]
+        replace_with.meta[STAMP] = [*known, *new]
+        if STACK in self.meta:
+            replace_with.meta.setdefault(STACK, self.meta[STACK])
+    return result
+
+
+def _can_stand_in(old: Any, new: Any) -> bool:
+    """Whether a node gives the value of another; what is written into an input does not."""
+    if not isinstance(new, torch.fx.Node) or new.op != "call_function":
+        return False
+    before, after = old.meta.get("val"), new.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return True
+    return before.dtype == after.dtype and before.dim() == after.dim()
+
+
 def _stamp(tracer: Any, func: Any, result: Any) -> None:
     trace = tracer.__dict__.get(STAMP)
     if trace is None:
@@ -157,6 +188,8 @@ def _stamp(tracer: Any, func: Any, result: Any) -> None:
             # A new list each time: the meta of a node is copied to others with all it holds.
             before = node.meta.get(STAMP, [])
             node.meta[STAMP] = [*before, [operator, slot or "0", nth, place, trace]]
+            if stack := _traceback.current_meta.get("nn_module_stack"):
+                node.meta[STACK] = stack
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
