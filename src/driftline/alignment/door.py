@@ -21,6 +21,10 @@ from driftline.runs.record import Record
 from driftline.runs.run import Run
 
 
+LONG = 4_000
+"""Tensors of each side from which on it is tried to pair them without holding them."""
+
+
 class AlignOptions(NamedTuple):
     """What the user said about how two runs belong together.
 
@@ -71,6 +75,8 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
 
             plan = masked(plan, reference, candidate, options.masks)
         return plan
+    if (plan := _alike(reference, candidate, options)) is not None:
+        return plan
     if _has_graphs(reference, candidate):
         by_graph = _by_graph(reference, candidate, options)
         if by_graph is not None:
@@ -84,6 +90,19 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
         from driftline.alignment.graph import narrowed
 
         plan = narrowed(plan, options.sites, options.ports)
+    return plan
+
+
+def _alike(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
+    """Long runs that need no rule but names; None for all others."""
+    plain = options._replace(sites=(), ports=(), structural=True) == AlignOptions()
+    if not plain or min(len(reference), len(candidate)) < LONG:
+        return None
+    from driftline.alignment.alike import plan_alike, selected
+
+    plan = plan_alike(reference, candidate)
+    if plan is not None and (options.sites or options.ports):
+        return selected(plan, options.sites, options.ports)
     return plan
 
 
@@ -179,33 +198,17 @@ def _is_compiled(run: Run) -> bool:
 
 
 def _by_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    """With pairs of nodes where one of the two graphs was compiled and the other one exported."""
-    from driftline.alignment.exported_graph import exported_graph
+    from driftline.alignment.exported_door import with_calls
 
-    for first, run, other in ((True, reference, candidate), (False, candidate, reference)):
-        if (graph := exported_graph(run)) is not None and exported_graph(other) is None:
-            from driftline.alignment.exported_nodes import pair_calls
-
-            plan = _more(plan, pair_calls(plan, other, graph, exported_first=first))
-    return plan
+    return with_calls(plan, reference, candidate)
 
 
 def _by_export(
     plan: Plan, reference: Run, candidate: Run, *, structural: bool = False
 ) -> Plan | None:
-    """A graph that was exported: if names fit, it says the rest. None for other runs.
+    from driftline.alignment.exported_door import align_exported
 
-    With `structural` its names do not, and layers with weights are taken in order.
-    """
-    from driftline.alignment.exported import loosened, pair_exported, pair_unnamed
-    from driftline.alignment.exported_graph import exported_graph, names_fit
-
-    graphs = exported_graph(reference), exported_graph(candidate)
-    if graphs == (None, None) or not (structural or names_fit(plan, *graphs)):
-        return None
-    plan = loosened(plan, *graphs)
-    pairs, reasons = (pair_unnamed if structural else pair_exported)(plan, *graphs)
-    return _more(plan, pairs)._replace(reasons=reasons) if pairs or not structural else None
+    return align_exported(plan, reference, candidate, structural=structural)
 
 
 def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOptions) -> Plan:
@@ -384,15 +387,8 @@ def _of_sites(plan: Plan, links: dict[str, str], by: Rule, confidence: float) ->
 
 def _more(plan: Plan, pairs: Sequence[Pair], rest: Plan | None = None) -> Plan:
     """A plan with more pairs, and what is then still alone."""
-    if rest is None:
-        ours = theirs = {id(record) for pair in pairs for record in pair.records}
-        rest = Plan(
-            (),
-            tuple(record for record in plan.missing if id(record) not in ours),
-            tuple(record for record in plan.extra if id(record) not in theirs),
-        )
-    together = sorted([*plan.pairs, *pairs], key=lambda pair: _execution(pair.reference))
-    return plan._replace(pairs=tuple(together), missing=rest.missing, extra=rest.extra)
+    more = plan.with_pairs(pairs)
+    return more if rest is None else more._replace(missing=rest.missing, extra=rest.extra)
 
 
 def _execution(record: Record) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from driftline.alignment.recipe import Recipe
@@ -24,6 +24,7 @@ _BY: dict[Rule, str] = {
     "moment": "of inputs taken at another moment",
 }
 _NO_REASONS: Mapping[tuple[str, TensorKey], str] = {}
+_NONE_INSIDE: Mapping[tuple[str, TensorKey], TensorKey] = {}
 
 
 class Pair(NamedTuple):
@@ -76,7 +77,8 @@ class Plan(NamedTuple):
     """Two runs, tensor by tensor.
 
     Attributes:
-        pairs: What will be compared, in the reference's execution order.
+        pairs: What will be compared, in the reference's execution order. A tuple, or for long
+            runs a sequence that makes its pairs when they are asked for.
         missing: Tensors that only the reference has, in its order.
         extra: Tensors that only the candidate has, in its order.
         notes: What was concluded about the runs as wholes: which step is which, which ranks were
@@ -84,14 +86,33 @@ class Plan(NamedTuple):
         reasons: Why a tensor is alone, by its side (`reference` or `candidate`) and key, where
             there is more to say than that it is.
         lone_lines: The program's line of a tensor that is alone, likewise.
+        inside: A tensor that is alone because the other side computes it inside a fused node → the
+            tensor of that side which was computed from it, and is compared.
     """
 
-    pairs: tuple[Pair, ...]
+    pairs: Sequence[Pair]
     missing: tuple[Record, ...] = ()
     extra: tuple[Record, ...] = ()
     notes: tuple[str, ...] = ()
     reasons: Mapping[tuple[str, TensorKey], str] = _NO_REASONS
     lone_lines: Mapping[tuple[str, TensorKey], str] = _NO_REASONS
+    inside: Mapping[tuple[str, TensorKey], TensorKey] = _NONE_INSIDE
+
+    @property
+    def ways(self) -> Counter[Rule]:
+        """How many pairs each rule has made."""
+        known: Counter[Rule] | None = getattr(self.pairs, "ways", None)
+        return Counter(pair.by for pair in self.pairs) if known is None else known
+
+    def with_pairs(self, pairs: Sequence[Pair]) -> Plan:
+        """A plan with more pairs, and what is then still alone."""
+        taken = {id(record) for pair in pairs for record in pair.records}
+        together = sorted([*self.pairs, *pairs], key=lambda pair: execution(pair.reference))
+        return self._replace(
+            pairs=tuple(together),
+            missing=tuple(record for record in self.missing if id(record) not in taken),
+            extra=tuple(record for record in self.extra if id(record) not in taken),
+        )
 
     def lines(self) -> Iterator[str]:
         """The plan as `--dry-run` prints it."""
@@ -135,13 +156,19 @@ class Plan(NamedTuple):
         return f"  ({reason})" if reason else ""
 
     def __str__(self) -> str:
-        ways = Counter(pair.by for pair in self.pairs)
+        ways = self.ways
         shown = [f"{ways[rule]} {_BY[rule]}" for rule in _BY if ways[rule]]
         how = f" ({', '.join(shown)})" if set(ways) - {"name"} else ""
+        inside = f", {len(self.inside)} of these inside a fusion" if self.inside else ""
         return (
             f"{len(self.pairs)} pairs{how}, {len(self.missing)} only in the reference, "
-            f"{len(self.extra)} only in the candidate"
+            f"{len(self.extra)} only in the candidate{inside}"
         )
+
+
+def execution(record: Record) -> tuple[int, int, int]:
+    """Sorts records as they were computed, rank after rank."""
+    return (record.key.rank, record.key.process, record.order)
 
 
 def _dims(record: Record) -> str:

@@ -298,7 +298,7 @@ def _telling(log_level: str | None, quiet: bool) -> Callable[[Plan], None]:
         elif (
             log_level in (None, "info")
             and not quiet
-            and any(pair.by not in ("name", "alias") for pair in plan.pairs)
+            and not plan.ways.keys() <= {"name", "alias"}
         ):
             print(f"driftline: {plan}", file=sys.stderr)
 

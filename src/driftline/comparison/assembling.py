@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,8 +11,8 @@ from driftline.alignment.plan import Plan
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.rank_words import GAP_COLUMN, has_ranks, with_ranks
 from driftline.comparison.row import Row
-from driftline.comparison.table import Side, Table
-from driftline.comparison.unmeasured import lone
+from driftline.comparison.table import Side, Table, kept_like
+from driftline.comparison.unmeasured import inside_of, lone
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -32,13 +34,17 @@ def assembled(
     """
     missing, extra = lone_rows(plan)
     columns = [metric.column for metric in metrics]
-    if has_ranks(plan.pairs):
+    by_name = not isinstance(plan.pairs, tuple)  # a long plan, which gathers no ranks
+    if not by_name and has_ranks(plan.pairs):
         rows = with_ranks(plan.pairs, rows, reference, candidate)
         columns.append(GAP_COLUMN)
+    placed: Iterable[Row] = rows
     if missing:
-        rows = in_order([*rows, *missing])
+        placed = heapq.merge(rows, missing, key=_place) if by_name else in_order([*rows, *missing])
+    if missing or extra or isinstance(rows, list):
+        rows = kept_like(rows, itertools.chain(placed, extra))
     return Table(
-        rows=(*rows, *extra),
+        rows=rows,
         columns=tuple(columns),
         reference=side_of(reference),
         candidate=side_of(candidate),
@@ -52,7 +58,9 @@ def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
     def row(record: Record, status: Literal["missing", "extra"], side: str) -> Row:
         at = side, record.key
         reason = plan.reasons.get(at, f"only in the {side}")
-        return lone(record, status, reason, plan.lone_lines.get(at, ""))
+        alone = lone(record, status, reason, plan.lone_lines.get(at, ""))
+        whole = plan.inside.get(at)
+        return alone if whole is None else inside_of(alone, whole)
 
     missing = [row(record, "missing", "reference") for record in plan.missing]
     extra = [row(record, "extra", "candidate") for record in plan.extra]
@@ -61,7 +69,11 @@ def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
     """Rows in the reference's execution order, rank after rank."""
-    return sorted(rows, key=lambda row: (row.key.rank, row.key.process, row.order))
+    return sorted(rows, key=_place)
+
+
+def _place(row: Row) -> tuple[int, int, int]:
+    return row.key.rank, row.key.process, row.order
 
 
 def side_of(run: Run) -> Side:

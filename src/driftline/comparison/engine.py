@@ -127,10 +127,29 @@ def measure_pairs(
     elementwise: Elementwise = exactly,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> list[Row]:
+) -> Sequence[Row]:
     """Measure pairs in this process; as `measure`. The rows come in the order of the pairs."""
-    work = _Work(pairs, reference, candidate, tuple(metrics), elementwise, progress)
-    return work.run(threads or (_FETCHING if work.fetched else cores()))
+
+    def some(window: Sequence[Pair], tell: Progress | None) -> list[Row]:
+        work = _Work(window, reference, candidate, tuple(metrics), elementwise, tell)
+        return work.run(threads or (_FETCHING if work.fetched else cores()))
+
+    if not is_long(pairs):
+        return some(pairs, progress)
+    from driftline.comparison.windows import measured_in_windows
+
+    def and_let_go(window: Sequence[Pair], tell: Progress | None) -> list[Row]:
+        rows = some(window, tell)
+        reference.release_some()
+        candidate.release_some()
+        return rows
+
+    return measured_in_windows(pairs, and_let_go, progress)
+
+
+def is_long(pairs: Sequence[Pair]) -> bool:
+    """Whether pairs are so many that their rows go into a file; see `windows`."""
+    return len(pairs) > MANY
 
 
 def cores() -> int:
@@ -180,7 +199,6 @@ class _Work:
         self.parts: dict[int, dict[int, PairMoments]] = {}
         self.failure: BaseException | None = None
         self.done = 0
-        self.many = len(pairs) > MANY
         self.looked_at = 0
         self.lock = threading.Lock()
         self.large = threading.Lock()
@@ -234,10 +252,6 @@ class _Work:
             if (
                 row is not None and self.rows[at] is None
             ):  # a pair of many blocks may fail in several
-                if self.many:
-                    from driftline.comparison.packed import packed
-
-                    row = row._replace(metrics=packed(row.metrics))
                 self.rows[at] = row
                 repeats = self.repeats.get(at, ())
                 for later in repeats:

@@ -28,6 +28,9 @@ STATUSES: tuple[Status, ...] = ("fail", "incomparable", "missing", "extra", "pas
 LOST = "the values are lost"
 """Begins or ends the reason of a row of which a side should have values and has none."""
 
+FUSION = "fusion"
+"""In place of a rule: a lone tensor that the other side computes inside a fused node."""
+
 NO_METRICS: Mapping[str, Number] = {}
 
 
@@ -61,8 +64,8 @@ class Column(NamedTuple):
         return False
 
 
-MANY = 20_000
-"""Rows from which on it is worth while to keep their numbers packed (`comparison/packed.py`)."""
+MANY = 4_096
+"""Rows from which on they are kept in a file (`comparison/kept_rows.py`)."""
 
 
 class Row(NamedTuple):
@@ -77,7 +80,9 @@ class Row(NamedTuple):
             and slot).
         candidate_step: The candidate's own step where it is another one, else None (so for visit
             and rank).
-        by: The rule that made the two a pair; empty for a lone tensor.
+        by: The rule that made the two a pair; empty for a lone tensor, but `fusion` where the other
+            side computes it inside a fused node: `candidate_site` and the like are then where the
+            other side has what that node gives.
         confidence: How sure that rule is: 1 for what was said or is called the same.
         reference_recipe: What was done to the reference's stored tensors first, in words; empty
             when nothing was.
@@ -165,6 +170,11 @@ class Row(NamedTuple):
             number = getattr(self, f"candidate_{name}")
             words.append("" if number is None else f"{name} {number}")
         return " ".join(filter(None, words))
+
+    @property
+    def inside_fusion(self) -> bool:
+        """Whether it is alone because the other side made one of it and something compared."""
+        return self.by == FUSION and self.status in ("missing", "extra")
 
     @property
     def compared(self) -> bool:

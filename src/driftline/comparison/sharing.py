@@ -7,14 +7,13 @@ worker could not read, which this process then has the last word on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftline.alignment.plan import Pair
 from driftline.comparison import engine
 from driftline.comparison.metrics.catalogue import Metric
-from driftline.comparison.packed import MANY, packed
 from driftline.comparison.parcel import pair_to_plain, record_to_plain, rows_from_plain
 from driftline.comparison.repeats import repeated, repeats_of
 from driftline.comparison.row import Row
@@ -35,6 +34,8 @@ _LEAST = 4 << 20
 _MOST = 1 << 30
 _ROUNDS = 16
 """Tasks for each worker: enough that the last one to finish has not much left to do."""
+_FINE, _COARSE = 512, 4096
+"""Pairs of a long plan that are shared out together, at least and at most."""
 _PROBES = 8
 """Tensors of one process of a run that a far machine is asked for before it is given work."""
 
@@ -54,7 +55,7 @@ def share_out(
     elementwise: engine.Elementwise,
     threads: int | None = None,
     progress: engine.Progress | None = None,
-) -> list[Row]:
+) -> Sequence[Row]:
     """The rows of all pairs, in their order; see `engine.measure_pairs`.
 
     Raises:
@@ -78,6 +79,30 @@ def share_out(
             progress=progress,
         )
     probes = _probes(pairs, runs) if executor.elsewhere else []
+    job = _job(runs, metrics, elementwise, threads, executor, probes)
+    at_home = partial(
+        engine.measure_pairs,
+        reference=reference,
+        candidate=candidate,
+        metrics=metrics,
+        elementwise=elementwise,
+        threads=threads,
+    )
+    share = _share_in_stretches if engine.is_long(pairs) else _share_once
+    return share(pairs, executor, job, at_home, progress)
+
+
+_AtHome = Callable[[Sequence[Pair]], Sequence[Row]]
+
+
+def _share_once(
+    pairs: Sequence[Pair],
+    executor: Executor,
+    job: Job,
+    at_home: _AtHome,
+    progress: engine.Progress | None,
+) -> Sequence[Row]:
+    """What has the same bytes is measured once, wherever it is in the plan."""
     repeats = repeats_of(pairs)
     again = {later for group in repeats.values() for later in group}
     firsts = [at for at in range(len(pairs)) if at not in again]
@@ -97,14 +122,13 @@ def share_out(
         for share, group in zip(shares, gathered, strict=True)
     ]
     rows: list[Row | None] = [None] * len(pairs)
-    many = len(pairs) >= MANY
     finished = 0
 
-    def finish(share: Sequence[int], found: Sequence[Row]) -> None:
+    def take(task: int, answer: Any) -> None:
         nonlocal finished
+        share = shares[task]
+        found = _answered(answer, [pairs[at] for at in share], executor, at_home)
         for at, row in zip(share, found, strict=True):
-            if many:
-                row = row._replace(metrics=packed(row.metrics))
             later = repeats.get(at, ())
             for place in (at, *later):
                 rows[place] = row if place == at else repeated(pairs[place], row)
@@ -112,28 +136,92 @@ def share_out(
         if progress is not None:
             progress(finished, len(pairs))
 
-    def at_home(share: Sequence[int]) -> list[Row]:
-        return engine.measure_pairs(
-            [pairs[at] for at in share],
-            reference,
-            candidate,
-            metrics=metrics,
-            elementwise=elementwise,
-            threads=threads,
+    executor.run(job, tasks, take)
+    return [row for row in rows if row is not None]
+
+
+def _share_in_stretches(
+    pairs: Sequence[Pair],
+    executor: Executor,
+    job: Job,
+    at_home: _AtHome,
+    progress: engine.Progress | None,
+) -> Sequence[Row]:
+    """Neighbours, told when they are sent; their rows go into a file, each stretch in its place."""
+    from driftline.comparison.kept_rows import Keeper
+
+    stretches = _stretches(pairs, _ROUNDS * max(executor.workers, 1), executor.elsewhere)
+    tasks = [
+        Task(
+            partial(_told, pairs, range(each.start, each.stop)),
+            each.weight,
+            each.near,
+            each.needs,
+            each.called,
         )
+        for each in stretches
+    ]
+    keeper = Keeper()
+    finished = 0
 
     def take(task: int, answer: Any) -> None:
-        share = shares[task]
-        found = rows_from_plain(answer, [pairs[at] for at in share])
-        unread = [n for n, row in enumerate(found) if row.status == "incomparable"]
-        if unread and executor.elsewhere:
-            # A disk that only that machine cannot see is no finding: this one looks itself.
-            for n, row in zip(unread, at_home([share[n] for n in unread]), strict=True):
-                found[n] = row
-        finish(share, found)
+        nonlocal finished
+        start, stop = stretches[task][:2]
+        keeper.put(_answered(answer, pairs[start:stop], executor, at_home), share=task)
+        finished += stop - start
+        if progress is not None:
+            progress(finished, len(pairs))
 
-    executor.run(_job(runs, metrics, elementwise, threads, executor, probes), tasks, take)
-    return [row for row in rows if row is not None]
+    executor.run(job, tasks, take)
+    return keeper.rows()
+
+
+class _Stretch(NamedTuple):
+    """Neighbouring pairs of one process."""
+
+    start: int
+    stop: int
+    weight: int
+    near: str
+    needs: tuple[str, ...]
+    called: str
+
+
+def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool) -> list[_Stretch]:
+    """About so many of about the same weight, as `groups` makes them, without listing all pairs."""
+    found: list[_Stretch] = []
+    for at, pair in enumerate(pairs):
+        weight, near = weight_of(pair), _place(0, pair.reference)
+        needs = _needs([pair]) if elsewhere else ()
+        last = found[-1] if found else None
+        if last is None or last.near != near or at - last.start >= _FINE:
+            found.append(_Stretch(at, at + 1, weight, near, needs, str(pair.reference.key)))
+        else:
+            needs = tuple(dict.fromkeys((*last.needs, *needs)))
+            found[-1] = last._replace(stop=at + 1, weight=last.weight + weight, needs=needs)
+    weights = [each.weight for each in found]
+    gathered = groups(weights, [e.near for e in found], least=_LEAST, most=_MOST, count=count)
+    together: list[_Stretch] = []
+    for group in gathered:
+        for first in range(0, len(group), _COARSE // _FINE):
+            some = [found[n] for n in group[first : first + _COARSE // _FINE]]
+            needs = tuple(dict.fromkeys(need for each in some for need in each.needs))
+            total = sum(each.weight for each in some)
+            together.append(some[0]._replace(stop=some[-1].stop, weight=total, needs=needs))
+    return together
+
+
+def _answered(
+    answer: Any, pairs: Sequence[Pair], executor: Executor, at_home: _AtHome
+) -> list[Row]:
+    """The rows that a worker has sent of some pairs."""
+    found = rows_from_plain(answer, pairs)
+    unread = [n for n, row in enumerate(found) if row.status == "incomparable"]
+    if unread and executor.elsewhere:
+        # A disk that only that machine cannot see is no finding: this one looks itself.
+        for n, row in zip(unread, at_home([pairs[n] for n in unread]), strict=True):
+            found[n] = row
+    return found
 
 
 def _told(pairs: Sequence[Pair], share: Sequence[int]) -> list[Any]:

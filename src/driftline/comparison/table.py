@@ -6,8 +6,9 @@ judges them, `storage.py` writes and reads them. docs/table-format.md is the spe
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -17,6 +18,9 @@ from driftline.errors import BadFile
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
+    from typing_extensions import TypeIs
+
+    from driftline.comparison.kept_rows import KeptRows
 
 __all__ = ["SCHEMA", "Column", "Coverage", "Row", "Side", "Table"]
 
@@ -26,19 +30,31 @@ _NOTHING: Mapping[str, JSON] = {}
 
 
 class Coverage(NamedTuple):
-    """How much of the two runs was set against each other, in tensors."""
+    """How much of the two runs was set against each other, in tensors.
+
+    Attributes:
+        compared: Pairs that pass or fail.
+        missing: In the reference only.
+        extra: In the candidate only.
+        incomparable: Pairs that could not be set against each other.
+        inside_fusion: How many of the missing and extra ones the other side computes inside a fused
+            node, whose result is compared.
+    """
 
     compared: int = 0
     missing: int = 0
     extra: int = 0
     incomparable: int = 0
+    inside_fusion: int = 0
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Coverage:
         counts = {"compared": 0, "missing": 0, "extra": 0, "incomparable": 0}
+        inside = 0
         for row in rows:
             counts["compared" if row.compared else row.status] += 1
-        return cls(**counts)
+            inside += row.inside_fusion
+        return cls(**counts, inside_fusion=inside)
 
     @property
     def total(self) -> int:
@@ -64,6 +80,8 @@ class Coverage(NamedTuple):
             )
             if count
         ]
+        if self.inside_fusion:
+            parts.append(f"{self.inside_fusion} of these inside a fusion that is compared")
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, int]:
@@ -72,6 +90,7 @@ class Coverage(NamedTuple):
             "missing": self.missing,
             "incomparable": self.incomparable,
             "extra": self.extra,
+            "inside_fusion": self.inside_fusion,
         }
 
 
@@ -116,7 +135,8 @@ class Table:
     """Every pair of two runs, judged.
 
     Attributes:
-        rows: In the reference's execution order, rank after rank; extra rows come last.
+        rows: In the reference's execution order, rank after rank; extra rows come last. A tuple, or
+            for a long table a sequence that reads them from a file as they are asked for.
         columns: What the metrics of the rows mean.
         verdict: pass, fail, or incomparable when not one pair could be compared.
         first: The failing row where the drift starts, in execution order; None when no row fails.
@@ -129,7 +149,7 @@ class Table:
         notes: What alignment concluded about the runs as wholes, one sentence each.
     """
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     columns: tuple[Column, ...] = ()
     verdict: Verdict = "unjudged"
     first: Row | None = None
@@ -142,16 +162,22 @@ class Table:
 
     @property
     def coverage(self) -> Coverage:
-        return Coverage.of(self.rows)
+        return self.rows.coverage if is_kept(self.rows) else Coverage.of(self.rows)
 
     @property
     def failing(self) -> tuple[Row, ...]:
         """The failing rows, in execution order."""
         return tuple(row for row in self.rows if row.status == "fail")
 
-    def worst(self, count: int = 10) -> list[Row]:
-        """The rows a person should read first: by status, then by distance from the limit."""
-        return sorted(self.rows, key=_badness)[:count]
+    def worst(self, count: int = 10, *, compared: bool = False) -> list[Row]:
+        """The rows a person should read first: by status, then by distance from the limit.
+
+        Args:
+            count: How many.
+            compared: Only rows that were compared.
+        """
+        rows = (row for row in self.rows if row.compared) if compared else self.rows
+        return heapq.nsmallest(count, rows, key=_badness)
 
     def column(self, name: str) -> Column | None:
         return next((column for column in self.columns if column.name == name), None)
@@ -172,7 +198,7 @@ class Table:
         return table_html(self)
 
     def with_rows(self, rows: Iterable[Row]) -> Table:
-        return replace(self, rows=tuple(rows))
+        return replace(self, rows=kept_like(self.rows, rows))
 
     def as_json(self) -> dict[str, JSON]:
         """The table as JSON values; non-finite numbers are "nan", "inf" and "-inf"."""
@@ -259,6 +285,20 @@ class Table:
         return next(
             (at for at, row in enumerate(self.rows) if row is wanted or row == wanted), None
         )
+
+
+def is_kept(rows: Sequence[Row]) -> TypeIs[KeptRows]:
+    """Whether rows lie in a file; asked without loading what reads it."""
+    return not isinstance(rows, (tuple, list))
+
+
+def kept_like(known: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
+    """Rows, kept as others are that they come from: in memory, or in a file."""
+    if not is_kept(known):
+        return tuple(rows)
+    from driftline.comparison.kept_rows import keep
+
+    return keep(rows)
 
 
 def _badness(row: Row) -> tuple[int, float]:

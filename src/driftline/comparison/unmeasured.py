@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.row import LOST, NO_METRICS, Basis, Number, Row
+from driftline.comparison.row import FUSION, LOST, NO_METRICS, Basis, Number, Row
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 
@@ -46,8 +47,19 @@ def paired(pair: Pair, basis: Basis = "", metrics: Mapping[str, Number] = NO_MET
 
 def _elsewhere(row: Row, pair: Pair) -> Row:
     """The row with what the candidate's own address and the recipes add to it."""
-    here, there = pair.reference.key, pair.candidate.key
+    there = pair.candidate.key
     ours, theirs = pair.reference_recipe, pair.candidate_recipe
+    return _at(row, there)._replace(
+        reference_recipe="" if ours is None else str(ours),
+        candidate_recipe="" if theirs is None else str(theirs),
+        reference_shape=row.reference_shape if ours is None else ours.shape,
+        candidate_shape=row.candidate_shape if theirs is None else theirs.shape,
+    )
+
+
+def _at(row: Row, there: TensorKey) -> Row:
+    """The row with the other side's own address, as far as it is another one."""
+    here = row.key
     return row._replace(
         candidate_site=there.site if there.site != here.site else "",
         candidate_port=there.port if there.port != here.port else "",
@@ -55,11 +67,17 @@ def _elsewhere(row: Row, pair: Pair) -> Row:
         candidate_step=there.step if there.step != here.step else None,
         candidate_visit=there.visit if there.visit != here.visit else None,
         candidate_rank=there.rank if there.rank != here.rank else None,
-        reference_recipe="" if ours is None else str(ours),
-        candidate_recipe="" if theirs is None else str(theirs),
-        reference_shape=row.reference_shape if ours is None else ours.shape,
-        candidate_shape=row.candidate_shape if theirs is None else theirs.shape,
     )
+
+
+def inside_of(row: Row, whole: TensorKey) -> Row:
+    """The row of a lone tensor that is compared together with others, in what a fused node gives.
+
+    Args:
+        row: The row.
+        whole: What the node gives, on the other side.
+    """
+    return _at(row, whole)._replace(by=FUSION)
 
 
 def clash(pair: Pair) -> str:

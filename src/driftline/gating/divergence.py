@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from driftline.comparison.row import Row
+from driftline.gating.tally import Tally, execution
 
 ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""
@@ -39,24 +40,30 @@ class Divergence(NamedTuple):
     finding: str
 
 
-def find_divergence(rows: Sequence[Row], *, ordered: bool = True) -> Divergence:
-    """Find where the drift starts; without a failing row, say how close the worst one came."""
-    failing = [row for row in rows if row.status == "fail"]
-    compared = sum(row.compared for row in rows)
-    if not failing:
-        return Divergence(None, "", _all_fine(rows, compared))
-    first = min(failing, key=_execution)
+def find_divergence(
+    rows: Sequence[Row], *, ordered: bool = True, tally: Tally | None = None
+) -> Divergence:
+    """Find where the drift starts; without a failing row, say how close the worst one came.
+
+    Args:
+        rows: Judged.
+        ordered: Whether their order is one of execution.
+        tally: What was counted while they were judged; counted now when not given.
+    """
+    if tally is None:
+        tally = Tally()
+        for row in rows:
+            tally.take(row)
+    first, compared = tally.first, tally.compared
+    if first is None:
+        return Divergence(None, "", _all_fine(tally))
     if ordered:
         site, where = _blame(first, rows)
     else:
         what = "differs" if compared == 1 else "is the first in the file that differs"
         site, where = first.key.site, f"'{first.key.site}' {what}"
-    scope = f"{len(failing)} of {compared} compared tensors fail"
+    scope = f"{tally.failing} of {compared} compared tensors fail"
     return Divergence(first, site, f"{where}{_computed(first)}: {first.reason}; {scope}")
-
-
-def _execution(row: Row) -> tuple[int, int, int, int]:
-    return (row.key.step, row.order, row.key.rank, row.key.process)
 
 
 def _computed(first: Row) -> str:
@@ -141,7 +148,7 @@ def _maker_of(arrived: Row, near: Sequence[Row]) -> Row | None:
         and row.order < arrived.order
         and all(row.metrics.get(name) == arrived.metrics.get(name) for name in _IDENTITY)
     ]
-    return max(same, key=_execution, default=None)
+    return max(same, key=execution, default=None)
 
 
 def _blame_maker(arrived: Row, failing: Row, rows: Sequence[Row], when: str) -> tuple[str, str]:
@@ -181,7 +188,7 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
     module, _, operator = site.rpartition("/")
     if module and first.class_name.startswith(f"{operator}."):
         # An operator; views, and whatever else has no row, may lie before it.
-        return module if _execution(first) > min(map(_execution, rows)) else None
+        return module if execution(first) > min(map(execution, rows)) else None
     while site := site.rpartition(".")[0]:
         if site in entered:
             return site
@@ -209,21 +216,18 @@ def _named(site: str, row: Row | None) -> str:
     return f"{shown} ({said})" if said else shown
 
 
-def _all_fine(rows: Sequence[Row], compared: int) -> str:
+def _all_fine(tally: Tally) -> str:
     # A pass that rests on part of the tensors must not read like one that rests on all of them.
-    share = f"{compared}" if compared == len(rows) else f"{compared} of {len(rows)}"
-    share += " tensor compared" if len(rows) == 1 else " tensors compared"
+    compared, rows = tally.compared, tally.rows
+    share = f"{compared}" if compared == rows else f"{compared} of {rows}"
+    share += " tensor compared" if rows == 1 else " tensors compared"
+    if tally.inside:
+        share += f", {tally.inside} more inside a fusion"
     # Figures of a dump that counts no NaN and no Inf: they can show a difference, not its absence.
-    bare = sum(
-        row.compared and row.basis == "summary" and "one_sided" not in row.metrics for row in rows
-    )
-    if bare:
-        return f"{share}, {bare} by max, min, mean and l2 alone; no difference shows"
-    passing = [row for row in rows if row.status == "pass" and row.limit]
-    if not passing:
-        return f"{share}, none differs"
-    worst = max(passing, key=lambda row: row.severity)
-    if worst.severity == 0.0:
+    if tally.bare:
+        return f"{share}, {tally.bare} by max, min, mean and l2 alone; no difference shows"
+    worst = tally.closest
+    if worst is None or worst.severity == 0.0:
         return f"{share}, none differs"
     said = {"user": "asked for", "thresholds": "allowed by its threshold"}
     whose = said.get(worst.limit_from, f"allowed for {worst.limit_from}")

@@ -26,8 +26,11 @@ class Inheritance(NamedTuple):
 class Inherited:
     """The rounding met so far, kept apart by rank and process."""
 
-    def __init__(self, quantised: Quantised | None = None) -> None:
+    def __init__(self, quantised: Quantised | None = None, *, in_turn: bool = False) -> None:
+        """in_turn: Whether rows come step after step, so that what is over can be forgotten."""
         self._quantised = quantised
+        self._in_turn = in_turn
+        self._moment = (-1, -1, -1)
         self._codes: dict[tuple[int, int], str] = {}
         self._coarsest: dict[tuple[int, int], DType] = {}
         self._arrived: dict[tuple[int, int, int, str], tuple[float, float]] = {}
@@ -61,6 +64,9 @@ class Inherited:
         """Note what arrived at a module from behind; parameters' gradients are made of that."""
         if judged.key.port != "grad_output" or judged.status != "pass" or judged.limit is None:
             return
+        if self._in_turn and self._moment != _module(judged)[:3]:
+            self._moment = _module(judged)[:3]
+            self._arrived.clear()
         norm = reference_norm(judged)
         limit, square = self._arrived.get(_module(judged), (0.0, 0.0))
         self._arrived[_module(judged)] = (max(limit, judged.limit), square + norm * norm)

@@ -7,18 +7,19 @@ Reads no tensor; judging the same table again with another tolerance is cheap an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from driftline.comparison.rank_words import GAP, SAME
-from driftline.comparison.row import LOST, Column, Row, Verdict
-from driftline.comparison.table import Table
+from driftline.comparison.row import Column, Row, Verdict
+from driftline.comparison.table import Table, is_kept, kept_like
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
 from driftline.gating.inherited import Inheritance, Inherited, Unrelated, reference_norm
 from driftline.gating.loose_biases import BEYOND, BEYOND_COLUMN
 from driftline.gating.no_gradient import without_gradient
 from driftline.gating.quantised import Quantised, quantised_row
+from driftline.gating.tally import Tally
 from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import (
     LIMITS,
@@ -44,23 +45,28 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     allowed = tolerance or Tolerance()
     columns = {column.name: column for column in table.columns}
     ordered = table.reference.ordered
-    inherited = Inherited(Quantised(table.rows)) if ordered else Unrelated()
-    rows = tuple(_judged(table.rows, allowed, columns, inherited))
-    if ordered and not allowed.explicit:
+    in_turn = is_kept(table.rows) and table.rows.in_turn
+    inherited = Inherited(Quantised(table.rows), in_turn=in_turn) if ordered else Unrelated()
+    tally = Tally()
+    rows = kept_like(table.rows, tally.watch(_judged(table.rows, allowed, columns, inherited)))
+    if ordered and not allowed.explicit and tally.failing:
         rows = without_gradient(rows)
-        if any(row.decided_by == BEYOND for row in rows) and BEYOND not in columns:
+        tally = Tally()
+        for row in rows:
+            tally.take(row)
+        if BEYOND in tally.deciding and BEYOND not in columns:
             table = replace(table, columns=(*table.columns, BEYOND_COLUMN))
     coverage = replace(table, rows=rows).coverage
-    first, first_site, finding = find_divergence(rows, ordered=ordered)
+    first, first_site, finding = find_divergence(rows, ordered=ordered, tally=tally)
     verdict: Verdict = "pass"
     if not coverage.compared:
         verdict = "incomparable"
         finding = f"nothing could be compared: {coverage}"
-        if why := next((row for row in rows if row.status == "incomparable"), None):
+        if why := tally.incomparable:
             finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
     elif first is not None:
         verdict = "fail"
-    elif _only_inputs(rows):
+    elif tally.only_inputs:
         verdict = "incomparable"
         finding = f"only inputs could be compared, and no output of the reference: {coverage}"
     elif not coverage.share >= allowed.min_coverage:
@@ -69,12 +75,12 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
             f"only {coverage.share:.1%} of the tensors were compared, "
             f"{allowed.min_coverage:.1%} are asked for; what was compared agrees"
         )
-    elif unread := [row for row in rows if LOST in row.reason]:
+    elif unread := tally.first_unread:
         verdict = "fail"
-        one = len(unread) == 1
+        one = tally.unread == 1
         finding = (
-            f"{len(unread)} tensor{'' if one else 's'} could not be read, '{unread[0].key.site}' "
-            f"{unread[0].key.port}{'' if one else ' for one'}; what was compared agrees"
+            f"{tally.unread} tensor{'' if one else 's'} could not be read, '{unread.key.site}' "
+            f"{unread.key.port}{'' if one else ' for one'}; what was compared agrees"
         )
     return replace(
         table,
@@ -87,13 +93,6 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     )
 
 
-def _only_inputs(rows: tuple[Row, ...]) -> bool:
-    """Whether what agrees is only what both were given: two unrelated models have that, too."""
-    if any(row.compared and row.key.port != "input" for row in rows):
-        return False
-    return any(row.key.port == "output" and row.status != "extra" for row in rows)
-
-
 def exit_code(table: Table) -> int:
     """0: what was compared agrees; 1: numbers differ or too little was covered; 2: nothing was."""
     if table.verdict == "pass":
@@ -102,7 +101,7 @@ def exit_code(table: Table) -> int:
 
 
 def _judged(
-    rows: tuple[Row, ...], allowed: Tolerance, columns: dict[str, Column], inherited: Inherited
+    rows: Iterable[Row], allowed: Tolerance, columns: dict[str, Column], inherited: Inherited
 ) -> Iterator[Row]:
     """Rows come in execution order, so what was met so far is what is upstream."""
     for row in rows:

@@ -12,13 +12,16 @@ without it is the metric `beyond_bias`.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Column, Row
+from driftline.comparison.table import is_kept
 from driftline.comparison.unmeasured import clash, has_recipe, paired
 from driftline.comparison.values import F64, ValuePair, open_arrays
 from driftline.errors import DriftlineError
@@ -29,6 +32,8 @@ from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from driftline.comparison.kept_rows import KeptRows
 else:
     from driftline.numerics.late_numpy import np
 
@@ -56,7 +61,7 @@ def is_bias(slot: str) -> bool:
 
 def with_loose_biases(
     rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> list[Row]:
+) -> Sequence[Row]:
     """Rows with `beyond_bias` wherever an output is far off and its bias may have moved by itself.
 
     Args:
@@ -65,6 +70,8 @@ def with_loose_biases(
         reference: The one run.
         candidate: The other.
     """
+    if is_kept(rows):
+        return _of_a_long_table(rows, pairs, reference, candidate)
     found = list(rows)
     far = [at for at, row in enumerate(found) if _is_far(row)]
     if not far:
@@ -87,6 +94,28 @@ def with_loose_biases(
         if left is not None:
             found[at] = row._replace(metrics={**row.metrics, BEYOND: left})
     return found
+
+
+def _of_a_long_table(
+    rows: KeptRows, pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> KeptRows:
+    """The same, one process after the other."""
+    if not rows.ports & {*GRADIENTS}:
+        return rows
+    place = operator.attrgetter("reference.key.rank", "reference.key.process")
+    processes = itertools.groupby(pairs, key=place)
+    ahead = next(processes, None)
+
+    def changed(some: Sequence[Row]) -> Sequence[Row]:
+        nonlocal ahead
+        key = some[0].key
+        if ahead is None or ahead[0] != (key.rank, key.process):
+            return some  # what is alone comes at the end
+        its = list(ahead[1])
+        ahead = next(processes, None)
+        return with_loose_biases(some, its, reference, candidate)
+
+    return rows.changed_by_process(changed)
 
 
 def _is_far(row: Row) -> bool:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 from driftline.comparison.row import Row
+from driftline.comparison.table import is_kept
 from driftline.gating.loose_biases import BEYOND, GRADIENTS, is_bias
 from driftline.tolerance.defaults import METRIC, coarsest
 
@@ -29,14 +30,21 @@ _SAME = 1e-3
 _Layer = tuple[int, int, str]
 
 
-def without_gradient(rows: Sequence[Row]) -> tuple[Row, ...]:
+def without_gradient(rows: Sequence[Row]) -> Sequence[Row]:
     """The judged rows of a table, without those failures."""
-    if not any(row.status == "fail" for row in rows):
-        return tuple(rows)
+    if is_kept(rows):
+        # All of it is about one process at a time.
+        return rows.changed_by_process(_without) if rows.ports & {*GRADIENTS} else rows
+    return tuple(_without(rows))
+
+
+def _without(rows: Sequence[Row]) -> list[Row]:
     found = list(rows)
+    if not any(row.status == "fail" for row in rows):
+        return found
     _gradients(found)
     _carriers(found, _outputs(found))
-    return tuple(found)
+    return found
 
 
 def _gradients(rows: list[Row]) -> None:

@@ -7,9 +7,10 @@ limits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from driftline.comparison.row import Row
+from driftline.comparison.table import is_kept
 from driftline.numerics.dtypes import DTYPES
 from driftline.tolerance.defaults import QUANTISED
 
@@ -36,9 +37,10 @@ def quantised_row(row: Row) -> str:
 class Quantised:
     """The reference's sites that are quantised on one side, by step."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Sequence[Row]) -> None:
         self._known: dict[_Call, str] = {}
-        partner: dict[_Call, _Call] = {}
+        if is_kept(rows) and not rows.has_recipes and rows.dtypes.isdisjoint(_CODES):
+            return
         codes: dict[_Call, list[tuple[_Sizes, str]]] = {}  # lone integers, by their own side's site
         floats: dict[_Call, set[_Sizes]] = {}
         extra: list[Row] = []
@@ -47,12 +49,14 @@ class Quantised:
                 extra.append(row)
             elif row.status == "missing":
                 _sort(row.reference_dtype, row.reference_shape, row, _ours(row), codes, floats)
-            else:
-                partner.setdefault(_theirs(row), _ours(row))
-                if found := quantised_row(row) or _against_float(row):
-                    self._known.setdefault(_ours(row), found)
+            elif found := quantised_row(row) or _against_float(row):
+                self._known.setdefault(_ours(row), found)
         if not codes and not any(row.candidate_dtype in _CODES for row in extra):
             return
+        partner: dict[_Call, _Call] = {}
+        for row in rows:
+            if row.status not in ("extra", "missing"):
+                partner.setdefault(_theirs(row), _ours(row))
         their_codes: dict[_Call, list[tuple[_Sizes, str]]] = {}
         their_floats: dict[_Call, set[_Sizes]] = {}
         for row in extra:

@@ -78,8 +78,8 @@ def of_table(table: Table, command: str = "compare") -> Checks:
         if several:
             name += f" [step {step}, rank {rank}" + (f".p{process}]" if process else "]")
         cases.append(_site_case(name, site.rpartition(".")[0], rows))
-    failing = len(table.failing)
-    compared = sum(row.compared for row in table.rows)
+    failing = sum(row.status == "fail" for row in table.rows)
+    compared = table.coverage.compared
     count = f"{failing} of {counted(compared, 'compared tensor')} fail; coverage: {table.coverage}"
     first = table.first_site or (table.first.site if table.first is not None else "")
     return Checks(
@@ -222,9 +222,8 @@ def _table_summary(table: Table, command: str, count: str) -> View:
     if table.first is not None and table.reference.ordered:
         blocks.append(Tree("", (where(table),)))
     blocks += along_depth(table)
-    compared = [row for row in table.rows if row.compared]
-    if compared:
-        blocks.append(comparison.grid(table, compared, most=WORST))
+    if table.coverage.compared:
+        blocks.append(comparison.grid(table, most=WORST))
     about = [("reference", table.reference.path), ("candidate", table.candidate.path)]
     blocks.append(Facts(tuple((name, path) for name, path in about if path)))
     return _headed(command, View(tuple(blocks)))

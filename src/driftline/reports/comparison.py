@@ -5,12 +5,13 @@ Only chooses and words; whether a row fails was decided in gating.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.row import Row, Status
-from driftline.comparison.table import Table
+from driftline.comparison.table import Table, is_kept
 from driftline.reports.depth import along_depth, classes, where
 from driftline.reports.view import Block, Grid, Heading, Line, Sentence, Tone, Tree, View
 from driftline.reports.wording import counted, dtypes, shape
@@ -42,12 +43,12 @@ def view(table: Table, *, everything: bool = False) -> View:
     if table.first is not None and table.reference.ordered:
         blocks.append(Tree("", (where(table),)))
     blocks += along_depth(table)
-    compared = [row for row in table.rows if row.compared]
-    if compared:
+    coverage = table.coverage
+    if coverage.compared:
         most = len(table.rows) if everything else None
-        blocks.append(grid(table, compared, most=most))
-    share = f"coverage: {table.coverage}"
-    blocks.append(Sentence(share, "plain" if table.coverage.share == 1 else "doubtful"))
+        blocks.append(grid(table, most=most))
+    share = f"coverage: {coverage}"
+    blocks.append(Sentence(share, "plain" if coverage.share == 1 else "doubtful"))
     if allowed := _allowed(table):
         blocks.append(Sentence(allowed, "quiet"))
     others: tuple[tuple[Status, str], ...] = (
@@ -56,9 +57,8 @@ def view(table: Table, *, everything: bool = False) -> View:
         ("extra", "Extra: in the candidate only"),
     )
     for status, title in others:
-        rows = [row for row in table.rows if row.status == status]
-        if rows:
-            blocks.append(_others(title, rows, everything))
+        if count := getattr(coverage, status):
+            blocks.append(_others(table, status, f"{title} ({count})", count, everything))
     # Notes are alignment's, but for those that say whose they are.
     blocks += [
         Sentence(note if note.startswith("thresholds: ") else f"alignment: {note}", "doubtful")
@@ -89,22 +89,20 @@ def _allowed(table: Table) -> str:
     return "limits from: " + ", ".join(sources) if sources else ""
 
 
-def grid(table: Table, compared: Sequence[Row], *, most: int | None = None) -> Grid:
-    """The worst rows.
+def grid(table: Table, *, most: int | None = None) -> Grid:
+    """The worst of the rows that were compared.
 
     Args:
         table: A judged table.
-        compared: Its rows that were compared.
         most: How many; those that fail, a dozen at most and a few in any case, if not given.
     """
-    kept = {id(row) for row in compared}
-    worst = [row for row in table.worst(len(table.rows)) if id(row) in kept]
-    failing = sum(row.status == "fail" for row in compared)
-    shown = worst[: max(SHOWN_ROWS, min(failing, SHOWN_FAILING)) if most is None else most]
+    compared = table.coverage.compared
+    failing = sum(row.status == "fail" for row in table.rows)
+    count = max(SHOWN_ROWS, min(failing, SHOWN_FAILING)) if most is None else most
+    shown = table.worst(count, compared=True)
     asked, usual = _metric_columns(table, shown)
     metrics = [*asked, *usual]
-    ranks = len({(row.rank, row.key.process) for row in table.rows}) > 1
-    steps = len({row.step for row in table.rows}) > 1
+    ranks, steps = _several(table)
     recipes = any(row.reference_recipe or row.candidate_recipe for row in shown)
     headings = [
         Heading("status", kept=True),
@@ -145,25 +143,39 @@ def grid(table: Table, compared: Sequence[Row], *, most: int | None = None) -> G
         )
         for row in shown
     ]
-    title = f"Worst first ({failing} of {counted(len(compared), 'compared tensor')} failing)"
+    title = f"Worst first ({failing} of {counted(compared, 'compared tensor')} failing)"
     return Grid(
-        title, tuple(headings), tuple(lines), len(worst) - len(shown), "--all shows every row"
+        title, tuple(headings), tuple(lines), compared - len(shown), "--all shows every row"
     )
+
+
+def _several(table: Table) -> tuple[bool, bool]:
+    """Whether rows are of several processes, and of several steps."""
+    rows = table.rows
+    if is_kept(rows):
+        return len(rows.processes) > 1, rows.several_steps
+    ranks = len({(row.rank, row.key.process) for row in rows}) > 1
+    return ranks, len({row.step for row in rows}) > 1
 
 
 def _recipes(table: Table) -> str:
     """How many tensors were not compared as they are stored, and what was done to them."""
-    made = [row for row in table.rows if row.reference_recipe or row.candidate_recipe]
-    if not made:
+    if is_kept(table.rows) and not table.rows.has_recipes:
         return ""
+    made = 0
     steps: dict[str, int] = {}
-    for row in made:
+    for row in table.rows:
+        if not row.reference_recipe and not row.candidate_recipe:
+            continue
+        made += 1
         text = f"{row.reference_recipe} then {row.candidate_recipe}"
         for kind in dict.fromkeys(re.findall(r"(?:^|then |\()([a-z]+)(?=\(| of)", text)):
             steps[kind] = steps.get(kind, 0) + 1
+    if not made:
+        return ""
     shown = ", ".join(f"{count} {kind}" for kind, count in steps.items())
-    were = "tensor was" if len(made) == 1 else "tensors were"
-    return f"alignment: {len(made)} {were} not compared as stored ({shown}); --format csv says each"
+    were = "tensor was" if made == 1 else "tensors were"
+    return f"alignment: {made} {were} not compared as stored ({shown}); --format csv says each"
 
 
 def _site(row: Row) -> str:
@@ -205,13 +217,14 @@ def _metric_columns(table: Table, shown: Iterable[Row]) -> tuple[list[str], list
     return asked, usual
 
 
-def _others(title: str, rows: Sequence[Row], everything: bool) -> Grid:
-    shown = rows if everything else rows[:SHOWN_OTHERS]
+def _others(table: Table, status: Status, title: str, count: int, everything: bool) -> Grid:
+    rows = (row for row in table.rows if row.status == status)
+    shown = list(itertools.islice(rows, count if everything else SHOWN_OTHERS))
     return Grid(
-        f"{title} ({len(rows)})",
+        title,
         (Heading("tensor", stretch=True), Heading("reason", stretch=True)),
         tuple(Line((_tensor(row), row.reason or "-"), _TONES[row.status]) for row in shown),
-        len(rows) - len(shown),
+        count - len(shown),
         "--all shows every one",
     )
 

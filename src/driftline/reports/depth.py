@@ -64,24 +64,29 @@ def along_depth(table: Table) -> list[Curve]:
     chosen = table.first or next((row for row in table.rows if row.compared), None)
     if chosen is None:
         return []
+    # For each direction: the error of its sites, and how near to their limits they came.
+    errors: list[dict[str, float]] = [{} for _ in _SIDES]
+    nearness: list[dict[str, float]] = [{} for _ in _SIDES]
+    side_of = {port: side for side, (_, ports) in enumerate(_SIDES) for port in ports}
+    for row in table.rows:
+        side = side_of.get(row.port)
+        if side is None or not row.compared or not _belongs(row, chosen):
+            continue
+        _note(nearness[side], row.site, row.severity)
+        if _ERROR in row.metrics:  # what is compared exactly has no such number
+            _note(errors[side], row.site, float(row.metrics[_ERROR]))
     curves: list[Curve] = []
-    for direction, ports in _SIDES:
-        rows = [
-            row
-            for row in table.rows
-            if row.compared and row.port in ports and _belongs(row, chosen)
-        ]
-        named = any(_ERROR in row.metrics for row in rows)
-        found: dict[str, float] = {}
-        for row in rows:
-            value = float(row.metrics.get(_ERROR, math.nan)) if named else row.severity
-            if named and _ERROR not in row.metrics:
-                continue  # what is compared exactly has no such number
-            before = found.get(row.site)
-            found[row.site] = value if before is None else _larger(before, value)
+    for side, (direction, _) in enumerate(_SIDES):
+        found = errors[side] or nearness[side]
+        metric = _ERROR if errors[side] else "value over limit"
         if len(found) >= _FEWEST and any(found.values()):
-            curves.append(_curve(found, direction, table, _ERROR if named else "value over limit"))
+            curves.append(_curve(found, direction, table, metric))
     return curves
+
+
+def _note(found: dict[str, float], site: str, value: float) -> None:
+    before = found.get(site)
+    found[site] = value if before is None else _larger(before, value)
 
 
 def classes(row: Row) -> str:

@@ -53,14 +53,12 @@ def table(
         import json
 
         # Compact lines: one row each reads and diffs well, and 100 000 rows stay bearable.
-        document = found.as_json()
-        rows = document.pop("rows")
-        head = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1)
+        head = json.dumps(found.head_as_json(), ensure_ascii=False, allow_nan=False, indent=1)
         stream.write(head.removesuffix("\n}") + ',\n "rows": [')
-        for at, row in enumerate(rows):
+        for at, row in enumerate(found.rows):
             stream.write(",\n  " if at else "\n  ")
-            stream.write(json.dumps(row, ensure_ascii=False, allow_nan=False))
-        stream.write("\n ]\n}\n" if rows else "]\n}\n")
+            stream.write(json.dumps(row.as_json(), ensure_ascii=False, allow_nan=False))
+        stream.write("\n ]\n}\n" if len(found.rows) else "]\n}\n")
     elif format == "csv":
         from driftline.comparison.storage import write_csv
 

@@ -1,25 +1,34 @@
 """The lines of an index, as many as there are: a few thousand in memory, more where they lie.
 
-A line takes a kilobyte as an object and four hundred bytes in its file, which is mapped and costs
-no memory of ours. So of a long index only the places of its lines are kept, 20 bytes each, and a
-line is decoded again when it is asked for: a microsecond.
+A line takes a kilobyte as an object and four hundred bytes in its file. So of a long index only the
+place of every 64th line is kept, and lines are read and decoded again when they are asked for: a
+microsecond each. No file is held open: a run may have a thousand of them.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import io
-import mmap
+import os
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import BinaryIO
 
+from driftline.errors import BadRun
 from driftline.runs.lines import Line, decoder
 
 _one = sys.intern
 
-FEW = 10_000
+FEW = 4_096
 """So many lines of a run stay as they are."""
+_STRETCH = 64
+"""Lines whose places follow from that of the first of them."""
+
+
+_Read = Callable[[int, int], bytes]
+"""So many bytes of an index, from a place on."""
 
 
 class Room:
@@ -28,32 +37,61 @@ class Room:
     def __init__(self, left: int = FEW) -> None:
         self.left = left
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.spool: BinaryIO | None = None
+
+    def spooled(self, content: bytes) -> tuple[BinaryIO, int]:
+        """Bytes that came from elsewhere, in a file without a name, and where they begin there."""
+        if self.spool is None:
+            import tempfile
+
+            self.spool = tempfile.TemporaryFile(prefix="driftline-")  # noqa: SIM115 - it stays open
+        begin = self.spool.seek(0, os.SEEK_END)
+        self.spool.write(content)
+        self.spool.flush()
+        return self.spool, begin
 
 
 class KeptLines:
-    """Checked lines of one index; in the order of execution once `finish` was called."""
+    """Checked lines of one index; in the order of execution once `finish` was called.
 
-    def __init__(self, room: Room) -> None:
+    Args:
+        room: What all indexes of the run share.
+        reopen: Opens the file again, for lines that did not stay in memory.
+    """
+
+    def __init__(self, room: Room, reopen: Callable[[], BinaryIO]) -> None:
+        self.last_step: int | None = None
         self._room = room
+        self._reopen = reopen
         self._few: list[Line] | None = []
-        self._starts = array("Q")
-        self._lengths = array("Q")
-        self._orders = array("Q")
-        self._lost: dict[int, str] = {}
+        self._count = 0
+        self._order = -1
         self._in_order = True
-        self._source: mmap.mmap | bytes = b""
-        self._decode = decoder()
-        self._shapes = room.shapes
+        # Stretches of neighbours: number of their first line, and where in the file it begins.
+        self._firsts = array("Q")
+        self._starts = array("Q")
+        self._end = -1
+        self._places: array[int] | None = None
+        self._lost: dict[int, str] = {}
+        self._spool: tuple[BinaryIO, int] | None = None
+        self._size = 0
+        self._known: tuple[int, list[bytes]] = (-1, [])
 
-    def append(self, line: Line, start: int, length: int) -> None:
-        """A line that was checked, and where in the file its text lies."""
-        if self._orders and line.order <= self._orders[-1]:
+    def append(self, line: Line, start: int, length: int, *, ended: bool = True) -> None:
+        """A line that was checked, where in the file its text lies, and whether a line end does."""
+        if line.order <= self._order:
             self._in_order = False
+        self._order = line.order
+        if self.last_step is None or line.step > self.last_step:
+            self.last_step = line.step
         if line.lost:
-            self._lost[start] = line.lost
-        self._starts.append(start)
-        self._lengths.append(length)
-        self._orders.append(line.order)
+            self._lost[self._count] = line.lost
+        if start != self._end or self._count - self._firsts[-1] >= _STRETCH:
+            self._firsts.append(self._count)
+            self._starts.append(start)
+        self._end = start + length if ended else -1  # what comes next is no neighbour of it
+        self._size = start + length
+        self._count += 1
         if self._few is not None:
             self._few.append(line)
             self._room.left -= 1
@@ -61,51 +99,99 @@ class KeptLines:
                 self._few = None
 
     def finish(self, file: BinaryIO) -> None:
-        """Sort, and hold on to the file where lines will be asked for again.
+        """Sort. The file is not needed afterwards.
 
         Raises:
-            OSError: It cannot be mapped.
+            OSError: It cannot be read again.
         """
+        if self._few is None and not _can_be_reopened(file):
+            file.seek(0)
+            self._spool = self._room.spooled(file.read())
         if not self._in_order:
-            orders = self._orders
-            places = sorted(range(len(orders)), key=orders.__getitem__)
-            self._starts = array("Q", (self._starts[at] for at in places))
-            self._lengths = array("Q", (self._lengths[at] for at in places))
+            orders = [line.order for line in self]
+            places = sorted(range(self._count), key=orders.__getitem__)
             if self._few is not None:
                 self._few = [self._few[at] for at in places]
-        self._orders = array("Q")
-        if self._few is None:
-            end = max(s + n for s, n in zip(self._starts, self._lengths, strict=True))
-            try:
-                self._source = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
-            except io.UnsupportedOperation:  # bytes that came from elsewhere
-                file.seek(0)
-                self._source = file.read(end)
-        else:
-            self._starts = self._lengths = array("Q")
+            else:
+                self._places = array("Q", places)
+        if self._few is not None:
+            self._firsts = self._starts = array("Q")
 
     def __len__(self) -> int:
-        return len(self._starts) if self._few is None else len(self._few)
+        return self._count
 
     def __getitem__(self, at: int) -> Line:
         if self._few is not None:
             return self._few[at]
-        start = self._starts[at]
-        return self._read(start, self._lengths[at])
+        place = at if self._places is None else self._places[at]
+        which = bisect.bisect_right(self._firsts, place) - 1
+        known = self._known
+        if known[0] != which:
+            with self._opened() as read:
+                known = self._known = which, self._stretch(read, which)
+        return self._decoded(place, known[1][place - self._firsts[which]])
 
     def __iter__(self) -> Iterator[Line]:
         if self._few is not None:
             return iter(self._few)
-        return map(self._read, self._starts, self._lengths)
+        return self._each() if self._places is None else map(self.__getitem__, range(self._count))
 
-    def _read(self, start: int, length: int) -> Line:
-        line = self._decode(self._source[start : start + length])
+    def _each(self) -> Iterator[Line]:
+        place = 0
+        with self._opened() as read:
+            for which in range(len(self._firsts)):
+                for text in self._stretch(read, which):
+                    yield self._decoded(place, text)
+                    place += 1
+
+    @contextlib.contextmanager
+    def _opened(self) -> Generator[_Read]:
+        if self._spool is not None:
+            spool, begin = self._spool
+            yield lambda start, length: os.pread(spool.fileno(), length, begin + start)
+            return
+        try:
+            file = self._reopen()
+        except OSError as trouble:
+            raise BadRun(
+                f"an index went away while it was read: {trouble.strerror}",
+                hint="is something deleting the run?",
+            ) from None
+        with file:
+            yield lambda start, length: os.pread(file.fileno(), length, start)
+
+    def _stretch(self, read: _Read, which: int) -> list[bytes]:
+        """The texts of neighbouring lines."""
+        start = self._starts[which]
+        last = which + 1 == len(self._firsts)
+        end = self._size if last else self._starts[which + 1]
+        count = (self._count if last else self._firsts[which + 1]) - self._firsts[which]
+        return read(start, end - start).split(b"\n", count)[:count]
+
+    def _decoded(self, place: int, text: bytes) -> Line:
+        try:
+            line = _decode(text)
+        except ValueError:
+            raise BadRun("an index was changed while it was read") from None
         # Each text comes as a new object, and most of them are the same few.
         line.site, line.port, line.slot = _one(line.site), _one(line.port), _one(line.slot)
         line.dtype, line.class_, line.shard = _one(line.dtype), _one(line.class_), _one(line.shard)
         line.device, line.alias = _one(line.device), _one(line.alias)
         shape = tuple(line.shape)
-        line.shape = self._shapes.setdefault(shape, shape)
-        if self._lost and start in self._lost:
-            line.lost = self._lost[start]
+        line.shape = self._room.shapes.setdefault(shape, shape)
+        if self._lost and place in self._lost:
+            line.lost = self._lost[place]
         return line
+
+
+def _decode(text: bytes) -> Line:
+    return decoder()(text)
+
+
+def _can_be_reopened(file: BinaryIO) -> bool:
+    """Whether it is a file of this machine, and not bytes that came from elsewhere."""
+    try:
+        file.fileno()
+    except (io.UnsupportedOperation, OSError):
+        return False
+    return True

@@ -24,8 +24,9 @@ class KeptRecords(Sequence[Record]):
     """
 
     def __init__(self, parts: Sequence[Listed]) -> None:
-        self._parts = parts
+        self.parts = parts
         self._ends = list(itertools.accumulate(len(part.lines) for part in parts))
+        self.hold = True  # whether records that are asked for again and again may be kept
         self._built: list[Record] = []
         self._walked = False
 
@@ -45,23 +46,24 @@ class KeptRecords(Sequence[Record]):
         if not 0 <= at < len(self):
             raise IndexError("the run has no such record")
         which = bisect.bisect_right(self._ends, at)
-        part = self._parts[which]
+        part = self.parts[which]
         line = part.lines[at - (self._ends[which - 1] if which else 0)]
         return record_of(line, part.rank, part.process)
 
     def __iter__(self) -> Iterator[Record]:
-        if not self._built and (len(self) <= _KEPT_RECORDS or self._walked):
+        again = self._walked and self.hold
+        if not self._built and (len(self) <= _KEPT_RECORDS or again):
             self._built = list(self._each())
         self._walked = True
         return iter(self._built) if self._built else self._each()
 
     def _each(self) -> Iterator[Record]:
-        for part in self._parts:
+        for part in self.parts:
             rank, process = part.rank, part.process
             for line in part.lines:
                 yield record_of(line, rank, process)
 
     def sites(self) -> Iterator[str]:
-        for part in self._parts:
+        for part in self.parts:
             for line in part.lines:
                 yield line.site

@@ -124,7 +124,7 @@ class _Part:
         self.files = files
         self.name = name
         self.growing = False
-        self.lines = KeptLines(room)
+        self.lines = KeptLines(room, lambda: files.open(f"{name}/{INDEX}"))
         self.shards = files.shards(name)
 
     def load(self, losses: list[Loss]) -> None:
@@ -166,7 +166,7 @@ class _Part:
                     line.lost = f"{line.shard} ends before its last byte"
             if line.lost:
                 self._lost(line, by_reason, losses)
-            keep(line, start, end - start)
+            keep(line, start, end - start, ended=row[-1:] == b"\n")
         self.lines.finish(file)
         if bad > _MOST_BAD_LINES:
             more = bad - _MOST_BAD_LINES
@@ -246,7 +246,7 @@ class DiskRun(Run):
                 for part in parts:
                     part.load(self._losses)
                 self._records = KeptRecords(parts)
-                ends = [max((line.step for line in p.lines), default=None) for p in parts]
+                ends = [part.lines.last_step for part in parts]
                 self._losses += gaps(list(zip(self.processes(), ends, strict=True)))
         return self._records
 

@@ -1,0 +1,183 @@
+"""Runs of very many tensors: the same table to the byte, out of a file instead of memory."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import driftline as api
+from driftline.alignment import alike
+from driftline.alignment import door as alignment
+from driftline.comparison import engine, kept_rows, storage, windows
+from driftline.comparison.row import Row
+from driftline.reports import emit
+from driftline.runs import kept_lines
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.writer import RunWriter
+
+SITES = 12
+
+
+def write(
+    path: Path, *, shift: float = 0.0, ranks: int = 2, steps: int = 2, skip=(), **how
+) -> Path:
+    """Inputs, outputs, gradients and parameters of a chain of layers; `shift` is put into one."""
+    for rank in range(ranks):
+        writer = RunWriter(path, rank=rank, world_size=ranks, seal_at_exit=False)
+        draw = np.random.default_rng(rank)
+        places = [
+            (step, site, port, slot)
+            for step in range(steps)
+            for site in range(SITES)
+            for port, slot in (
+                ("input", "x"),
+                ("output", "0"),
+                ("grad_output", "0"),
+                ("param_grad", "bias"),
+            )
+        ]
+        if how.get("swapped"):
+            places[5], places[20] = places[20], places[5]
+        for step, site, port, slot in places:
+            values = draw.standard_normal((3, 4)).astype(how.get("dtype", np.float32))
+            if site == 7 and port == "output":
+                values[1, 2] += shift
+            name = f"model.layers.{site}.linear"
+            if (rank, step, site, port) in skip:
+                continue
+            key = TensorKey.of(name, port, slot, step=step, rank=rank)
+            record = Record(key, 0, values.dtype.name, (3, 4), "", "Linear")
+            writer.put(record, values.reshape(-1).view(np.uint8))
+        writer.close()
+    return path
+
+
+@pytest.fixture
+def everything_is_long(monkeypatch: pytest.MonkeyPatch):
+    """What holds for a million tensors is tried with a hundred."""
+
+    def switch() -> None:
+        monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (10,))
+        monkeypatch.setattr(kept_lines, "_STRETCH", 7)
+        monkeypatch.setattr(alignment, "LONG", 10)
+        monkeypatch.setattr(alike, "_FEW", 10)
+        monkeypatch.setattr(engine, "MANY", 10)
+        monkeypatch.setattr(windows, "WINDOW", 9)
+        monkeypatch.setattr(windows.windows, "__defaults__", (9,))
+        monkeypatch.setattr(kept_rows, "_BLOCK", 4)
+        monkeypatch.setattr(storage, "_PIECE", 5)
+
+    return switch
+
+
+def files_of(table: api.Table, place: Path) -> dict[str, bytes]:
+    table.write(place)
+    shown = {path.name: path.read_bytes() for path in sorted(place.iterdir())}
+    for format in ("table", "json", "csv", "markdown", "junit"):
+        for everything in (False, True):
+            stream = io.StringIO()
+            emit.table(table, format, stream, everything=everything)
+            shown[f"{format} {everything}"] = stream.getvalue().encode()
+    return {**shown, "str": str(table).encode()}
+
+
+CASES = {
+    "equal": ({}, {}, {}, True),
+    "one layer is off": ({}, {"shift": 3.0}, {}, True),
+    "half against single": ({}, {"dtype": np.float16}, {}, True),
+    "some are missing": ({}, {"skip": {(0, 1, 3, "output"), (1, 0, 0, "input")}}, {}, True),
+    "some are extra": ({"skip": {(0, 1, 3, "output")}}, {"shift": 1.0}, {}, True),
+    "a step is missing": ({}, {"steps": 1}, {}, None),
+    "other order": ({}, {"swapped": True, "shift": 3.0}, {}, True),
+    "missing on both sides": (
+        {"skip": {(0, 0, 1, "input")}},
+        {"skip": {(1, 1, 1, "input")}},
+        {},
+        False,
+    ),
+    "only some sites": ({}, {"shift": 3.0}, {"sites": ["*.7.*"], "ports": ["output"]}, False),
+    "many sites": ({}, {"shift": 3.0}, {"sites": ["*.1*.*", "*.7.*"]}, True),
+    "by name only": ({}, {"shift": 3.0}, {"structural": False}, True),
+    "other limits": ({}, {"shift": 3.0}, {"limits": {"cosine": 0.5}}, True),
+    "a metric more": ({}, {"shift": 3.0}, {"metrics": ["kl"]}, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_long_runs_give_the_files_and_reports_of_short_ones(tmp_path, case, everything_is_long):
+    ours, theirs, options, by_name = CASES[case]
+    pair = write(tmp_path / "ref", **ours), write(tmp_path / "cand", **theirs)
+    plain = api.compare(*pair, **options)
+    assert isinstance(plain.rows, tuple)
+    short = files_of(plain, tmp_path / "short")
+    everything_is_long()
+    plan = api.align(*pair, **{k: v for k, v in options.items() if k not in ("limits", "metrics")})
+    if by_name is not None:
+        assert isinstance(plan.pairs, alike.KeptPairs) == by_name
+    table = api.compare(*pair, **options)
+    long = files_of(table, tmp_path / "long")
+    for name, content in short.items():
+        assert long[name] == content, name
+    assert isinstance(table.rows, kept_rows.KeptRows) or len(table.rows) <= 10
+    assert list(table.rows) == list(plain.rows)
+    assert table.rows[-1] == plain.rows[-1] and list(table.rows[3:40:6]) == list(plain.rows[3:40:6])
+    assert table.rows == plain.rows and table.first == plain.first
+    with pytest.raises(IndexError):
+        table.rows[len(plain.rows)]
+
+
+@pytest.mark.parametrize("jobs", [2])
+def test_processes_share_a_long_plan_out_and_give_the_same(tmp_path, jobs, everything_is_long):
+    pair = write(tmp_path / "ref"), write(tmp_path / "cand", shift=3.0)
+    short = files_of(api.compare(*pair), tmp_path / "short")
+    everything_is_long()
+    told: list[tuple[int, int]] = []
+    table = api.compare(*pair, jobs=jobs, progress=lambda done, total: told.append((done, total)))
+    assert files_of(table, tmp_path / "long") == short
+    assert isinstance(table.rows, kept_rows.KeptRows)
+    assert told[-1] == (len(table.rows), len(table.rows))
+
+
+def test_progress_of_a_long_plan_goes_from_nothing_to_all(tmp_path, everything_is_long):
+    pair = write(tmp_path / "ref"), write(tmp_path / "cand")
+    everything_is_long()
+    told: list[tuple[int, int]] = []
+    api.compare(*pair, progress=lambda done, total: told.append((done, total)))
+    counts = [done for done, _ in told]
+    assert counts == sorted(counts) and counts[-1] == told[0][1] == 2 * 2 * SITES * 4
+
+
+def test_an_index_out_of_order_is_paired_in_the_order_of_execution(tmp_path, everything_is_long):
+    pair = write(tmp_path / "ref"), write(tmp_path / "cand", shift=3.0)
+    index = pair[1] / "rank0" / "index.jsonl"
+    lines = index.read_text().splitlines(keepends=True)
+    index.write_text("".join([*lines[30:], "no line\n", *lines[:30]]))
+    short = files_of(api.compare(*pair), tmp_path / "short")
+    everything_is_long()
+    table = api.compare(*pair)
+    assert files_of(table, tmp_path / "long") == short
+
+
+def test_a_full_disk_for_the_rows_is_a_sentence(tmp_path, everything_is_long, monkeypatch):
+    pair = write(tmp_path / "ref"), write(tmp_path / "cand")
+    everything_is_long()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(api.errors.DriftlineError, match="No space left on device") as found:
+        api.compare(*pair)
+    assert "TMPDIR" in found.value.hint
+
+
+def test_numbers_of_other_kinds_are_kept_as_numbers():
+    key = TensorKey.of("a", "output")
+    row = Row(key, "pass", metrics={"a": np.float64(0.1), "b": np.int64(3), "c": True, "d": 2**80})
+    (again,) = kept_rows.keep([row])
+    assert dict(again.metrics) == dict(row.metrics)
+    assert [type(value) for value in again.metrics.values()] == [float, int, bool, int]
