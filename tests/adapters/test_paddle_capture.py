@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.fleet.utils import recompute
 
 import driftline
-from driftline.adapters.paddle import edges, modules
+from driftline.adapters.paddle import modules
 from driftline.adapters.paddle.snapshot import snapshot
 from driftline.adapters.snapshot import Refusal
 from driftline.errors import BadInput
@@ -66,7 +65,7 @@ class Double(PyLayer):
 
 
 class Mixture(nn.Layer):
-    """Operations behind which hooks cannot stand, and some that change their input."""
+    """Operations behind which no hook can stand, and some that change their input."""
 
     def __init__(self):
         super().__init__()
@@ -206,40 +205,6 @@ def test_an_input_gradient_is_the_layer_s_own_share_and_adds_up_its_paths():
     assert np.array_equal(capture.one("twice", "grad_input", "y"), arrived)
     total = capture.one("first", "grad_output")
     assert np.allclose(total, one + two + 8 * arrived, atol=1e-5)
-
-
-def test_gradients_that_paddle_does_not_show_are_named_and_the_rest_is_there():
-    with Captured(model := Mixture()) as capture:
-        model(paddle.to_tensor([[1, 2]])).sum().backward()
-    lost = capture.said("gradient-lost")
-    assert lost == [] or all("cannot be seen in Paddle" in text for text in lost)
-
-    class Joined(nn.Layer):
-        def forward(self, x):
-            return paddle.concat([x, x]) * 2
-
-    class Net(nn.Layer):
-        def __init__(self):
-            super().__init__()
-            self.lin, self.joined = nn.Linear(2, 2), Joined()
-
-        def forward(self, x):
-            return self.joined(self.lin(x))
-
-    with Captured(model := Net()) as capture:
-        model(paddle.ones([1, 2])).sum().backward()
-    (text,) = capture.said("gradient-lost")
-    assert "input gradient of joined" in text and "Concat" in text
-    assert ("joined", "grad_output", "0", 0, 0) in capture.rows
-    assert ("joined", "grad_input", "x", 0, 0) not in capture.rows
-
-
-def test_no_operation_that_is_hooked_takes_a_list_of_tensors():
-    header = Path(paddle.__file__).parent / "include/paddle/phi/api/include/api.h"
-    found = re.findall(r"^PADDLE_API\s+.*?\s(\w+)\((.*?)\);", header.read_text(), re.M | re.S)
-    plain = {name for name, arguments in found if "std::vector<Tensor>" not in arguments}
-    assert len(plain) > 500
-    assert set(edges.OPERATIONS) <= plain
 
 
 def test_what_is_changed_in_place_afterwards_is_kept_as_it_was():

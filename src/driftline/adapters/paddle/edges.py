@@ -2,7 +2,7 @@
 
 A hook behind a node hands the node's results back to Paddle, which does not take lists of tensors
 there: the program's backward would raise. So only nodes of operations without lists of tensors,
-by name, are ever hooked. Knows nothing of calls and sessions.
+by name, are ever hooked (`senders.py` has some of the others). Knows nothing of calls and sessions.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import sys
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import paddle
@@ -20,7 +22,10 @@ import paddle
 _LEAF = "GradNodeAccumulation"
 _MOST_NODES = 20_000
 
-_TAKE_NO_LISTS = """
+_LIST = re.compile(r"vector<[^<>]*Tensor")
+_HEADER = "include/paddle/phi/api/include/api.h"
+_DECLARED = re.compile(r"^PADDLE_API\s+.*?\s(\w+)\((.*?)\);", re.M | re.S)
+_USUAL = """
 abs add as_strided assign batch_norm bce_loss bmm cast ceil celu clip conv2d conv2d_transpose
 conv3d cos cross_entropy_with_softmax cumsum depthwise_conv2d diagonal divide dropout
 elementwise_pow elu embedding erf exp expand expand_as expm1 fft_c2c fill flash_attn flatten
@@ -36,8 +41,8 @@ squeeze stanh strided_slice subtract sum swiglu swish take_along_axis tanh tanh_
 temporal_shift thresholded_relu tile topk trace transpose tril triu unbind unfold unsqueeze
 unstack view_dtype view_shape where
 """
-OPERATIONS = tuple(_TAKE_NO_LISTS.split())
-"""Paddle's names of operations, none of which takes a list of tensors."""
+USUAL = tuple(_USUAL.split())
+"""Operations that take no list of tensors, by Paddle's names, for where its header is not there."""
 
 _EXTRA = ("Conv2dGradNodeFinal",)
 
@@ -52,7 +57,18 @@ def node_name(operation: str) -> str:
     return "".join(word[:1].upper() + word[1:] for word in words) + "GradNode"
 
 
-HOOKABLE = frozenset([*(node_name(operation) for operation in OPERATIONS), *_EXTRA])
+@functools.cache
+def hookable() -> frozenset[str]:
+    """Names of nodes whose operations take no list of tensors, as the installed header says."""
+    try:
+        text = (Path(paddle.__file__).parent / _HEADER).read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    declared = _DECLARED.findall(text)
+    # By nodes: an operation and its in-place twin have one.
+    with_lists = {node_name(name) for name, arguments in declared if _LIST.search(arguments)}
+    plain = {node_name(name) for name in ([name for name, _ in declared] or USUAL)}
+    return frozenset([*(plain - with_lists), *_EXTRA])
 
 
 def node_of(tensor: Any) -> Any | None:
@@ -132,8 +148,8 @@ class Edge(NamedTuple):
         """
         if len(sent) == self.width:
             found = sent[self.position]
-            return found if found._is_initialized() else None
-        filled = [one for one in sent if one._is_initialized()]
+            return found if found is not None and found._is_initialized() else None
+        filled = [one for one in sent if one is not None and one._is_initialized()]
         if len(filled) == self.present:
             return filled[self.before]
         if not filled:
@@ -141,22 +157,29 @@ class Edge(NamedTuple):
         raise ValueError(f"{len(sent)} results and {self.width} next functions do not match")
 
 
+class TooMany(Exception):
+    """The graph has more nodes than are looked at."""
+
+
 def edges_into(
-    sources: Collection[int], ends: list[Any], is_older: Callable[[int], bool]
-) -> tuple[list[tuple[Any, list[Edge]]], dict[int, set[str]]]:
+    sources: Collection[int],
+    ends: list[Any],
+    is_older: Callable[[int], bool] = lambda pointer: False,
+    *,
+    most: int = _MOST_NODES,
+) -> list[tuple[Any, list[Edge]]]:
     """Nodes between `ends` and the sources that have an edge into a source, with those edges.
 
     Args:
-        sources: Pointers of the nodes that made a call's inputs.
-        ends: Nodes that made its outputs.
-        is_older: Whether a node was there before the call, by its pointer: the walk stops there.
+        sources: Pointers of nodes.
+        ends: Nodes to begin at.
+        is_older: Whether the walk stops at a node, by its pointer.
+        most: How many nodes are looked at.
 
-    Returns:
-        The nodes, and for each source that is reached through a node which cannot be hooked (or in
-        a graph too large to walk) the names of those nodes.
+    Raises:
+        TooMany: There are more.
     """
     found: list[tuple[Any, list[Edge]]] = []
-    blind: dict[int, set[str]] = {}
     stack: list[Any] = []
     seen: set[int] = set()
     for node in ends:
@@ -181,12 +204,7 @@ def edges_into(
                 stack.append(after)
             before += 1
         if edges:
-            name = node.name()
-            if name in HOOKABLE:
-                found.append((node, edges))
-            else:
-                for edge in edges:
-                    blind.setdefault(edge.source, set()).add(name.removesuffix("GradNode"))
-        if len(seen) > _MOST_NODES:
-            return [], {source: {"more operations than are looked at"} for source in sources}
-    return found, blind
+            found.append((node, edges))
+        if len(seen) > most:
+            raise TooMany
+    return found

@@ -21,23 +21,25 @@ be told which one a gradient is for. Input gradients that cannot be had are name
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from paddle.base import core
-
 from driftline.adapters.backward import PassedCall, Visits
-from driftline.adapters.paddle.edges import Edge, Held, edges_into, node_of
+from driftline.adapters.paddle import passes, senders
+from driftline.adapters.paddle.edges import Held, TooMany, edges_into, node_of
+from driftline.adapters.paddle.inflow import Inflow, Rest, look_at, shows
 from driftline.adapters.paddle.parameters import ParameterGradients
-from driftline.adapters.paddle.snapshot import grad_enabled, undisturbed
+from driftline.adapters.paddle.snapshot import grad_enabled
 
 Named = Sequence[tuple[str, str, Any]]
 """Slot, alias and tensor, as `modules.py` hands them out."""
 
-_eager: Any = core.eager
+_WHOLE_GRAPH = 400_000
+"""Nodes of a whole backward graph that are looked at; about a second of Python."""
 _UNKNOWN = "what its {} send back cannot be seen in Paddle"
 
 
@@ -51,16 +53,21 @@ class GradientTap:
         self._parameters = ParameterGradients(session)
         self._calls = _Calls()
         self._lock = threading.Lock()
-        self._pass = 0
-        self._in_pass = False
-        self._open: list[_Inflow] = []
+        self._open: list[Inflow] = []
         self._held = Held()
+        self._on_leaves: list[tuple[int, Any]] = []
+        self._rests: weakref.WeakSet[Rest] = weakref.WeakSet()
 
     def install(self) -> None:
         self.active = True
+        senders.watch()
+        passes.watch(self)
         self._parameters.install()
 
     def remove(self) -> None:
+        if self.active:
+            senders.unwatch()
+            passes.unwatch(self)
         self.active = False
         self._parameters.remove()
         with self._lock:
@@ -139,21 +146,13 @@ class GradientTap:
         inputs: Named,
         ends: list[Any],
     ) -> None:
-        sources: dict[int, _Inflow] = {}
-        given: dict[int, Any] = {}
-        shared: set[int] = set()
+        given: dict[int, list[tuple[str, str, Any]]] = {}
         for (slot, alias, tensor), node in zip(inputs, origins, strict=True):
-            if node is None:
-                continue
-            pointer = node.node_ptr()
-            if pointer not in sources:
-                sources[pointer], given[pointer] = _Inflow(call, slot, alias), tensor
-            elif not _same(given[pointer], tensor):
-                shared.add(pointer)
-        for pointer in shared:
-            self._without(call, "inputs that are parts of one result")
-            del sources[pointer]
-        if not sources:
+            if node is not None:
+                known = given.setdefault(node.node_ptr(), [])
+                if not any(_same(one, tensor) for *_, one in known):
+                    known.append((slot, alias, tensor))
+        if not given:
             return
         met = self._calls.met
 
@@ -161,18 +160,70 @@ class GradientTap:
             known = met.get(pointer)
             return known is not None and known[0] < began
 
-        found, blind = edges_into(sources.keys(), ends, is_older)
-        for pointer, names in blind.items():
-            self._without(call, ", ".join(sorted(names)))
-            del sources[pointer]
-        for node, edges in found:
-            watched = [(edge, sources[edge.source]) for edge in edges if edge.source in sources]
+        try:
+            reached = edges_into(given.keys(), ends, is_older)
+        except TooMany:
+            self.without(call, "more operations than are looked at")
+            return
+        unclear = {pointer for pointer, parts in given.items() if len(parts) > 1}
+        unclear |= {edge.source for node, edges in reached if not shows(node) for edge in edges}
+        inflows = {p: Inflow(call, *parts[0][:2]) for p, parts in given.items() if p not in unclear}
+        for node, edges in reached:
+            watched = [(edge, inflows[edge.source]) for edge in edges if edge.source in inflows]
+            for _, inflow in watched:
+                inflow.expected += 1
             if watched:
-                for _, inflow in watched:
-                    inflow.expected += 1
-                node._register_post_hook(_InputHook(watched, self._held))
+                arrivals = [(edge, inflow.arrived) for edge, inflow in watched]
+                look_at(node, arrivals, self._held, functools.partial(self.lost, call.site))
+        for pointer in unclear:
+            own = {
+                (node.node_ptr(), edge.position)
+                for node, edges in reached
+                for edge in edges
+                if edge.source == pointer
+            }
+            for slot, alias, tensor in given[pointer] if own else ():
+                self._hook_total(call, slot, alias, tensor, pointer, own, len(given[pointer]) > 1)
 
-    def _without(self, call: PassedCall[GradientTap], what: str) -> None:
+    def _hook_total(
+        self,
+        call: PassedCall[GradientTap],
+        slot: str,
+        alias: str,
+        tensor: Any,
+        source: int,
+        edges: set[tuple[int, int]],
+        is_part: bool,
+    ) -> None:
+        now = node_of(tensor)
+        if now is None or now.node_ptr() != source:
+            self.without(call, "an input that was changed in place")
+            return
+        rest = Rest(call, slot, alias, source, edges, is_part=is_part)
+        handle = tensor.register_hook(rest)
+        if tensor.is_leaf:  # which outlives this call's graph
+            self._on_leaves.append((call.step, handle))
+            while self._on_leaves[0][0] < call.step:
+                self._on_leaves.pop(0)[1].remove()
+        self._rests.add(rest)
+
+    def begins(self, roots: list[Any]) -> None:
+        """A backward pass begins: who else sends something to inputs that are known by totals?"""
+        rests = list(self._rests)
+        if not rests or not self.active:
+            return
+        try:
+            nodes = [node for node in map(node_of, roots) if node is not None]
+            reached = edges_into({rest.source for rest in rests}, nodes, most=_WHOLE_GRAPH)
+            for rest in rests:
+                rest.begin(reached, self._held, functools.partial(self.lost, rest.call.site))
+        except TooMany:
+            return  # the hooks on the inputs say that nobody has seen it
+        except Exception as error:
+            self.lost(rests[0].call.site, error)
+
+    def without(self, call: PassedCall[GradientTap], what: str) -> None:
+        """An input gradient of a call cannot be had."""
         self.session.event_once(
             "gradient-lost",
             f"an input gradient of {call.site} is not captured: {_UNKNOWN.format(what)}",
@@ -181,31 +232,16 @@ class GradientTap:
 
     # --- a backward pass
 
-    def passing(self) -> int:
-        """The number of the backward pass that is under way."""
+    def over(self) -> None:
         with self._lock:
-            if not self._in_pass:
-                self._in_pass = True
-                self._pass += 1
-                reference = weakref.ref(self)
-
-                def over() -> None:
-                    tap = reference()
-                    if tap is not None:
-                        tap._pass_over()
-
-                _eager._add_backward_final_hook(over)
-            return self._pass
-
-    def _pass_over(self) -> None:
-        with self._lock:
-            self._in_pass = False
             waiting, self._open = self._open, []
+        for rest in list(self._rests):
+            rest.forget()
         self._held.let_go()
         for inflow in waiting:
             inflow.finish()
 
-    def expect(self, inflow: _Inflow) -> None:
+    def expect(self, inflow: Inflow) -> None:
         """An input's gradient is incomplete: look again when this backward pass is over.
 
         Some of its paths may not run at all, when the loss does not depend on every output.
@@ -283,76 +319,6 @@ class _OutputHook:
         if tap is None or not tap.active or gradient is None:
             return
         try:
-            tap.emit(self._call, "grad_output", self._slot, self._alias, gradient, tap.passing())
+            tap.emit(self._call, "grad_output", self._slot, self._alias, gradient, passes.number())
         except Exception as error:
             tap.lost(self._call.site, error)
-
-
-class _Inflow:
-    """One input of one call: adds up what comes back to it over `expected` edges of the graph."""
-
-    __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")
-
-    def __init__(self, call: PassedCall[GradientTap], slot: str, alias: str) -> None:
-        self.call = call
-        self.slot = slot
-        self.alias = alias
-        self.expected = 0
-        self._seen = 0
-        self._sum: Any = None
-        self._task = -1
-
-    def arrived(self, gradient: Any) -> None:
-        tap = self.call.tap()
-        if tap is None or not tap.active:
-            return
-        task = tap.passing()
-        if self.expected == 1:
-            if gradient is not None:
-                tap.emit(self.call, "grad_input", self.slot, self.alias, gradient, task)
-            return
-        if task != self._task:
-            self._task, self._seen, self._sum = task, 0, None
-        self._seen += 1
-        if gradient is not None:
-            # A copy, because the engine may go on adding into the tensor it handed us.
-            with undisturbed():
-                self._sum = gradient.clone() if self._sum is None else self._sum + gradient
-        if self._seen == 1:
-            tap.expect(self)
-        if self._seen == self.expected:
-            self.finish()
-
-    def finish(self) -> None:
-        """Hand out the sum, once; called when it is complete and again at the end of the pass."""
-        total, self._sum = self._sum, None
-        tap = self.call.tap()
-        if total is None or tap is None or not tap.active:
-            return
-        try:
-            tap.emit(self.call, "grad_input", self.slot, self.alias, total, self._task)
-        except Exception as error:
-            tap.lost(self.call.site, error)
-
-
-class _InputHook:
-    """After a node ran: shows what it sends along its edges to a call's inputs."""
-
-    __slots__ = ("_edges", "_held")
-
-    def __init__(self, edges: list[tuple[Edge, _Inflow]], held: Held) -> None:
-        self._edges = edges
-        self._held = held.append
-
-    def __call__(self, sent: Any, _: Any) -> Any:
-        for edge, inflow in self._edges:
-            try:
-                inflow.arrived(edge.of(sent))
-            except Exception as error:
-                tap = inflow.call.tap()
-                if tap is not None:
-                    tap.lost(inflow.call.site, error)
-        # Paddle goes on with what a hook returns, the very same tensors, and never lets it go.
-        given = list(sent)
-        self._held(given)
-        return given
