@@ -54,11 +54,16 @@ def run_of(path: Path, inputs: Any, **how: Any) -> Run:
     return sink.run()
 
 
+def leaves_of(model: torch.nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if name and not [*module.children()]}
+
+
 def aligned_leaves(model: torch.nn.Module, plan: Plan) -> float:
-    """The share of leaf modules of which at least one tensor is compared."""
-    leaves = {name for name, module in model.named_modules() if name and not [*module.children()]}
-    seen = {pair.reference.key.site for pair in plan.pairs}
-    return len(leaves & seen) / len(leaves)
+    """The share of leaf modules whose output is compared, by itself or inside a fusion."""
+    leaves = leaves_of(model)
+    own = {p.reference.key.site for p in plan.pairs if p.reference.key.port == "output"}
+    inside = {k.site for side, k in plan.inside if side == "reference" and k.port == "output"}
+    return len(leaves & (own | inside)) / len(leaves)
 
 
 def first_of(table: Table) -> Divergence:
@@ -100,22 +105,16 @@ def test_a_llama_aligns_with_its_export_and_nothing_is_wrong(llama: Exported, le
 def test_a_cnn_aligns_with_its_export_and_nothing_is_wrong(cnn: Exported, level: Any) -> None:
     candidate = run_of(cnn.path, cnn.run, optimize=level)
     plan = driftline.align(cnn.run, candidate)
-    clean(driftline.compare(cnn.run, candidate, plan=plan))
-    leaves = {
-        name for name, module in cnn.model.named_modules() if name and not [*module.children()]
-    }
-    inside = {
-        key.site
-        for (side, key), why in plan.reasons.items()
-        if side == "reference" and "inside the" in why
-    }
-    seen = {pair.reference.key.site for pair in plan.pairs}
-    if level in ("none", "basic"):
-        assert aligned_leaves(cnn.model, plan) >= 0.9
-    else:  # conv, bn and relu are one node: the norm between has no tensor of its own
-        norms = {n for n, m in cnn.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
-        assert leaves - seen <= norms
-    assert len(leaves & (seen | inside)) / len(leaves) >= 0.9
+    table = driftline.compare(cnn.run, candidate, plan=plan)
+    clean(table)
+    assert aligned_leaves(cnn.model, plan) == 1.0
+    lone = {record.key for record in plan.missing}
+    assert lone == {key for _, key in plan.inside}  # all that is missing lies inside a fusion
+    cover = table.coverage
+    assert cover.inside_fusion == cover.missing == len(lone) > 0
+    assert "inside a fusion that is compared" in str(cover)
+    assert f"{len(lone)} more inside a fusion" in table.finding
+    assert any(note.startswith("19 leaf modules are compared: ") for note in table.notes)
     outputs = {
         (p.reference.key.site, p.reference.key.visit)
         for p in plan.pairs
@@ -154,15 +153,14 @@ def test_the_older_exporter_s_names_align_too(cnn: Exported, level: Any, tmp_pat
         if p.reference.key.port == "output"
     }
     assert {("stages.0.relu", 0), ("stages.0.relu", 1), ("stages.0", 0), ("fc", 0)} <= outputs
-    if level == "none":
-        assert aligned_leaves(cnn.model, plan) >= 0.9
+    assert aligned_leaves(cnn.model, plan) == 1.0
 
 
 @pytest.mark.parametrize("level", ["none", "all"])
 def test_exports_without_any_names_align_by_structure(
     llama: Exported, cnn: Exported, level: Any, tmp_path: Path
 ) -> None:
-    for made, least in ((llama, 0.8), (cnn, 0.8 if level == "none" else 0.5)):
+    for made, least in ((llama, 0.85), (cnn, 0.85 if level == "none" else 0.65)):
         path = zoo.anonymous(made.path, tmp_path / "anonymous.onnx")
         candidate = run_of(path, made.run, optimize=level)
         plan = driftline.align(made.run, candidate)
@@ -195,10 +193,72 @@ def test_a_weight_changed_in_the_file_is_named(
     assert first_of(table).site == site
 
 
-def test_a_convolution_s_changed_weight_is_named(cnn: Exported, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("level", "site"), [("none", "bn2"), ("all", "relu")])
+def test_a_convolution_s_changed_weight_is_named_with_what_it_was_folded_into(
+    cnn: Exported, level: Any, site: str, tmp_path: Path
+) -> None:
     path = zoo.reweighted(cnn.path, tmp_path / "c.onnx", "stages.0.conv2.weight", lambda w: -w)
-    table = driftline.compare(cnn.run, run_of(path, cnn.run, optimize="none"))
-    assert first_of(table).site == "stages.0.bn2"  # the exporter made one of the two
+    table = driftline.compare(cnn.run, run_of(path, cnn.run, optimize=level))
+    assert first_of(table).site == f"stages.0.{site}"
+    assert table.first is not None
+    both = "stages.0.conv2: Conv2d; stages.0.bn2: BatchNorm2d"
+    assert table.first.fused.startswith(both)
+    assert f"inside the fusion of {both}" in table.finding
+    folded = [row for row in table.rows if row.key.site == "stages.0.conv2" and row.inside_fusion]
+    assert [(row.status, row.by, row.candidate_site) for row in folded] == [
+        ("missing", "fusion", f"stages.0.{site}")
+    ]
+
+
+class Cells(torch.nn.Module):
+    """What mobile networks are made of: depthwise, squeeze and excite, norms after and before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        n = torch.nn
+        self.expand = n.Sequential(n.Conv2d(3, 32, 1, bias=False), n.BatchNorm2d(32), n.Hardswish())
+        self.depth = n.Sequential(
+            n.Conv2d(32, 32, 3, 2, 1, groups=32), n.BatchNorm2d(32), n.ReLU6()
+        )
+        self.squeeze = n.Sequential(
+            n.AdaptiveAvgPool2d(1), n.Conv2d(32, 8, 1), n.ReLU(), n.Conv2d(8, 32, 1), n.Sigmoid()
+        )
+        self.before = n.BatchNorm2d(64)
+        self.act = n.ReLU()
+        self.project = n.Conv2d(64, 16, 1)
+        self.last = n.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.depth(self.expand(x))
+        y = torch.cat([y * self.squeeze(y), y], 1)
+        return self.last(self.project(self.act(self.before(y)))).mean((2, 3))
+
+
+@pytest.mark.parametrize("level", ["extended", "all"])
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_every_leaf_of_a_mobile_network_is_compared_by_itself_or_inside_a_fusion(
+    dynamo: bool, level: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = Cells().eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.2)
+            module.weight.data.uniform_(0.5, 1.5)
+    given = torch.randn(2, 3, 8, 8)
+    sink = MemorySink()
+    with torch.no_grad(), driftline.capture(model, sink):
+        model(given)
+    path = zoo.export(model, given, tmp_path / "m.onnx", dynamo=dynamo)
+    candidate = run_of(path, sink.run(), optimize=level)
+    plan = driftline.align(sink.run(), candidate)
+    clean(driftline.compare(sink.run(), candidate, plan=plan))
+    assert aligned_leaves(model, plan) == 1.0
+    # The other way round the same tensors lie inside.
+    back = driftline.align(candidate, sink.run())
+    assert {key for side, key in back.inside if side == "candidate"} == {
+        key for side, key in plan.inside if side == "reference"
+    }
 
 
 def test_q_in_the_place_of_k_fails_and_does_not_align(llama: Exported, tmp_path: Path) -> None:
@@ -231,7 +291,10 @@ def test_fused_nodes_pair_with_what_they_replaced(cnn: Exported, llama: Exported
         paired = {pair.candidate.key for pair in plan.pairs}
         assert len(nodes & paired) / len(nodes) >= 0.9
         why = [text for (side, _), text in plan.reasons.items() if side == "reference"]
-        assert any("inside the fused" in text for text in why)
+        assert any("inside a fusion: " in text for text in why)
+        assert plan.inside
+        outputs = {r.key for r in plan.missing if "/" in r.key.site and r.key.port == "output"}
+        assert outputs <= {key for side, key in plan.inside if side == "reference"}
     # A convolution with sum and activation in it stands against the activation, and takes what
     # the convolution took.
     plain = run_of(cnn.path, cnn.run, optimize="none")

@@ -96,7 +96,13 @@ def test_table_json_is_strict_json_of_the_promised_form(tmp_path):
     assert shown["schema"] == SCHEMA
     assert shown["verdict"] == "fail"
     assert shown["first_site"] == "model.mlp"
-    assert shown["coverage"] == {"compared": 2, "missing": 1, "incomparable": 0, "extra": 1}
+    assert shown["coverage"] == {
+        "compared": 2,
+        "missing": 1,
+        "incomparable": 0,
+        "extra": 1,
+        "inside_fusion": 0,
+    }
     for row in shown["rows"]:
         for name in ("site", "port", "slot", "step", "rank", "visit", "status", "reason"):
             assert name in row

@@ -20,7 +20,6 @@ from driftline.runs.calls import GRAPHS
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
-
 LONG = 4_000
 """Tensors of each side from which on it is tried to pair them without holding them."""
 

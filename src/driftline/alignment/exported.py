@@ -12,7 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from driftline.alignment.classes import kind_of
-from driftline.alignment.exported_graph import ROOT, ExportedGraph, listed, without_number
+from driftline.alignment.exported_graph import (
+    ROOT,
+    ExportedGraph,
+    Fusion,
+    listed,
+    without_number,
+)
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.recipe import Recipe, Step
 from driftline.runs.key import TensorKey
@@ -55,15 +61,15 @@ def pair_exported(
 
 def pair_unnamed(
     plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None
-) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
+) -> tuple[list[Pair], dict[tuple[str, TensorKey], str], list[Fusion]]:
     """Pairs where the graph names no modules of the model: layers with weights, in order.
 
-    Nothing where both are graphs, or none is.
+    Nothing where both are graphs, or none is. Third comes what lies inside of the graph's nodes.
     """
     graph = ours if ours is not None else theirs
     if graph is None or (ours is not None and theirs is not None):
-        return [], {}
-    from driftline.alignment.exported_works import link_works, work_of
+        return [], {}, []
+    from driftline.alignment.exported_works import link_works
 
     first = ours is not None
     # All of both sides, so that what is paired already keeps its place in the order.
@@ -71,14 +77,15 @@ def pair_unnamed(
     there = [*(pair.candidate for pair in plan.pairs), *plan.extra]
     model, values = (there, here) if first else (here, there)
     left = _Left(plan)
-    for own, value in link_works(model, values, [work_of(work) for work in graph.works]):
+    linked = link_works(model, values, graph)
+    for own, value in linked.pairs:
         both = (value, own) if first else (own, value)
         if id(both[0]) in left.here and id(both[1]) in left.there:
             left.take(*both, WORK, "structure")
     if not left.found:
-        return [], {}
+        return [], {}, []
     _same_bytes(left, exported_first=first)
-    return left.found, _reasons(left, ours, theirs)
+    return left.found, _reasons(left, ours, theirs), linked.fusions
 
 
 class _Left:
@@ -329,21 +336,29 @@ def _reasons(
         ("reference", left.here.values(), ours, theirs),
         ("candidate", left.there.values(), theirs, ours),
     )
+    twins: dict[str, dict[tuple[int, int, int, str, tuple[int, ...]], Record]] = {}
+    for side in ("reference", "candidate"):
+        paired: list[Record] = [getattr(pair, side) for pair in left.pairs]
+        paired.sort(key=lambda record: (record.key.port == "output", -record.order))
+        twins[side] = {_bytes(record): record for record in paired if record.digest}
     for side, records, own, other in sides:
         for record in records:
             why = other.why(record.key.site) if other is not None else ""
             if not why and own is not None:
-                why = _of_a_node(record, own, model=other is None)
+                twin = twins[side].get(_bytes(record)) if record.digest else None
+                why = _of_a_node(record, own, twin, model=other is None)
             elif not why and other is not None:
-                why = "the graph as it ran has no tensor of its own for it: fused, or a constant"
+                why = "the graph as it ran computes no tensor for it: a constant there, or left out"
             if why:
                 found[side, record.key] = why
     return found
 
 
-def _of_a_node(record: Record, own: ExportedGraph, *, model: bool) -> str:
+def _of_a_node(record: Record, own: ExportedGraph, twin: Record | None, *, model: bool) -> str:
     key = record.key
     if key.site in own.nodes and model:
+        if twin is not None:
+            return f"a node; the same value is compared at '{twin.key.site}' {twin.key.port}"
         module = key.site.rpartition("/")[0]
         where = f" inside '{module}'" if module and module != ROOT else ""
         return f"a node{where}; the other run has modules only"

@@ -16,6 +16,28 @@ ROOT = "(root)"
 _REPEATED = re.compile(r"_(\d+)$")
 
 
+Place = tuple[str, int, str]
+"""A module, which call of it, and the port."""
+Tensor = tuple[str, int, str, str]
+"""A place and the slot there."""
+
+
+class Fusion(NamedTuple):
+    """A fused node that computes what several modules did.
+
+    Attributes:
+        node: Its site.
+        op: Its type.
+        holds: What modules took and gave that it computes no longer.
+        at: Where what it gives is taken and given instead.
+    """
+
+    node: str
+    op: str
+    holds: tuple[Place, ...]
+    at: tuple[Tensor, ...]
+
+
 class ExportedGraph(NamedTuple):
     """What a run's topology says of the graph that ran.
 
@@ -26,6 +48,7 @@ class ExportedGraph(NamedTuple):
         reworked: Convolution with a batch norm worked in → the node that computes both.
         codes: Site of integers → the name of the value they stand for, scale, zero point, and
             their type in the file.
+        fusions: Nodes that several modules went into.
     """
 
     nodes: Mapping[str, Mapping[str, Any]]
@@ -33,6 +56,7 @@ class ExportedGraph(NamedTuple):
     works: Sequence[Mapping[str, Any]] = ()
     reworked: Mapping[str, str] = {}
     codes: Mapping[str, Any] = {}
+    fusions: Sequence[Fusion] = ()
 
     def replaced_by(self, site: str) -> tuple[str, ...]:
         """The sites that a fused node stands for."""
@@ -57,10 +81,13 @@ class ExportedGraph(NamedTuple):
     def why(self, site: str) -> str:
         """Why a site is not computed; empty if the graph does not say."""
         holder = self.inside.get(site)
-        if holder is None:
-            return ""
-        kind = self.nodes.get(holder, {}).get("class", "node")
-        return f"inside the fused {kind} '{holder}', which does not compute it by itself"
+        return "" if holder is None else self.said_inside(holder)
+
+    def said_inside(self, node: str) -> str:
+        """That something lies inside a fused node, in words."""
+        ops = {fusion.node: fusion.op for fusion in self.fusions}
+        kind = ops.get(node) or self.nodes.get(node, {}).get("class", "a node")
+        return f"inside a fusion: {kind} '{node}' computes it on the way"
 
 
 _NO_GRAPH = ExportedGraph({}, {})
@@ -86,7 +113,23 @@ def exported_graph(run: Run) -> ExportedGraph | None:
         [_object(work) for work in listed(told.get("works"))],
         _object(told.get("reworked")),
         _object(told.get("codes")),
+        [_fusion(_object(one)) for one in listed(told.get("fusions"))],
     )
+
+
+def _fusion(told: Mapping[str, Any]) -> Fusion:
+    holds = [one for one in map(listed, listed(told.get("holds"))) if len(one) == 3]
+    at = [one for one in map(listed, listed(told.get("at"))) if len(one) == 4]
+    return Fusion(
+        str(told.get("node", "")),
+        str(told.get("op", "")),
+        tuple((str(site), int(visit), str(port)) for site, visit, port in holds if _whole(visit)),
+        tuple((str(one[0]), int(one[1]), str(one[2]), str(one[3])) for one in at if _whole(one[1])),
+    )
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int)
 
 
 def _object(value: object) -> Mapping[str, Any]:

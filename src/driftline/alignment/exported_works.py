@@ -14,6 +14,7 @@ import numpy as np
 
 from driftline.alignment.calls import Call, calls_of, frames_of, main_tensor
 from driftline.alignment.classes import same_kind
+from driftline.alignment.exported_graph import ExportedGraph, Fusion, listed
 from driftline.alignment.sequence import align_sequences
 from driftline.runs.record import Record
 
@@ -52,21 +53,34 @@ def work_of(about: Mapping[str, Any]) -> Work:
     )
 
 
-def link_works(
-    model: Sequence[Record], graph: Sequence[Record], works: Sequence[Work]
-) -> list[tuple[Record, Record]]:
+class Linked(NamedTuple):
+    """Tensors that belong together, and what of a model lies inside the graph's fused nodes.
+
+    Attributes:
+        pairs: Of the model, and of the graph.
+        fusions: Nodes of the graph, with what of the model went into them.
+    """
+
+    pairs: list[tuple[Record, Record]]
+    fusions: list[Fusion]
+
+
+def link_works(model: Sequence[Record], graph: Sequence[Record], about: ExportedGraph) -> Linked:
     """Tensors of a model's leaves with those of the graph's works, step by step."""
-    found: list[tuple[Record, Record]] = []
+    found = Linked([], [])
+    works = [work_of(work) for work in about.works]
     there = frames_of(graph)
     for frame, records in frames_of(model).items():
         if frame in there:
-            found += _in_frame(sorted(records, key=lambda r: r.order), there[frame], works)
+            one = _in_frame(sorted(records, key=lambda r: r.order), there[frame], works, about)
+            found.pairs.extend(one.pairs)
+            found.fusions.extend(fusion for fusion in one.fusions if fusion not in found.fusions)
     return found
 
 
 def _in_frame(
-    model: Sequence[Record], graph: Sequence[Record], works: Sequence[Work]
-) -> list[tuple[Record, Record]]:
+    model: Sequence[Record], graph: Sequence[Record], works: Sequence[Work], about: ExportedGraph
+) -> Linked:
     made = {r.key.site: r for r in graph if r.key.port == "output" and not r.alias}
     read: dict[str, Record] = {}
     for record in graph:
@@ -77,14 +91,25 @@ def _in_frame(
     merged = not any(work.kind == "norm.batch" for work in works)
     if merged:
         leaves = [call for call in leaves if call.kind != "norm.batch"]
-    found: list[tuple[Record, Record]] = []
+    found = Linked([], [])
     for call, work in _matched(leaves, list(works), made):
         after = norms.get(call.makes) if merged and call.makes and not work.norm_after else None
         output = main_tensor((after or call).records, "output")
         source = main_tensor(call.records, "input")
         for own, other in ((source, read.get(work.takes)), (output, made.get(work.makes))):
             if own is not None and other is not None and own.shape == other.shape:
-                found.append((own, other))
+                found.pairs.append((own, other))
+        holds = [(call.site, call.visit, "output")] if after or work.makes not in made else []
+        if after is not None:
+            holds.append((after.site, after.visit, "input"))
+            holds += [(after.site, after.visit, "output")] if work.makes not in made else []
+        node = work.makes if work.makes in made else about.inside.get(work.makes, "")
+        if holds and node:
+            values = [str(value) for value in listed(about.nodes.get(node, {}).get("values"))]
+            takers = [read[value].key for value in values if value in read]
+            at = [(key.site, key.visit, "input", key.slot) for key in takers]
+            kind = str(about.nodes.get(node, {}).get("class", ""))
+            found.fusions.append(Fusion(node, kind, tuple(holds), ((node, 0, "output", "0"), *at)))
     return found
 
 

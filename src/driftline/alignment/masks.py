@@ -27,6 +27,8 @@ from driftline.runs.run import Run
 Mask = npt.NDArray[np.bool_]
 Shape = tuple[int, ...]
 CAPTURED = "captured"
+UNMASKED = "none"
+"""In place of a mask: pads count, whatever was captured."""
 _MOST = 1 << 22
 
 
@@ -44,6 +46,24 @@ def masked(plan: Plan, reference: Run, candidate: Run, masks: Sequence[str]) -> 
     chosen.check(masks)
     fitted = sum(pair is not before for pair, before in zip(pairs, plan.pairs, strict=True))
     return plan._replace(pairs=pairs, notes=(*plan.notes, *chosen.notes(fitted)))
+
+
+def without_pads(pairs: Sequence[Pair], reference: Run, candidate: Run) -> list[Pair]:
+    """Those of some pairs that the captured attention_mask leaves positions out of, without them.
+
+    None where the two runs were given different masks: that is a difference of its own.
+    """
+    book = TokenBook(reference, candidate)
+    chosen = _Chosen((), book)
+    found: list[Pair] = []
+    for pair in pairs:
+        masks = [batch.mask for batch in book.batches(pair) if batch is not None]
+        known = [mask for mask in masks if mask is not None]
+        if not known or any(not np.array_equal(known[0], mask) for mask in known[1:]):
+            continue
+        if (cut := _apply(pair, chosen)) is not pair:
+            found.append(cut)
+    return found
 
 
 def read_mask_file(path: Path) -> Mask:

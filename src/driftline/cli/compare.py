@@ -56,7 +56,7 @@ def compare(
     save_plan: Annotated[Path | None, Option(metavar="FILE.toml", group=_HOW)] = None,
     step_map: Annotated[list[str] | None, Option(metavar="REF=CAND,...", group=_HOW)] = None,
     placement: Annotated[list[str] | None, Option(metavar="SITE=shard(AXIS)", group=_HOW)] = None,
-    mask: Annotated[list[str] | None, Option(metavar="FILE.npy|captured", group=_HOW)] = None,
+    mask: Annotated[list[str] | None, Option(metavar="FILE.npy|captured|none", group=_HOW)] = None,
     output: Annotated[
         Path | None, Option(names=("--output", "-o"), metavar="DIR", group=_WHERE, urls=True)
     ] = None,
@@ -113,7 +113,8 @@ def compare(
         placement: How tensors lie over ranks when one side is sharded: shard(AXIS), replicate or
             partial(sum), such as 'attn.*=shard(1)'; may be repeated.
         mask: Leave pads out of all metrics: a file of [batch, tokens], non-zero where a position
-            counts, or the attention_mask that was captured.
+            counts, or `captured` for the attention_mask that a run holds; `none` counts pads of
+            two engines, too.
         output: Also write the comparison there: table.json, rows.parquet and rows.csv. With -gp
             and -mp: folder of the ait_cmp_report.
         csv: Also write the rows to this file.
@@ -296,9 +297,7 @@ def _telling(log_level: str | None, quiet: bool) -> Callable[[Plan], None]:
             for line in plan.lines():
                 print(printable(line), file=sys.stderr)
         elif (
-            log_level in (None, "info")
-            and not quiet
-            and not plan.ways.keys() <= {"name", "alias"}
+            log_level in (None, "info") and not quiet and not plan.ways.keys() <= {"name", "alias"}
         ):
             print(f"driftline: {plan}", file=sys.stderr)
 

@@ -73,7 +73,8 @@ def _computed(first: Row) -> str:
         said.append(f"computed at {first.line}")
     if first.fused:
         said.append(f"inside the fusion of {_shortened(first.fused)}")
-        said.append("--no-fusion takes them apart")
+        if first.line:  # a compiled graph knows its lines, an exported one was fused elsewhere
+            said.append("--no-fusion takes them apart")
     return f" ({'; '.join(said)})" if said else ""
 
 

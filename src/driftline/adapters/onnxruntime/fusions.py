@@ -22,11 +22,14 @@ class Placed(NamedTuple):
         holder: Number of an exported node → that of the optimised one it went into. One that became
             a constant, or was found to be useless, has none.
         near: Value that only the optimised graph has → the next one after it that both have.
+        gives: For each node of the optimised graph the values of the exported one that it computes,
+            though another node may lay them out.
     """
 
     members: list[tuple[int, ...]]
     holder: dict[int, int]
     near: dict[str, str]
+    gives: list[tuple[str, ...]]
 
 
 def placed(exported: Graph, optimised: Graph) -> Placed:
@@ -39,17 +42,21 @@ def placed(exported: Graph, optimised: Graph) -> Placed:
     }
     # In two rounds: a node of the exported graph belongs to the one that makes its own output.
     owned: dict[int, set[int]] = {}
+    gives: dict[int, list[str]] = {}
     for number, node in enumerate(optimised.nodes):
         for value in node.outputs:
             if value in exported.maker:
                 holder[exported.maker[value]] = worker[number]
                 owned.setdefault(worker[number], set()).add(exported.maker[value])
+                gives.setdefault(worker[number], []).append(value)
     for number in range(len(optimised.nodes)):
         found = _replaced(owned.get(number, set()), exported, optimised)
         for one in found:
             holder.setdefault(one, number)
         members.append(tuple(sorted(found)))
-    return Placed(members, holder, near)
+    return Placed(
+        members, holder, near, [tuple(gives.get(n, ())) for n in range(len(optimised.nodes))]
+    )
 
 
 def _worker(number: int, exported: Graph, optimised: Graph) -> int:

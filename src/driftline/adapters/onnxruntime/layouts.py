@@ -21,6 +21,8 @@ from driftline.adapters.onnxruntime.snapshot import AnyArray, HostTensor
 
 _DOMAIN = "com.microsoft.nchwc"
 _SUFFIX = "_nchwc"
+_NORM = "_bn"
+"""Stands before it where a batch norm of its own became a convolution."""
 _WIDENED = "InsertedPrecisionFreeCast_"
 """How ONNX Runtime calls what it computes in 32 bits because it has no kernel for 16."""
 _SUMS = ("Add", "Sum")
@@ -61,7 +63,7 @@ def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
             continue
         token = node.outputs[0]
         tokens.add(token)
-        start = node.name.removesuffix(_SUFFIX) if own else _made_by(node, by_name, exported)
+        start = _named(node, exported) if own else _made_by(node, by_name, exported)
         value = _which(start, node, exported, optimised, plain)
         if value:
             plain[token] = value
@@ -79,6 +81,12 @@ def widened_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
         if value != name and value in exported.maker and value not in optimised.maker:
             found[value] = Stored(name)
     return found
+
+
+def _named(node: Node, exported: Graph) -> str:
+    """The value that a node of blocks has its name from."""
+    name = node.name.removesuffix(_SUFFIX)
+    return name if name in exported.maker else name.removesuffix(_NORM)
 
 
 def _made_by(node: Node, by_name: dict[str, list[int]], exported: Graph) -> str:
@@ -153,6 +161,9 @@ def _channels(value: str, exported: Graph) -> int:
             weight = exported.shapes.get(node.inputs[1], ())
             return weight[0] if weight and isinstance(weight[0], int) else 0
         before = exported.data_inputs(node)
+        if node.op == "Concat":  # along the channels, or the blocks would not have been kept
+            parts = [_channels(one, exported) for one in before]
+            return sum(parts) if all(parts) else 0
         if not before:
             return 0
         value = before[0]

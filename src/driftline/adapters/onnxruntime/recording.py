@@ -134,12 +134,18 @@ def _module_sights(seen: Seen) -> tuple[dict[int, list[Sight]], dict[int, list[S
         )
         left = [value for value in call.outputs if value in seen.optimised.maker]
         for value in left:
-            # One that leaves is what the module gives; of several nothing says which is which.
-            slot = "0" if len(call.outputs) == 1 else value
+            slot = slot_of(value, call)
             after.setdefault(seen.optimised.maker[value], []).insert(
                 0, Sight(call.site, "output", slot, value, call.class_name, call.visit)
             )
     return before, after
+
+
+def slot_of(value: str, call: ModuleCall) -> str:
+    """The slot of an output: one that leaves is what the module gives; of several nothing says
+    which is which.
+    """
+    return "0" if len(call.outputs) == 1 else value
 
 
 def wanted(found: Iterable[Sight], selection: Selection, ids: Mapping[str, str]) -> list[Sight]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from driftline.adapters.onnxruntime.codes import codes_of
+from driftline.adapters.onnxruntime.folding import fusions
 from driftline.adapters.onnxruntime.modules import root_call
 from driftline.adapters.onnxruntime.names import ROOT
 from driftline.adapters.onnxruntime.recording import Seen, Sight
@@ -78,15 +79,14 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
         gone = _gone(members, seen)
         if gone:
             about["replaces"] = gone
-            inside |= dict.fromkeys(gone, site)
+            given = seen.placed.gives[number]
+            inside |= dict.fromkeys(gone, seen.site(given[-1]) if given else site)
         nodes.append(about)
-    for call in seen.modules:
-        # A module whose output is computed nowhere: say which node it went into.
-        held = [seen.placed.holder[n] for n in call.nodes if n in seen.placed.holder]
-        there = any(value in graph.maker for value in call.outputs)
-        if held and not there:
-            made = [value for value in graph.nodes[max(held)].outputs if value]
-            inside.setdefault(call.site, seen.site(made[0]))
+    together = fusions(seen)
+    for fusion in together:
+        for place, _, port in fusion.holds:
+            if port == "output":
+                inside.setdefault(place, fusion.node)
     return {
         **ModuleTree(tree.roots, tuple(dict.fromkeys(sight.site for sight in found))).to_json(),
         "edges": edges,
@@ -94,6 +94,15 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
             "by": "onnx",
             "nodes": nodes,
             "inside": inside,
+            "fusions": [
+                {
+                    "node": fusion.node,
+                    "op": fusion.op,
+                    "holds": [list(place) for place in fusion.holds],
+                    "at": [list(place) for place in fusion.at],
+                }
+                for fusion in together
+            ],
             "codes": {
                 seen.site(value): [code.of, code.scale, code.zero, code.dtype]
                 for value, code in codes_of(seen.exported).items()
