@@ -217,31 +217,39 @@ def _operators(records: Sequence[Record], graphs: Graphs, found: Found) -> Itera
         return
     totals = _totals(graphs)
     times = _executions(graphs)
-    for value in graphs.values:
+    once: set[TensorKey] = set()
+    shown = [
+        (node is not value.node, value, node)
+        for value in graphs.values
+        for node in graphs.same_elements(value)
+    ]
+    # Views come last: they stand for an operator of which nothing else was kept.
+    for _, value, node in sorted(shown, key=lambda one: one[0]):
         key = value.record.key
-        for node in graphs.same_elements(value):
-            for origin in node.origins:
-                name = origin.name
-                there = calls.get((key.step, node.module, name, key.phase)) or calls.get(
-                    (key.step, node.module, f"{name}_", key.phase)
+        for origin in node.origins:
+            name = origin.name
+            there = calls.get((key.step, node.module, name, key.phase)) or calls.get(
+                (key.step, node.module, f"{name}_", key.phase)
+            )
+            if not there:
+                continue
+            pieces = totals[node.module, name, key.phase]
+            each = sum(pieces.values())
+            ran = times[id(value.graph), key.step]
+            if each * ran != max(there) + 1:
+                found.theirs[key] = (
+                    f"{max(there) + 1} calls of {name} in {node.module} there, "
+                    f"{each * ran} here: which is which is not known"
                 )
-                if not there:
-                    continue
-                pieces = totals[node.module, name, key.phase]
-                each = sum(pieces.values())
-                ran = times[id(value.graph), key.step]
-                if each * ran != max(there) + 1:
-                    found.theirs[key] = (
-                        f"{max(there) + 1} calls of {name} in {node.module} there, "
-                        f"{each * ran} here: which is which is not known"
-                    )
-                    continue
-                mine = graphs.piece(value.graph)
-                place = sum(count for piece, count in pieces.items() if piece < mine) + origin.nth
-                ours = there.get(key.visit * each + place, {}).get(origin.slot)
-                if ours is not None and math.prod(ours.shape) == math.prod(value.record.shape):
-                    yield Match(ours, value.record, reshaped(value.record, ours.shape))
-                    break
+                continue
+            mine = graphs.piece(value.graph)
+            place = sum(count for piece, count in pieces.items() if piece < mine) + origin.nth
+            ours = there.get(key.visit * each + place, {}).get(origin.slot)
+            fits = ours is not None and math.prod(ours.shape) == math.prod(value.record.shape)
+            if ours is not None and fits and ours.key not in once:
+                once.add(ours.key)
+                yield Match(ours, value.record, reshaped(value.record, ours.shape))
+                break
 
 
 def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:

@@ -13,6 +13,7 @@ from driftline.comparison.engine import Elementwise, Progress, measure
 from driftline.comparison.metrics.catalogue import STANDARD, Metric, limited, requested
 from driftline.comparison.table import Table
 from driftline.executors.choosing import chosen
+from driftline.gating.evidence import with_evidence
 from driftline.gating.judge import judge
 from driftline.gating.loose_biases import with_loose_biases
 from driftline.runs.key import TensorKey
@@ -126,7 +127,7 @@ def compare(
             from driftline.gating.conversions import with_conversions
 
             table = with_conversions(table, ours, theirs, wanted, each)
-        table = table.with_rows(with_loose_biases(table.rows, plan.pairs, ours, theirs))
+        table = table.with_rows(with_evidence(table.rows, plan.pairs, ours, theirs))
         if tolerance.thresholds is None:
             return judge(table, tolerance)
         from driftline.gating.checking import judge_by

@@ -7,7 +7,7 @@ Reads no tensor; judging the same table again with another tolerance is cheap an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from driftline.comparison.rank_words import GAP, SAME
@@ -19,6 +19,7 @@ from driftline.gating.inherited import Inheritance, Inherited, Unrelated, refere
 from driftline.gating.loose_biases import BEYOND, BEYOND_COLUMN
 from driftline.gating.no_gradient import without_gradient
 from driftline.gating.quantised import Quantised, quantised_row
+from driftline.gating.sums import SUMMED, SUMMED_COLUMN
 from driftline.gating.tally import Tally
 from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import (
@@ -56,6 +57,8 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
             tally.take(row)
         if BEYOND in tally.deciding and BEYOND not in columns:
             table = replace(table, columns=(*table.columns, BEYOND_COLUMN))
+    if SUMMED not in columns and _has(rows, SUMMED):
+        table = replace(table, columns=(*table.columns, SUMMED_COLUMN))
     coverage = replace(table, rows=rows).coverage
     first, first_site, finding = find_divergence(rows, ordered=ordered, tally=tally)
     verdict: Verdict = "pass"
@@ -98,6 +101,11 @@ def exit_code(table: Table) -> int:
     if table.verdict == "pass":
         return EXIT_FINE
     return EXIT_DIFFERENT if table.verdict == "fail" else EXIT_COULD_NOT
+
+
+def _has(rows: Sequence[Row], metric: str) -> bool:
+    known: set[str] | None = getattr(rows, "metric_names", None)
+    return any(metric in row.metrics for row in rows) if known is None else metric in known
 
 
 def _judged(
@@ -189,6 +197,10 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
         yield Inheritance(steps, "near its smallest step")
     if (made_of := inherited.for_gradient(row)) is not None:
         yield made_of
+    summed = float(row.metrics.get(SUMMED, 0.0))
+    if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
+        share = LIMITS[working.name] * summed / reference_norm(row)
+        yield Inheritance(share, "of the elements it sums")
 
 
 def _exact(row: Row) -> Row:

@@ -27,6 +27,7 @@ from driftline.executors.choosing import chosen
 from driftline.executors.slices import Shard, parse_shard, slice_of
 from driftline.gating.conversions import with_conversions
 from driftline.gating.door import Limits, Source, align, allowed, open_source, outside
+from driftline.gating.evidence import with_evidence
 from driftline.gating.judge import judge
 from driftline.gating.loose_biases import with_loose_biases
 from driftline.numerics import kernel
@@ -136,7 +137,7 @@ def compare_shard(
         if has_ranks(plan.pairs):
             rows = with_ranks(plan.pairs, rows, ours, theirs, places)
             columns.append(GAP_COLUMN)
-        rows = with_loose_biases(rows, plan.pairs, ours, theirs)
+        rows = with_evidence(rows, plan.pairs, ours, theirs)
         alone: tuple[Sequence[Row], Sequence[Row]] = ((), ())
         if which.number == 1:
             alone = _alone(plan, ours, theirs, wanted, tolerance)

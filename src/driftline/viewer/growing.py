@@ -14,6 +14,7 @@ from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.row import Row
 from driftline.comparison.table import Table
 from driftline.gating.conversions import with_conversions
+from driftline.gating.evidence import with_evidence
 from driftline.gating.judge import judge
 from driftline.gating.loose_biases import with_loose_biases
 from driftline.runs.run import Run
@@ -73,7 +74,7 @@ class Memory:
         table = table.with_rows((*rows, *extra))
         if plan.missing or plan.extra:
             table = with_conversions(table, reference, candidate, STANDARD, elementwise)
-        table = table.with_rows(with_loose_biases(table.rows, plan.pairs, reference, candidate))
+        table = table.with_rows(with_evidence(table.rows, plan.pairs, reference, candidate))
         if self._tolerance.thresholds is None:
             return judge(table, self._tolerance)
         from driftline.gating.checking import judge_by

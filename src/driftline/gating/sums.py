@@ -1,0 +1,150 @@
+"""Sums that cancel: how much was added up, where a graph or a run of operators tells.
+
+The gradient of a bias is a sum over all positions. Where it is zero by construction (the bias of an
+attention key, or one in front of a batch norm), rounding is all that is left of it, and two
+roundings have nothing in common. They are a share of what was added up: its norm, the metric
+`summed_l2`, is measured here for rows that are far off, and judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from driftline.alignment.compiled import Graphs, Value, graphs_of
+from driftline.alignment.plan import Pair
+from driftline.comparison.row import Column, Row
+from driftline.comparison.unmeasured import paired
+from driftline.errors import DriftlineError
+from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.numerics.late_numpy import np
+from driftline.runs.calls import GRAPHS
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run
+from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
+
+SUMMED = "summed_l2"
+SUMMED_COLUMN = Column(SUMMED, "none", "norm of what was added up to get the reference")
+
+_SUMS = {
+    "aten.sum": "0",
+    "aten.convolution_backward": "2",
+    "aten.native_layer_norm_backward": "2",
+    "aten.native_group_norm_backward": "2",
+    "aten.native_batch_norm_backward": "2",
+}
+"""Which result of an operator is a sum of elements of its first argument."""
+_LARGEST = 1 << 26
+"""Larger tensors are not read for this."""
+
+
+def with_sums(
+    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> Sequence[Row]:
+    """Rows with `summed_l2` wherever a sum is far off and what it added up was recorded.
+
+    Args:
+        rows: Measured; all rows of a plan, or some.
+        pairs: All pairs of the plan.
+        reference: The one run.
+        candidate: The other.
+    """
+    if not isinstance(pairs, tuple):  # long runs that are paired by name
+        return rows
+    far = {(row.key, row.candidate_name): at for at, row in enumerate(rows) if _is_far(row)}
+    if not far:
+        return rows
+    found = list(rows)
+    sides = _Side(reference), _Side(candidate)
+    sites = {key for key, _ in far}
+    for pair in pairs:
+        at = None
+        if pair.reference.key in sites:
+            at = far.get((pair.reference.key, paired(pair).candidate_name))
+        if at is None:
+            continue
+        for side, record in zip(sides, (pair.reference, pair.candidate), strict=True):
+            size = side.summed(record)
+            if size:
+                metrics = {**found[at].metrics, SUMMED: size}
+                found[at] = found[at]._replace(metrics=metrics)
+                break
+    return found
+
+
+def _is_far(row: Row) -> bool:
+    """A row that no limit of its format holds, at an operator or a node."""
+    if row.key.port != "output" or "/" not in row.key.site or row.basis != "values":
+        return False
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
+
+
+class _Side:
+    """What a run knows of the sums in it; its graphs are read when first asked."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._values: dict[TensorKey, tuple[Graphs, Value]] | None = None
+        self._inputs: dict[TensorKey, list[Record]] | None = None
+
+    def summed(self, record: Record) -> float:
+        """The norm of what was added up to get a tensor; 0 where that is not known."""
+        for source in self._sources(record):
+            if math.prod(source.shape) > _LARGEST or source.dtype not in DTYPES:
+                continue
+            try:
+                values = to_float64(self._run.raw(source), DTYPES[source.dtype])
+            except (DriftlineError, OSError, ValueError):
+                continue
+            return float(np.linalg.norm(values))
+        return 0.0
+
+    def _sources(self, record: Record) -> Iterator[Record]:
+        if GRAPHS in self._run.sheets(record.key.rank, record.key.process):
+            yield from self._in_graph(record)
+        elif record.key.slot == _SUMS.get(_operator(record.class_name)):
+            yield from self._given().get(_call(record.key), ())
+
+    def _in_graph(self, record: Record) -> Iterator[Record]:
+        if self._values is None:
+            self._values = {
+                value.record.key: (graphs, value)
+                for graphs in graphs_of(self._run).values()
+                for value in graphs.values
+            }
+        graphs, value = self._values.get(record.key, (None, None))
+        if graphs is None or value is None:
+            return
+        key = record.key
+        for node in graphs.same_elements(value):
+            whole = graphs.node(value.graph, node.of[0]) if node.of else node
+            slot = str(node.of[1]) if node.of else "0"
+            if whole is None or not whole.inputs or _SUMS.get(_operator(whole.target)) != slot:
+                continue
+            given = graphs.by_node.get((id(value.graph), whole.inputs[0], key.step, key.visit))
+            if given is not None:
+                yield given.record
+
+    def _given(self) -> Mapping[TensorKey, list[Record]]:
+        """What operators of a run took, by call."""
+        if self._inputs is None:
+            self._inputs = {}
+            for record in self._run.records:
+                if record.key.port == "input" and "/" in record.key.site:
+                    self._inputs.setdefault(_call(record.key), []).append(record)
+        return self._inputs
+
+
+def _call(key: TensorKey) -> TensorKey:
+    return key._replace(port="output", slot="", moment="after")
+
+
+def _operator(name: str) -> str:
+    """An operator without its overload.
+
+    >>> _operator("aten.sum.dim_IntList")
+    'aten.sum'
+    """
+    return name.rpartition(".")[0]
