@@ -15,7 +15,6 @@ from driftline.comparison.table import Table
 from driftline.executors.choosing import chosen
 from driftline.gating.evidence import with_evidence
 from driftline.gating.judge import judge
-from driftline.gating.loose_biases import with_loose_biases
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.runs.uncollected import uncollected

@@ -29,7 +29,6 @@ from driftline.gating.conversions import with_conversions
 from driftline.gating.door import Limits, Source, align, allowed, open_source, outside
 from driftline.gating.evidence import with_evidence
 from driftline.gating.judge import judge
-from driftline.gating.loose_biases import with_loose_biases
 from driftline.numerics import kernel
 from driftline.numerics.late_numpy import np
 from driftline.runs.run import Run

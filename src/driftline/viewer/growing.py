@@ -16,7 +16,6 @@ from driftline.comparison.table import Table
 from driftline.gating.conversions import with_conversions
 from driftline.gating.evidence import with_evidence
 from driftline.gating.judge import judge
-from driftline.gating.loose_biases import with_loose_biases
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import elementwise
 from driftline.tolerance.limits import Tolerance
