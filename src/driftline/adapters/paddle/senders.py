@@ -2,9 +2,10 @@
 
 Paddle takes no lists back from a hook behind a node (`edges.py`), so the nodes of operations that
 take lists of tensors, and those of a `PyLayer`, are never hooked. What some of them send is known
-without: `concat`, `stack` and `add_n` hand out parts of what arrives at their result, and a
-`PyLayer` is Python. So the Python functions are wrapped while somebody watches, a hook on the
-result says what arrives, and nothing of the graph is touched.
+without: `concat`, `stack` and `add_n` hand out parts of what arrives at their result, `einsum`
+multiplies it with the other operands, and a `PyLayer` is Python. So the Python functions are
+wrapped while somebody watches, a hook on the result says what arrives, and nothing of the graph is
+touched.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -156,7 +157,47 @@ def _add_n(tensors: Any, *rest: Any, **named: Any) -> Any:
     return result
 
 
-_WRAPPED: dict[str, Callable[..., Any]] = {"concat": _concat, "stack": _stack, "add_n": _add_n}
+def _einsum(operands: Any, equation: str, *rest: Any, **named: Any) -> Any:
+    result = _plain["einsum"](operands, equation, *rest, **named)
+    if paddle.in_dynamic_mode() and (labels := _labels(operands, equation)) is not None:
+        held = [operand.detach() for operand in operands]
+        _note(result[0], lambda gradient: _factors(gradient, held, labels))
+    return result
+
+
+def _labels(operands: Any, equation: str) -> list[str] | None:
+    """The labels of the result and of each operand; None for what is better left to others."""
+    given, arrow, out = equation.replace(" ", "").partition("->")
+    parts = given.split(",")
+    plain = all(part.isalpha() and len(set(part)) == len(part) for part in parts)
+    if not plain or not arrow or "." in out or len(parts) != len(operands):
+        return None
+    if any(operand.is_complex() for operand in operands):
+        return None
+    return [out, *parts]
+
+
+def _factors(gradient: Any, operands: list[Any], labels: list[str]) -> Sent:
+    """A product's gradients: what arrives, times all the other factors."""
+    sent: Sent = []
+    for at, (operand, own) in enumerate(zip(operands, labels[1:], strict=True)):
+        others = [one for n, one in enumerate(operands) if n != at]
+        theirs = [one for n, one in enumerate(labels) if n != at + 1]
+        known = "".join(label for label in own if any(label in one for one in theirs))
+        one = _plain["einsum"]([gradient, *others], f"{','.join(theirs)}->{known}")[0]
+        for axis, label in enumerate(own):
+            if label not in known:  # it was added up over alone
+                one = one.unsqueeze(axis)
+        sent.append(one.expand(operand.shape))
+    return sent
+
+
+_WRAPPED: dict[str, Callable[..., Any]] = {
+    "concat": _concat,
+    "stack": _stack,
+    "add_n": _add_n,
+    "einsum": _einsum,
+}
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
