@@ -15,7 +15,12 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(driftline.__path__, "driftline.")
     # The first is run by being imported; the others are C libraries, not Python modules.
     if module.name
-    not in ("driftline.__main__", "driftline.numerics._kernel", "driftline.formats._reading")
+    not in (
+        "driftline.__main__",
+        "driftline.numerics._kernel",
+        "driftline.formats._reading",
+        "driftline.adapters.torch.device._launch",
+    )
 )
 
 

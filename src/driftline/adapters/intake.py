@@ -20,10 +20,11 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.summary import Summary
 from driftline.runs.key import Moment, Phase, Port, TensorKey
 from driftline.runs.record import Kept, Record
+from driftline.runs.sink import TakesGroups
 
 if TYPE_CHECKING:
     from driftline.adapters.frames import Frame
-    from driftline.runs.sink import Bytes, Sink
+    from driftline.runs.sink import Bytes, Group, Sink
 
 Look = Callable[..., Snapshot | Refusal | Pending]
 """Looks at one tensor; `values=False` describes it only."""
@@ -52,8 +53,13 @@ class Elsewhere(Protocol):
         """Take it in; False when it has to go over the host. `address`: as `Intake.take` has it."""
         ...
 
-    def take_again(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> bool:
-        """Take the tensors of a port like those of its last call; False if they are not alike."""
+    def take_again(
+        self, frame: Frame, port: str, slot: str, alias: str, tensor: Any, moment: str
+    ) -> bool:
+        """Take a tensor like the last one of its place; False if it is not alike.
+
+        Runs nothing that the program's modes could see, if there are any.
+        """
         ...
 
     def queue(self, record: Record, data: Bytes | None) -> None:
@@ -152,17 +158,14 @@ class Intake:
 
     def take_all(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> None:
         """`take`, shielded, for the tensors of one port of a module call."""
-        if self.elsewhere is not None:
-            try:
-                if self.elsewhere.take_again(frame, port, tensors, moment):
-                    return
-            except Exception as error:
-                self._fault(frame.site, error)
         site, class_name, visit = frame.site, frame.class_name, frame.visit
-        phase, step, take = frame.phase, frame.step, self.take
+        phase, step, take, elsewhere = frame.phase, frame.step, self.take, self.elsewhere
         for slot, alias, tensor in tensors:
             try:
-                take(site, port, slot, tensor, alias, class_name, visit, phase, moment, step)
+                if elsewhere is None or not elsewhere.take_again(
+                    frame, port, slot, alias, tensor, moment
+                ):
+                    take(site, port, slot, tensor, alias, class_name, visit, phase, moment, step)
             except Exception as error:
                 self._fault(site, error)
 
@@ -258,6 +261,16 @@ class Intake:
         else:
             sink.put(record, data)
         self.tensors += 1
+
+    def hand_over_group(self, group: Group) -> None:
+        """The same for several records without bytes, none of them of a parameter."""
+        sink = self.sink or self._open_sink()
+        if isinstance(sink, TakesGroups):
+            sink.put_group(group)
+        else:
+            for record in group.records():
+                sink.put(record, None)
+        self.tensors += len(group)
 
     def in_turn(self, act: Callable[[], None]) -> None:
         """Do something when everything taken before now has been handed over."""

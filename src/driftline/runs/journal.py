@@ -21,7 +21,7 @@ from driftline.runs.lines import encode_line
 from driftline.runs.part import Part
 from driftline.runs.record import Blob, Record
 from driftline.runs.shard import Shard, cost_of
-from driftline.runs.sink import Bytes
+from driftline.runs.sink import Bytes, Group
 from driftline.runs.staging import BUFFER_BYTES, LONGEST_AGE, Staging, Task
 
 _LINES_PER_CHUNK = 2048
@@ -31,6 +31,9 @@ _HEADER_SHARE = 64
 
 _Stored: TypeAlias = "tuple[int, Record, int, str, Blob]"
 """A line's place in its chunk and what it was made of: it is made again if its bytes do not fit."""
+
+_Later: TypeAlias = "tuple[Group, int]"
+"""Lines that are made when they are written, and the order of the first."""
 
 Submit: TypeAlias = Callable[[Task], None]
 Say: TypeAlias = Callable[[str, str], None]
@@ -45,7 +48,8 @@ class _Chunk:
     base: int = 0
     used: int = 0
     buffer: Bytes | None = None
-    lines: list[str] = field(default_factory=list[str])
+    lines: list[str | _Later] = field(default_factory=list["str | _Later"])
+    grouped: int = 0
     stored: list[_Stored] = field(default_factory=list["_Stored"])
 
 
@@ -128,6 +132,16 @@ class Journal:
         if count >= _LINES_PER_CHUNK or (
             count % 16 == 0 and time.monotonic() - chunk.born > LONGEST_AGE
         ):
+            self._hand_over(self._staging.submit)
+
+    def list_group(self, group: Group, order: int) -> None:
+        """Adds the lines of a group; the thread makes them, which is C's work and not Python's."""
+        chunk = self._chunk
+        if chunk is None:
+            chunk = self._chunk = _Chunk(time.monotonic())
+        chunk.lines.append((group, order))
+        chunk.grouped += len(group)
+        if chunk.grouped >= _LINES_PER_CHUNK or time.monotonic() - chunk.born > LONGEST_AGE:
             self._hand_over(self._staging.submit)
 
     def flush(self) -> None:
@@ -243,8 +257,8 @@ class Journal:
                     lines[place] = encode_line(record, order, digest, None, self.failure)
                     self.lost += 1
         if lines:
-            lines.append("")
-            self._write_index("\n".join(lines).encode("ascii", "replace"))
+            made = [line if isinstance(line, str) else line[0].lines(line[1]) for line in lines]
+            self._write_index("\n".join((*made, "")).encode("ascii", "replace"))
 
     def _write_index(self, text: bytes) -> None:
         """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""

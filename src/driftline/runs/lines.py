@@ -72,6 +72,16 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
     return ",".join(parts) + "}"
 
 
+def line_ends(record: Record) -> tuple[str, str]:
+    """What is the same in all lines of one place: up to the step, and from behind the visit on.
+
+    The second ends where the digest comes; the record is that of step 0 and visit 0, without one.
+    """
+    step_and_visit = ',"step":0,"visit":0'
+    before, behind = encode_line(record, 0, "", None, "").split(step_and_visit, 1)
+    return before.removeprefix('{"order":0') + ',"step":', behind.removesuffix("}")
+
+
 def number(value: float) -> str:
     """A JSON number, or a string for what JSON has no number for.
 

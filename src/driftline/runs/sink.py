@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from driftline.runs.record import Record
@@ -21,6 +21,32 @@ class Sheets(Protocol):
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
         """Adds text to the end of a file of this process; `anew` replaces what is in it."""
+        ...
+
+
+class Group(Protocol):
+    """Several records without bytes, in their order, that need not exist one by one."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def dtypes(self) -> set[str]: ...
+
+    def records(self) -> Iterator[Record]:
+        """The records, one by one."""
+        ...
+
+    def lines(self, order: int) -> str:
+        """Their index lines, the first with this order; may be called from any thread, once."""
+        ...
+
+
+@runtime_checkable
+class TakesGroups(Protocol):
+    """A sink that writes the lines of a group itself, when it comes to it."""
+
+    def put_group(self, group: Group) -> None:
+        """Takes the records of a group; their ranks and processes are the sink's."""
         ...
 
 

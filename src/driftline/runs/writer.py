@@ -23,7 +23,7 @@ from driftline.runs.layout import FIRST_HEADER, ORPHAN_EVENTS, SHARD_BYTES
 from driftline.runs.manifest import ensure_manifest, event_line, library_versions, now
 from driftline.runs.part import Part
 from driftline.runs.record import Blob, Record
-from driftline.runs.sink import JSON, Bytes
+from driftline.runs.sink import JSON, Bytes, Group
 
 _LONGEST_MEMORY = 500_000
 _EARLY_EVENTS = 1000
@@ -146,6 +146,17 @@ class RunWriter:
             journal.list(record, self._order, digest, blob, lost)
             self._order += 1
             self._dtypes.add(record.dtype)
+
+    def put_group(self, group: Group) -> None:
+        """Takes several records without bytes; their lines are made when they are written."""
+        with self._lock:
+            journal = self._journal
+            if self._closed or (journal is None and (journal := self._open()) is None):
+                self._unlisted += len(group)
+                return
+            journal.list_group(group, self._order)
+            self._order += len(group)
+            self._dtypes |= group.dtypes
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
         line = event_line(kind, message, self._order, details)

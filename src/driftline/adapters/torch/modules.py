@@ -51,6 +51,8 @@ _aside = _Aside()
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def _set_eval_frame(callback: Any) -> Any:
@@ -70,8 +72,11 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if _PIPELINING in sys.modules and _is_rehearsal():
         with aside(_plainly):
             return _original(self, *args, **kwargs)
+    sessions = _sessions
+    if len(sessions) == 1:
+        return _watched(sessions[0], _original, self, *args, **kwargs)
     call = _original
-    for session in _sessions:
+    for session in sessions:
         call = partial(_watched, session, call)
     return call(self, *args, **kwargs)
 
@@ -93,7 +98,8 @@ def _watched(
     finally:
         if frame is None:  # also when the user's interrupt came just now
             del stack[depth:]
-        _set_eval_frame(compiler)
+        if compiler is not None:
+            _set_eval_frame(compiler)
     if frame is None:
         if session.taps and not depth and session.is_stranger(self):
             return _unwatched(session, call, self, args, kwargs)
@@ -117,18 +123,20 @@ def _watched(
             del stack[depth:]
             _set_eval_frame(compiler)
         raise
-    compiler = _set_eval_frame(None)
+    if compiler is not None:
+        compiler = _set_eval_frame(None)
     try:
         if room:
             give_room_back(room)
-        leave(session, frame, result)
+        leave(session, stack, frame, result)
     except Exception as error:
         _fault(session, self, error)
     finally:
         if frame.around is not None:
             session.shielded(frame.site, frame.around.close)
         del stack[depth:]
-        _set_eval_frame(compiler)
+        if compiler is not None:
+            _set_eval_frame(compiler)
     return result
 
 
@@ -159,7 +167,8 @@ def enter(
     """A module is about to run: name it, count it, take its inputs."""
     if not session.running or is_unwelcome():
         return None
-    place = session.names.of(module, stack[-1].place if stack else None)
+    names = session.names
+    place = names.known(module) or names.of(module, stack[-1].place if stack else None)
     if place is None:
         return None
     recompute = _graph_task() != -1
@@ -167,26 +176,32 @@ def enter(
         if is_compiled(module):
             _explain_compiled(session, place)
         return None
-    clock = session.clock
     if not stack and not recompute:
-        clock.enter(place, module)
-    step = clock.step_of(place.root)
-    visit = session.count_visit(place.site, step, recompute=recompute)
-    frame = Frame(place, module, visit, step, recompute=recompute)
+        session.clock.enter(place, module)
+    root = place.root
+    step = session.clock.now if root.helper else root.step
+    frame = Frame(
+        place,
+        module,
+        session.count_visit(place.site, step, recompute=recompute),
+        step,
+        recompute=recompute,
+    )
     stack.append(frame)
     session.steps_seen.add(step)
     session.execution_order.setdefault(place.site)
     if is_compiled(module):
         _explain_compiled(session, place)
     look = place.look
-    if look.inputs_before or look.inputs_after or session.taps:
+    taps = session.taps
+    if look.inputs_before or look.inputs_after or taps:
         forward = unwrapped(module).forward if place.wraps else module.forward
         binding = flatten.binding_of(forward)
         frame.inputs = flatten.inputs(binding, args, kwargs, cache_part(module, stack))
         if look.inputs_before and frame.inputs and session.selection.takes_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
-    if session.taps:
-        _tell_taps(session, frame, outermost=len(stack) == 1)
+        if taps:
+            _tell_taps(session, frame, outermost=len(stack) == 1)
     return frame
 
 
@@ -200,30 +215,36 @@ def _tell_taps(session: CaptureSession, frame: Frame, *, outermost: bool) -> Non
         session.shielded(frame.site, tap.before_forward, frame, frame.inputs)
 
 
-def leave(session: CaptureSession, frame: Frame, result: Any) -> None:
+def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any) -> None:
     """A module has run: take its outputs, and its inputs again where asked."""
     look = frame.place.look
     taps = session.taps
-    outermost = len(session.thread.stack) == 1
-    if not (look.outputs or look.inputs_after or taps):
-        if outermost:
-            session.root_done()
-        return
-    wanted = session.selection.takes_step(frame.step)
-    if look.inputs_after and wanted and frame.inputs:
-        _take_all(session, frame, "input", frame.inputs, "after")
-    found = flatten.outputs(result, cache_part(frame.module, session.thread.stack))
-    if look.outputs and wanted and found:
-        _take_all(session, frame, "output", found, "after")
-    for tap in taps:
-        session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
-    if outermost:
+    if look.outputs or look.inputs_after or taps:
+        wanted = session.selection.takes_step(frame.step)
+        if look.inputs_after and wanted and frame.inputs:
+            _take_all(session, frame, "input", frame.inputs, "after")
+        found = flatten.outputs(result, cache_part(frame.module, stack))
+        if look.outputs and wanted and found:
+            _take_all(session, frame, "output", found, "after")
+        for tap in taps:
+            session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
+    if len(stack) == 1:
         session.root_done()
 
 
 def _take_all(
     session: CaptureSession, frame: Frame, port: str, tensors: flatten.Tensors, moment: str
 ) -> None:
+    arrivals = session.arrivals
+    if arrivals.alike and not _function_modes() and not _dispatch_modes():
+        # Nobody could see that a tensor is looked at: those like the last ones take no more.
+        again = arrivals.take_again
+        for at, (slot, alias, tensor) in enumerate(tensors):
+            if not again(frame, port, slot, alias, tensor, moment):
+                tensors = tensors[at:]
+                break
+        else:
+            return
     with undisturbed():
         session.intake.take_all(frame, port, tensors, moment)
 

@@ -55,7 +55,7 @@ _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = -1
-_recording: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+recording: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 
 
 class undisturbed:
@@ -238,7 +238,10 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
 
 
 def is_alike(tensor: torch.Tensor, dtype: torch.dtype, shape: object, device: int) -> bool:
-    """Whether a tensor of a device is plain, contiguous, and like one described before."""
+    """Whether a tensor of a device is plain, contiguous, and like one described before.
+
+    Whether a CUDA graph is being recorded is not asked.
+    """
     return (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
@@ -252,7 +255,6 @@ def is_alike(tensor: torch.Tensor, dtype: torch.dtype, shape: object, device: in
             or _is_wrapped(tensor)
             or _is_functional(tensor)
             or is_zero(tensor)
-            or (device >= 0 and _recording())
         )
     )
 
@@ -271,7 +273,7 @@ def as_before(tensor: torch.Tensor, shot: Snapshot, dtype: torch.dtype) -> bool:
             or _is_wrapped(tensor)
             or _is_functional(tensor)
             or is_zero(tensor)
-            or (tensor.is_cuda and _recording())
+            or (tensor.is_cuda and recording())
         )
         and placement_of_plain(tensor) == ""
     )

@@ -6,10 +6,11 @@ because the run cannot be written as fast.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,24 +20,22 @@ from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Refusal, Snapshot
 from driftline.adapters.torch import snapshot as snapshots
-from driftline.adapters.torch.device.delivery import Again, Delivery, Waiting
+from driftline.adapters.torch.device.delivery import Delivery, Waiting
 from driftline.adapters.torch.device.desk import Desk, Ticket
-from driftline.adapters.torch.device.launching import Kernel
-from driftline.adapters.torch.device.places import Place
-from driftline.adapters.torch.device.sheets import Sheet, kind_of, shares
+from driftline.adapters.torch.device.flights import Constant
+from driftline.adapters.torch.device.sheets import Reading, Sheet, kind_of
 from driftline.adapters.torch.device.transfers import Parcel
 from driftline.adapters.torch.placed import placement_of_plain
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from driftline.adapters.frames import Frame
-    from driftline.adapters.intake import Intake, Tensors
+    from driftline.adapters.intake import Intake
     from driftline.runs.sink import Bytes
 
 _MOST_KNOWN = 100_000
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
 class _Alike(NamedTuple):
@@ -45,15 +44,11 @@ class _Alike(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody looks things up in it
-    place: Place
     stream: int
     sheet: Sheet
-    kernel: Kernel
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in it
-    each: int
-    programs: int
-    width: int
-    shot: Snapshot
+    reading: Reading
+    constant: Constant
+    alias: str
 
 
 class Arrivals:
@@ -63,6 +58,7 @@ class Arrivals:
         budgets: Memory that may be used; set before the first tensor comes.
         pretends: For tests: tensors of the CPU go the way of those of a device.
         desk: Takes tensors in; None until there was one.
+        alike: What each place gave last, where the next one can be taken at once.
     """
 
     def __init__(
@@ -86,11 +82,13 @@ class Arrivals:
         """Nothing has come yet; a forked child cannot use its parent's devices."""
         self._lock = threading.RLock()  # never held by the thread that hands over
         self.desk: Desk | None = None
-        self.delivery = Delivery(self._intake.hand_over, self._intake.shielded, self._pressed)
+        intake = self._intake
+        self.delivery = Delivery(
+            intake.hand_over, intake.hand_over_group, intake.shielded, self._pressed
+        )
         self._still = False
         self._replays = 0
-        self._alike: dict[tuple[str, ...], _Alike] = {}
-        self.delivery.rank, self.delivery.process = self._rank, self._process
+        self.alike: dict[tuple[str, ...], _Alike] = {}
         self._known: dict[tuple[str, ...], tuple[Snapshot, torch.dtype]] = {}
 
     def _pressed(self) -> bool:
@@ -103,38 +101,29 @@ class Arrivals:
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda or self.pretends
 
-    def take_again(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> bool:
-        if len(tensors) != 1 or not self._alike:
+    def take_again(
+        self, frame: Frame, port: str, slot: str, alias: str, tensor: torch.Tensor, moment: str
+    ) -> bool:
+        known = self.alike.get((frame.site, port, slot, moment, frame.phase))
+        if (
+            known is None
+            or not snapshots.is_alike(tensor, known.dtype, known.shape, known.index)
+            or known.alias != alias
+        ):
             return False
-        slot, alias, tensor = tensors[0]
-        known = self._alike.get((frame.site, port, slot, moment))
-        if known is None or not snapshots.is_alike(tensor, known.dtype, known.shape, known.index):
+        address, index = tensor.data_ptr(), known.index
+        stream = _stream(index) if index >= 0 else 0
+        if address & 15 or stream != known.stream or placement_of_plain(tensor):
             return False
-        address = tensor.data_ptr()
-        if address & 7 or known.place.stream() != known.stream or placement_of_plain(tensor):
-            return False
+        if index >= 0 and not known.reading.at and snapshots.recording():
+            return False  # the driver is asked at its launch otherwise
         with self._lock:
-            taken = known.sheet.take_known(
-                address, known.kernel, known.count, known.each, known.programs
-            )
-            if taken is None:
+            sheet = known.sheet
+            taken = sheet.take_known(known.reading, stream, address)
+            if taken < 0:
                 return False
-            self.delivery.add(
-                Again(
-                    frame.site,
-                    port,
-                    slot,
-                    frame.step,
-                    frame.visit,
-                    frame.phase,
-                    moment,
-                    alias,
-                    frame.class_name,
-                    known.shot,
-                    self._reduction.kept,
-                    Ticket(taken[0], taken[1], known.count, known.width),
-                )
-            )
+            group = self.delivery.group_of(sheet.flight, taken)
+            group.add(known.constant, frame.step, frame.visit)
         return True
 
     def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
@@ -162,37 +151,48 @@ class Arrivals:
             if placement:
                 shot = shot._replace(placement=placement)
             if shot.owner is tensor and not shot.placement and not tensor.is_complex():
-                self._remember(desk, place, shot, tensor)
+                if len(self._known) > _MOST_KNOWN:
+                    self._known.clear()
+                    self.alike.clear()
+                self._known[place] = shot._replace(owner=None), tensor.dtype
             tensor = shot.owner
         key = TensorKey(site, port, slot, step, visit, self._rank, self._process, phase, moment)
         with self._lock:
             return self._taken(desk, key, shot, tensor, alias, class_name)
 
     def _remember(
-        self, desk: Desk, place: tuple[str, ...], shot: Snapshot, tensor: torch.Tensor
+        self,
+        desk: Desk,
+        key: TensorKey,
+        shot: Snapshot,
+        tensor: torch.Tensor,
+        alias: str,
+        class_name: str,
     ) -> None:
-        """The same place mostly gives the same kind of tensor: it need not be asked all again."""
-        if len(self._known) > _MOST_KNOWN:
-            self._known.clear()
-            self._alike.clear()
-        self._known[place] = brief = shot._replace(owner=None), tensor.dtype
-        kind = kind_of(shot.dtype) if self._reduction.kept in ("summary", "digest") else None
-        if kind is None or not shot.elements:
-            self._alike.pop(place, None)
+        """The same place mostly gives the same kind of tensor: next time it is taken at once."""
+        kept = self._reduction.kept
+        kind = kind_of(shot.dtype)
+        if kind is None or kind.reals > 1 or shot.placement or kept not in ("summary", "digest"):
             return
         device = desk.device_of(tensor)
-        self._alike[place] = _Alike(
+        sheet = device.sheet()
+        place = (key.site, key.port, key.slot, key.moment, key.phase)
+        known = self.alike.get(place)
+        if (
+            known is not None
+            and known.sheet is sheet
+            and (known.dtype, known.shape, known.alias) == (tensor.dtype, tensor.shape, alias)
+        ):
+            return  # it was not taken at once for a reason that will pass
+        self.alike[place] = _Alike(
             tensor.dtype,
             tensor.shape,
-            -1 if shot.device_index is None else shot.device_index,
-            device.place,
+            device.place.index,
             device.place.stream(),
-            device.sheet(),
-            kind.kernel,
-            shot.elements,
-            *shares(shot.elements),
-            kind.width,
-            brief[0],
+            sheet,
+            sheet.reading(kind, shot.elements),
+            Constant(key, shot, alias, class_name, kept, kind.width),
+            alias,
         )
 
     def _taken(
@@ -225,6 +225,7 @@ class Arrivals:
             what = desk.summarise(tensor, shot.dtype)
             if what is None:
                 return False
+            self._remember(desk, key, shot, tensor, alias, class_name)
         self.delivery.add(
             Waiting(
                 key,

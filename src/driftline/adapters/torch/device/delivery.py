@@ -13,15 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from driftline.adapters.snapshot import Snapshot
 from driftline.adapters.torch.device.desk import Ticket
+from driftline.adapters.torch.device.flights import Flight, Group
 from driftline.adapters.torch.device.places import Mark
 from driftline.adapters.torch.device.transfers import Parcel
 from driftline.numerics.kernel import bytes_at
 from driftline.numerics.summary import Summary
-from driftline.runs.key import Moment, Phase, Port, TensorKey
+from driftline.runs.key import TensorKey
 from driftline.runs.record import Kept, Record
 from driftline.runs.sink import Bytes
 
@@ -53,33 +53,12 @@ class Waiting(NamedTuple):
     what: Ticket | Parcel | Bytes | None
 
 
-class Again(NamedTuple):
-    """A summary of a tensor like one that came before, as briefly as it can be noted.
-
-    Attributes:
-        shot: How that one was described.
-        ticket: What is still to come.
-    """
-
-    site: str
-    port: str
-    slot: str
-    step: int
-    visit: int
-    phase: str
-    moment: str
-    alias: str
-    class_name: str
-    shot: Snapshot
-    kept: Kept
-    ticket: Ticket
-
-
 class Delivery:
     """The queue, and who empties it.
 
     Args:
         hand_over: Takes a record and its bytes; may be called from a thread of our own.
+        hand_over_group: Takes summaries that have no records yet; likewise.
         shielded: Does something so that it cannot raise.
         pressed: Whether the room for what waits is running out.
     """
@@ -87,14 +66,16 @@ class Delivery:
     def __init__(
         self,
         hand_over: HandOver,
+        hand_over_group: Callable[[Group], None],
         shielded: Callable[..., None],
         pressed: Callable[[], bool],
     ) -> None:
         self._hand_over = hand_over
+        self._hand_over_group = hand_over_group
         self._shielded = shielded
         self._pressed = pressed
-        self.rank = self.process = 0
-        self._queue: deque[Waiting | Again | Callable[[], None]] = deque()
+        self._queue: deque[Waiting | Group | Callable[[], None]] = deque()
+        self._tail: Group | None = None
         self._changed = threading.Condition(threading.Lock())
         self._emptying = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -104,13 +85,23 @@ class Delivery:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, waiting: Waiting | Again | Callable[[], None]) -> None:
+    def add(self, waiting: Waiting | Group | Callable[[], None]) -> None:
         """Queue a tensor, or something to be done when all before it is handed over."""
         self._queue.append(waiting)
+        self._tail = None
         if self._thread is not None:
             self._last = time.monotonic()
         elif len(self._queue) >= _MANY:
             self.deliver(wait=False)
+
+    def group_of(self, flight: Flight, slot: int) -> Group:
+        """The group at the end of the queue, for what a flight has in this slot."""
+        tail = self._tail
+        if tail is None or tail.flight is not flight:
+            tail = Group(flight, slot)
+            self.add(tail)
+            self._tail = tail
+        return tail
 
     def in_background(self) -> None:
         """From now on a thread hands over."""
@@ -190,13 +181,13 @@ class Delivery:
     def _one(self, *, wait: bool) -> bool:
         """Hand the first one over; False if it has not arrived, or was not even sent."""
         first = self._queue[0]
-        if isinstance(first, Again):
-            flight = first.ticket.flight
+        if isinstance(first, Group):
+            flight = first.flight
             if not flight.there and not self._here(flight.mark, wait=wait):
                 return False
             flight.there = True
             self._queue.popleft()
-            self._shielded(first.site, self._deliver_again, first)
+            self._shielded("summaries", self._hand_over_group, first)
             return True
         if not isinstance(first, Waiting):
             self._queue.popleft()
@@ -223,38 +214,6 @@ class Delivery:
                 return False
             mark.synchronize()
         return True
-
-    def _deliver_again(self, one: Again) -> None:
-        site, port, slot, step, visit, phase, moment, alias, class_name, shot, kept, ticket = one
-        digest, summary = ticket.flight.result(ticket.slot, ticket.count, ticket.width)
-        key = TensorKey(
-            site,
-            cast("Port", port),
-            slot,
-            step,
-            visit,
-            self.rank,
-            self.process,
-            cast("Phase", phase),
-            cast("Moment", moment),
-        )
-        self._hand_over(
-            Record(
-                key,
-                0,
-                shot.dtype,
-                shot.shape,
-                alias,
-                class_name,
-                shot.device,
-                kept,
-                digest,
-                None,
-                1,
-                summary if kept == "summary" else None,
-            ),
-            None,
-        )
 
     def _deliver(self, waiting: Waiting) -> None:
         (key, dtype, shape, alias, class_name, device, kept, digest, stride, summary) = waiting[:10]

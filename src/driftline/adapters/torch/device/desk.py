@@ -19,9 +19,10 @@ import torch
 
 from driftline.adapters.budgets import Budgets
 from driftline.adapters.torch.device import launching
+from driftline.adapters.torch.device.flights import Flight
 from driftline.adapters.torch.device.pinned import Region, Ring
 from driftline.adapters.torch.device.places import CudaPlace, HostPlace, Place
-from driftline.adapters.torch.device.sheets import Flight, Sheet, Tables, kind_of
+from driftline.adapters.torch.device.sheets import Sheet, Tables, kind_of
 from driftline.adapters.torch.device.transfers import Parcel, Transfers
 
 LEFT_FREE = 1 / 16
@@ -103,7 +104,7 @@ class Desk:
         try:
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
-            if tensor.data_ptr() & 7:  # the kernel reads words
+            if tensor.data_ptr() & 15:  # the kernel reads 16 bytes at a time
                 tensor = tensor.clone()
             count *= kind.reals
             flight, slot = device.sheet().take(tensor, kind, count)

@@ -51,14 +51,18 @@ def digest_of(data: npt.NDArray[Any], width: int) -> str:
     words = padded.view(_WORDS[width]).astype(np.uint64).reshape(-1, columns)
     flips = group_flips(group_signs(np.arange(len(words), dtype=np.uint64)))
     place = np.arange(columns)[None, :] ^ (flips >> np.uint64(width == 2)).astype(np.int64)[:, None]
-    words = np.take_along_axis(words, place, 1).reshape(tiles, STEPS, LANES, columns)
+    words = np.take_along_axis(words, place, 1)
+    if width == 2:  # a thread takes 16 bytes of a group at a time
+        words = np.moveaxis(words.reshape(tiles, tile, LANES, STEPS), 3, 1)
+    else:
+        words = words.reshape(tiles, STEPS, LANES, columns)
     sums = [np.uint64(0), np.uint64(0)]
     with np.errstate(over="ignore"):
         keys = [np.array(some, np.uint64)[:, None, None] for some in _KEYS]
-        spots = np.arange(LANES * columns, dtype=np.uint64).reshape(LANES, columns)
+        spots = np.arange(LANES * columns, dtype=np.uint64).reshape(words.shape[2:])
         per_chunk = CHUNK_ROWS // tile
         for chunk in range(-(-tiles // per_chunk)):
-            a = b = np.zeros((LANES, columns), np.uint64)
+            a = b = np.zeros(words.shape[2:], np.uint64)
             for one in words[chunk * per_chunk : (chunk + 1) * per_chunk]:
                 a = a * _TIMES_A + (one * keys[0]).sum(0, dtype=np.uint64)
                 b = b * _TIMES_B + (one * keys[1]).sum(0, dtype=np.uint64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +56,14 @@ def level() -> int:
     return 3 if oldest >= (9, 0) else 2 if oldest >= (8, 0) else 1
 
 
+class Made(NamedTuple):
+    """A compiled kernel as the driver knows it: its handle, threads of a program, shared bytes."""
+
+    function: int
+    threads: int
+    shared: int
+
+
 class Kernel:
     """One compiled kernel for all devices of a process.
 
@@ -76,6 +84,7 @@ class Kernel:
             self._options["maxnreg"] = registers
         self._rest = tuple(constants.values())
         self._ready: dict[int, tuple[Any, Any, Any]] = {}
+        self._made: dict[int, Made] = {}
 
     def __call__(self, programs: int, device: int, *numbers: int) -> None:
         """Launch on the current stream of a device; nothing is waited for."""
@@ -98,6 +107,10 @@ class Kernel:
             *self._rest,
         )
 
+    def made(self, device: int) -> Made | None:
+        """What was compiled for a device; None before its first launch, or if nobody can tell."""
+        return self._made.get(device)
+
     def _begin(self, programs: int, device: int, numbers: tuple[int, ...]) -> None:
         """The first launch on a device: compile, launch, and remember how to do it at once."""
         if device < 0:  # the interpreter knows no devices
@@ -109,6 +122,11 @@ class Kernel:
             self._ready[device] = made.run, made.function, made.packed_metadata
         except AttributeError:
             self._ready[device] = _Usual(self._function, self._constants, self._options), None, None
+            return
+        about = made.metadata
+        plain = getattr(about, "num_ctas", 1) == 1 and not getattr(about, "launch_pdl", False)
+        if plain and not getattr(about, "launch_cooperative_grid", False):
+            self._made[device] = Made(int(made.function), about.num_warps * 32, int(about.shared))
 
 
 class _Usual:

@@ -1,9 +1,9 @@
-"""Everything one pass over a pair of device tensors can know, as Triton kernels.
+"""Everything one pass over a pair of device tensors can know, as a Triton kernel.
 
 The figures are those of `numerics/moments.py`. As in the summary's kernel a program reads its part
 fast first, eight elements in float32 and their sums in float64, and looks at its figures: what
-float32 cannot carry (not finite, sentinels, very large or very small) is read again carefully. The
-second kernel joins the programs' rows and looks up the positions, in the parts they must lie in.
+float32 cannot carry (not finite, sentinels, very large or very small) is read again carefully.
+Another kernel joins the programs' rows and looks up positions (`pair_joining.py`).
 """
 
 # Kernels are compiled from their text; types mean something else in them.
@@ -17,151 +17,20 @@ second kernel joins the programs' rows and looks up the positions, in the parts 
 import triton
 import triton.language as tl
 
-PART = 65536
-"""Elements that a program takes at a time."""
-ROW = 40
+from driftline.adapters.torch.device.pair_parts import (
+    ahead,
+    elements,
+    half_of,
+    joined,
+    known_ordinal,
+    one_over,
+    ordinal,
+    pairs_of,
+    sorted_bits,
+)
+from driftline.adapters.torch.device.summary_parts import greatest_pair, least_pair
+
 WARPS = 8
-
-
-@triton.jit
-def _as(address, KIND: tl.constexpr):
-    if KIND == "bf16":
-        at = address.to(tl.pointer_type(tl.bfloat16))
-    elif KIND == "f16":
-        at = address.to(tl.pointer_type(tl.float16))
-    else:
-        at = address.to(tl.pointer_type(tl.float32))
-    return at
-
-
-@triton.jit
-def _words(address, KIND: tl.constexpr):
-    """Where pairs of elements lie."""
-    if KIND == "f32":
-        at = address.to(tl.pointer_type(tl.uint64))
-    else:
-        at = address.to(tl.pointer_type(tl.uint32))
-    return at
-
-
-@triton.jit
-def _half(word, HALF: tl.constexpr, KIND: tl.constexpr):
-    """One element of a pair, as float32."""
-    if KIND == "f32":
-        x = (word >> (32 * HALF)).to(tl.uint32).to(tl.float32, bitcast=True)
-    elif KIND == "bf16":
-        if HALF == 0:
-            x = (word << 16).to(tl.float32, bitcast=True)
-        else:
-            x = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
-    else:
-        x = (word >> (16 * HALF)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _ordinal(x, KIND: tl.constexpr):
-    """Where a float32 number, rounded to a format, stands in it; negative ones below zero."""
-    bits = x.to(tl.int32, bitcast=True)
-    if KIND == "f32":
-        size = (bits & 0x7FFFFFFF).to(tl.int64)
-    elif KIND == "bf16":
-        size = bits & 0x7FFFFFFF
-        size = (size + 0x7FFF + ((size >> 16) & 1)) >> 16
-    else:
-        size = tl.abs(x).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-    return tl.where(bits < 0, -size, size)
-
-
-@triton.jit
-def _known_ordinal(x, KIND: tl.constexpr):
-    """The same for a number that is of the format already."""
-    bits = x.to(tl.int32, bitcast=True)
-    if KIND == "bf16":
-        size = (bits & 0x7FFFFFFF) >> 16
-        place = tl.where(bits < 0, -size, size)
-    else:
-        place = _ordinal(x, KIND)
-    return place
-
-
-@triton.jit
-def _sorted_bits(x):
-    """A float32's bits, so that they sort like the numbers; below zero they are off by one."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _one_over(x, TOGETHER: tl.constexpr):
-    """About `1 / x`, without the care that a division takes; what is too small is infinite."""
-    if TOGETHER:
-        y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
-        )
-    else:
-        y = 1.0 / x
-    return y
-
-
-@triton.jit
-def _least(low, word, KIND: tl.constexpr):
-    """The smaller of two packed pairs, half by half; NaN is passed over."""
-    if KIND == "bf16":
-        found = tl.inline_asm_elementwise(
-            "min.bf16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
-        )
-    else:
-        found = tl.inline_asm_elementwise(
-            "min.f16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
-        )
-    return found
-
-
-@triton.jit
-def _greatest(high, word, KIND: tl.constexpr):
-    if KIND == "bf16":
-        found = tl.inline_asm_elementwise(
-            "max.bf16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
-        )
-    else:
-        found = tl.inline_asm_elementwise(
-            "max.f16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
-        )
-    return found
-
-
-@triton.jit
-def _joined(
-    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14,
-    b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14,
-):  # fmt: skip
-    """Figures of two threads as one: nine sums, four greatest, two least."""
-    return (
-        a0 + b0,
-        a1 + b1,
-        a2 + b2,
-        a3 + b3,
-        a4 + b4,
-        a5 + b5,
-        a6 + b6,
-        a7 + b7,
-        a8 + b8,
-        tl.maximum(a9, b9),
-        tl.maximum(a10, b10),
-        tl.maximum(a11, b11),
-        tl.maximum(a12, b12),
-        tl.minimum(a13, b13),
-        tl.minimum(a14, b14),
-    )
-
-
-@triton.jit
-def _ahead(ours, theirs, at, U: tl.constexpr, there):
-    """Pairs of elements of both sides, from element `at` on; zeros if there are none."""
-    place = at // 2 + U * 256
-    mask = tl.arange(0, 256) < tl.where(there, 256, 0)
-    return tl.load(ours + place, mask=mask, other=0), tl.load(theirs + place, mask=mask, other=0)
 
 
 @triton.jit
@@ -181,8 +50,8 @@ def pair_rows(
 ):
     """Partial figures of a pair: each program leaves its row; see `joined_pair` for the fields."""
     TOGETHER: tl.constexpr = LEVEL > 0
-    ours = _as(reference, R)
-    theirs = _as(candidate, C)
+    ours = elements(reference, R)
+    theirs = elements(candidate, C)
     rtol = rtol_bits.to(tl.float64, bitcast=True)
     atol = atol_bits.to(tl.float64, bitcast=True)
     rtol_32 = rtol.to(tl.float32)
@@ -192,8 +61,8 @@ def pair_rows(
     begin = pid * each * 65536
     end = tl.minimum(begin + each * 65536, count)
     whole = begin + (end - begin) // TILE * TILE
-    our_words = _words(reference, R) + tl.arange(0, 256)
-    their_words = _words(candidate, C) + tl.arange(0, 256)
+    our_words = pairs_of(reference, R) + tl.arange(0, 256)
+    their_words = pairs_of(candidate, C) + tl.arange(0, 256)
 
     first = tl.load(ours + begin).to(tl.float32)
     shift = tl.where(tl.abs(first) < 1e15, first, 0.0)
@@ -232,18 +101,18 @@ def pair_rows(
         c_min = tl.full([256], float("inf"), tl.float32)
 
     # The words of the next tile are on their way while those of this one are worked on.
-    o_0, t_0 = _ahead(our_words, their_words, begin, 0, whole > begin)
-    o_1, t_1 = _ahead(our_words, their_words, begin, 1, whole > begin)
-    o_2, t_2 = _ahead(our_words, their_words, begin, 2, whole > begin)
-    o_3, t_3 = _ahead(our_words, their_words, begin, 3, whole > begin)
+    o_0, t_0 = ahead(our_words, their_words, begin, 0, whole > begin)
+    o_1, t_1 = ahead(our_words, their_words, begin, 1, whole > begin)
+    o_2, t_2 = ahead(our_words, their_words, begin, 2, whole > begin)
+    o_3, t_3 = ahead(our_words, their_words, begin, 3, whole > begin)
     for at in range(begin, whole, TILE):
         a_0, a_1, a_2, a_3 = o_0, o_1, o_2, o_3
         b_0, b_1, b_2, b_3 = t_0, t_1, t_2, t_3
         after = tl.minimum(at + TILE, whole - TILE)
-        o_0, t_0 = _ahead(our_words, their_words, after, 0, True)
-        o_1, t_1 = _ahead(our_words, their_words, after, 1, True)
-        o_2, t_2 = _ahead(our_words, their_words, after, 2, True)
-        o_3, t_3 = _ahead(our_words, their_words, after, 3, True)
+        o_0, t_0 = ahead(our_words, their_words, after, 0, True)
+        o_1, t_1 = ahead(our_words, their_words, after, 1, True)
+        o_2, t_2 = ahead(our_words, their_words, after, 2, True)
+        o_3, t_3 = ahead(our_words, their_words, after, 3, True)
         f_x = tl.zeros([256], tl.float32)
         f_e = tl.zeros([256], tl.float32)
         f_xx = tl.zeros([256], tl.float32)
@@ -261,22 +130,22 @@ def pair_rows(
             else:
                 our_word, their_word = a_3, b_3
             if R_PACKED:
-                r_min = _least(r_min, our_word, R)
-                r_max = _greatest(r_max, our_word, R)
+                r_min = least_pair(r_min, our_word, R)
+                r_max = greatest_pair(r_max, our_word, R)
             if C_PACKED:
-                c_min = _least(c_min, their_word, C)
-                c_max = _greatest(c_max, their_word, C)
+                c_min = least_pair(c_min, their_word, C)
+                c_max = greatest_pair(c_max, their_word, C)
             for half in tl.static_range(2):
-                r = _half(our_word, half, R)
-                c = _half(their_word, half, C)
+                r = half_of(our_word, half, R)
+                c = half_of(their_word, half, C)
                 e = c - r
                 x = r - shift
                 ae = tl.abs(e)
                 ar = tl.abs(r)
-                rel = tl.where(ae == 0.0, 0.0, ae * _one_over(ar, TOGETHER))
+                rel = tl.where(ae == 0.0, 0.0, ae * one_over(ar, TOGETHER))
                 if BITS:
-                    ours_sorted = _sorted_bits(r)
-                    theirs_sorted = _sorted_bits(c)
+                    ours_sorted = sorted_bits(r)
+                    theirs_sorted = sorted_bits(c)
                     most = tl.maximum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
                     apart = most - tl.minimum(ours_sorted, theirs_sorted).to(
                         tl.uint32, bitcast=True
@@ -284,7 +153,7 @@ def pair_rows(
                     if C == "f32":  # off by one where only one of them is below zero
                         apart -= ((ours_sorted ^ theirs_sorted).to(tl.uint32, bitcast=True)) >> 31
                 else:
-                    apart = tl.abs(_ordinal(r, C) - _known_ordinal(c, C))
+                    apart = tl.abs(ordinal(r, C) - known_ordinal(c, C))
                 f_x += x
                 f_e += e
                 f_xx += x * x
@@ -312,11 +181,11 @@ def pair_rows(
         s_rel += f_rel.to(tl.float64)
 
     if R_PACKED:
-        r_min = tl.minimum(_half(r_min, 0, R), _half(r_min, 1, R))
-        r_max = tl.maximum(_half(r_max, 0, R), _half(r_max, 1, R))
+        r_min = tl.minimum(half_of(r_min, 0, R), half_of(r_min, 1, R))
+        r_max = tl.maximum(half_of(r_max, 0, R), half_of(r_max, 1, R))
     if C_PACKED:
-        c_min = tl.minimum(_half(c_min, 0, C), _half(c_min, 1, C))
-        c_max = tl.maximum(_half(c_max, 0, C), _half(c_max, 1, C))
+        c_min = tl.minimum(half_of(c_min, 0, C), half_of(c_min, 1, C))
+        c_max = tl.maximum(half_of(c_max, 0, C), half_of(c_max, 1, C))
     if BITS and C == "bf16":
         m_ulp = m_ulp >> 16
     # What float32 does not carry: read it again. (A NaN makes every comparison false.)
@@ -339,7 +208,7 @@ def pair_rows(
                 m_ae, m_rel, r_max, c_max, r_min, c_min,
             ),
             0,
-            _joined,
+            joined,
         )  # fmt: skip
     else:
         s0, s1, s2 = tl.sum(s_x, 0), tl.sum(s_e, 0), tl.sum(s_xx, 0)
@@ -432,7 +301,7 @@ def pair_rows(
             ae = tl.abs(e)
             ar = tl.where(both, tl.abs(r), 1.0)
             rel = tl.where(ae == 0.0, 0.0, ae / ar)
-            apart = tl.abs(_ordinal(r_raw.to(tl.float32), C) - _ordinal(c_raw.to(tl.float32), C))
+            apart = tl.abs(ordinal(r_raw.to(tl.float32), C) - ordinal(c_raw.to(tl.float32), C))
             v_n += both.to(tl.int32).to(tl.float64)
             v_rn += rf.to(tl.int32).to(tl.float64)
             v_cn += cf.to(tl.int32).to(tl.float64)
@@ -538,129 +407,3 @@ def pair_rows(
     tl.store(out + 32, c_low)
     tl.store(out + 33, rx / r_some + shift_64)
     tl.store(out + 34, cy / c_some + shift_64)
-
-
-@triton.jit
-def joined_pair(
-    reference: tl.int64,
-    candidate: tl.int64,
-    count: tl.int64,
-    each: tl.int64,
-    rows_at: tl.int64,
-    many: tl.int64,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    R_LOWEST: tl.constexpr,
-    C_LOWEST: tl.constexpr,
-):
-    """Row 0 from the others. Program 0 joins figures, sixteen each look one position up.
-
-    Fields 0 to 25 are sums, 26 to 30 greatest, 31 and 32 least values, 33 and 34 means; 35 to 39
-    the positions (whole numbers) of the greatest error, the first difference, the first element
-    that is finite on one side only, and the first that is not finite on each side.
-    """
-    rows = rows_at.to(tl.pointer_type(tl.float64)) + 40
-    out = rows_at.to(tl.pointer_type(tl.float64))
-    program = tl.program_id(0)
-    what = (program + 15) // 16  # 0 for the first one, then sixteen of each
-    share = (program + 15) % 16
-    lane = tl.arange(0, 64)
-    if what == 0:
-        field = tl.arange(0, 64)[None, :]
-        sums = tl.zeros([64, 64], tl.float64)
-        tops = tl.full([64, 64], float("-inf"), tl.float64)
-        lows = tl.full([64, 64], float("inf"), tl.float64)
-        for at in range(0, many, 64):
-            there = (at + lane)[:, None] < many
-            places = rows + (at + lane)[:, None] * 40 + field
-            found = tl.load(places, mask=there & (field < 33), other=0.0)
-            sums += tl.where(field < 26, found, 0.0)
-            tops = tl.maximum(tops, tl.where(there & (field < 31), found, float("-inf")))
-            lows = tl.minimum(lows, tl.where(there & (field > 30), found, float("inf")))
-        total = tl.sum(sums, 0)
-        number = tl.arange(0, 64)
-        # The spread around the common mean: that of each part, and how far their means are off.
-        r_n = tl.sum(tl.where(number == 11, total, 0.0), 0)
-        c_n = tl.sum(tl.where(number == 12, total, 0.0), 0)
-        r_mean = tl.sum(tl.where(number == 13, total, 0.0), 0) / tl.maximum(r_n, 1.0)
-        c_mean = tl.sum(tl.where(number == 14, total, 0.0), 0) / tl.maximum(c_n, 1.0)
-        r_apart = tl.zeros([64], tl.float64)
-        c_apart = tl.zeros([64], tl.float64)
-        for at in range(0, many, 64):
-            there = at + lane < many
-            mine = rows + (at + lane) * 40
-            some = tl.load(mine + 11, mask=there, other=0.0)
-            off = tl.load(mine + 33, mask=there, other=0.0) - r_mean
-            r_apart += tl.where(some > 0.0, some * off * off, 0.0)
-            some = tl.load(mine + 12, mask=there, other=0.0)
-            off = tl.load(mine + 34, mask=there, other=0.0) - c_mean
-            c_apart += tl.where(some > 0.0, some * off * off, 0.0)
-        total += tl.where(number == 17, tl.sum(r_apart, 0), 0.0)
-        total += tl.where(number == 18, tl.sum(c_apart, 0), 0.0)
-        found = tl.where(
-            number < 26, total, tl.where(number < 31, tl.max(tops, 0), tl.min(lows, 0))
-        )
-        tl.store(out + number, found, mask=number < 33)
-    else:
-        ours = _as(reference, R)
-        theirs = _as(candidate, C)
-        best = tl.zeros([64], tl.float64)
-        for at in range(0, many, 64):
-            there = at + lane < many
-            best = tl.maximum(best, tl.load(rows + (at + lane) * 40 + 26, mask=there, other=0.0))
-        most = tl.max(best, 0)
-        never = many * 1
-        part = tl.zeros([64], tl.int64) + never
-        for at in range(0, many, 64):
-            there = at + lane < many
-            mine = rows + (at + lane) * 40
-            if what == 1:
-                hit = tl.load(mine + 26, mask=there, other=-1.0) == tl.where(most > 0.0, most, -2.0)
-            elif what == 2:
-                hit = tl.load(mine + 10, mask=there, other=0.0) > 0.0
-            elif what == 3:
-                hit = tl.load(mine + 25, mask=there, other=0.0) > 0.0
-            elif what == 4:
-                bad = tl.load(mine + 19, mask=there, other=0.0)
-                bad += tl.load(mine + 21, mask=there, other=0.0)
-                bad += tl.load(mine + 23, mask=there, other=0.0)
-                hit = bad > 0.0
-            else:
-                bad = tl.load(mine + 20, mask=there, other=0.0)
-                bad += tl.load(mine + 22, mask=there, other=0.0)
-                bad += tl.load(mine + 24, mask=there, other=0.0)
-                hit = bad > 0.0
-            part = tl.minimum(part, tl.where(there & hit, at + lane, never))
-        chosen = tl.min(part, 0)
-        begin = chosen * each * 65536 + share * each * 4096
-        end = tl.where(chosen < many, tl.minimum(begin + each * 4096, count), begin)
-        spot = tl.zeros([2048], tl.int64) + count
-        for at in range(begin, end, 2048):
-            flat = at + tl.arange(0, 2048)
-            there = flat < end
-            r_raw = tl.load(ours + flat, mask=there, other=0.0)
-            c_raw = tl.load(theirs + flat, mask=there, other=0.0)
-            r = r_raw.to(tl.float64)
-            c = c_raw.to(tl.float64)
-            r = tl.where(r == R_LOWEST, float("-inf"), r)
-            c = tl.where(c == C_LOWEST, float("-inf"), c)
-            rf = r - r == 0.0
-            cf = c - c == 0.0
-            differs = (r != c) & ~((r != r) & (c != c))
-            if what == 1:
-                # As it was found: exactly, or in float32.
-                exact = tl.abs(c - r) == most
-                fast = tl.abs(c_raw.to(tl.float32) - r_raw.to(tl.float32)).to(tl.float64) == most
-                hit = rf & cf & (exact | fast)
-            elif what == 2:
-                hit = differs
-            elif what == 3:
-                hit = differs & ~(rf & cf)
-            elif what == 4:
-                hit = ~rf
-            else:
-                hit = ~cf
-            spot = tl.minimum(spot, tl.where(there & hit, flat, count))
-        place = tl.min(spot, 0)
-        if place < count:
-            tl.atomic_min(rows_at.to(tl.pointer_type(tl.int64)) + 34 + what, place)

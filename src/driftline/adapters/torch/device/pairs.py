@@ -21,7 +21,7 @@ from driftline.numerics.moments import PairMoments
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_MOST_PROGRAMS = 2048
+_MOST_PROGRAMS = 1024
 _ROW = 40
 
 
@@ -32,14 +32,19 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels(ours: str, theirs: str) -> _Kernels:
-    from driftline.adapters.torch.device import pair_kernels as kernels
+    from driftline.adapters.torch.device import pair_joining, pair_kernels
 
     lowest = {"R_LOWEST": DTYPES[_NAMES[ours]].lowest, "C_LOWEST": DTYPES[_NAMES[theirs]].lowest}
     constants: dict[str, Any] = {"R": ours, "C": theirs, **lowest}
     level = {"LEVEL": launching.level()}
     return _Kernels(
-        Kernel(kernels.pair_rows, {**constants, **level}, warps=kernels.WARPS, registers=80),
-        Kernel(kernels.joined_pair, constants, warps=4),
+        Kernel(
+            pair_kernels.pair_rows,
+            {**constants, **level},
+            warps=pair_kernels.WARPS,
+            registers=128,
+        ),
+        Kernel(pair_joining.joined_pair, constants, warps=pair_joining.WARPS),
     )
 
 

@@ -9,21 +9,22 @@ host. Nothing here waits.
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 from __future__ import annotations
 
+import ctypes
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from driftline.adapters.torch.device.digests import digest_text
+from driftline.adapters.torch.device import native
+from driftline.adapters.torch.device.flights import ROW_BYTES, Flight
 from driftline.adapters.torch.device.launching import Kernel, level
+from driftline.adapters.torch.device.native import NUMBERS, Launch
 from driftline.adapters.torch.device.places import Mark, Place
 from driftline.numerics.definition import COMPONENT, has_sentinel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import Summary
 
 ROWS = 32768
-"""Rows of the arena, 640 bytes each: when they are used up, what is there is joined."""
+"""Rows of the arena: when they are used up, what is there is joined."""
 SLOTS = 1024
 """Tensors of one flight."""
 MOST_PROGRAMS = 1024
@@ -48,6 +49,11 @@ _KINDS = {
 }
 
 
+def _never(*_: int) -> int:
+    """Stands where there is no driver to launch anything."""
+    return -1
+
+
 class Kind(NamedTuple):
     """How tensors of one dtype are reduced.
 
@@ -65,37 +71,39 @@ class Kind(NamedTuple):
 @functools.cache
 def kind_of(name: str) -> Kind | None:
     """What reduces elements of a dtype; None where only the host can."""
-    from driftline.adapters.torch.device import summary_kernels as kernels
-
     dtype = DTYPES[name]
     part = DTYPES[COMPONENT.get(name, name)]
     short = _KINDS.get(part.name)
     if short is None:
         return None
-    lowest = dtype.lowest if has_sentinel(dtype) else 0.0
-    kernel = _kernel(kernels.summary_rows, short, lowest)
+    kernel = _kernel(short, dtype.lowest if has_sentinel(dtype) else 0.0)
     return Kind(kernel, 2 if dtype.kind == "complex" else 1, part.bits // 8)
 
 
 @functools.cache
-def _kernel(function: Any, short: str, lowest: float) -> Kernel:
-    from driftline.adapters.torch.device.summary_kernels import WARPS
+def _kernel(short: str, lowest: float) -> Kernel:
+    from driftline.adapters.torch.device.summary_parts import WARPS
 
-    registers = 64 if short in ("bf16", "f16", "u16", "i16") else 96
     constants = {"KIND": short, "LOWEST": lowest, "LEVEL": level()}
-    return Kernel(function, constants, warps=WARPS, registers=registers)
+    if short in ("bf16", "f16", "u16", "i16"):
+        from driftline.adapters.torch.device.summary_halves import summary_of_halves
+
+        return Kernel(summary_of_halves, constants, warps=WARPS, registers=64)
+    from driftline.adapters.torch.device.summary_kernels import summary_rows
+
+    return Kernel(summary_rows, constants, warps=WARPS, registers=96)
 
 
 @functools.cache
 def _joining() -> Kernel:
-    from driftline.adapters.torch.device.summary_kernels import joined_rows
+    from driftline.adapters.torch.device.summary_joining import joined_rows
 
     return Kernel(joined_rows, {}, warps=4)
 
 
 @functools.cache
 def _filling() -> Kernel:
-    from driftline.adapters.torch.device.summary_kernels import sketch_tables
+    from driftline.adapters.torch.device.summary_parts import sketch_tables
 
     return Kernel(sketch_tables, {"BLOCK": _TABLE_BLOCK}, warps=4)
 
@@ -114,6 +122,7 @@ class Tables:
         self._place = place
         self._kept: list[torch.Tensor] = []
         self.groups = 0
+        self.index = place.index
         self.signs = self.flips = 0
         self.filled: Mark | None = None
         self.stream = 0
@@ -129,56 +138,44 @@ class Tables:
         self.filled, self.stream = self._place.mark(), self._place.stream()
 
 
-class Flight:
-    """What one copy brings: the summaries of some tensors.
+class Reading:
+    """The reading of tensors of one kind into one sheet, prepared.
 
     Attributes:
-        mark: Reached when they are here; None while they were not sent.
-        there: It has been seen to be reached.
+        at: Address of what the driver is given; 0 where Python launches.
+        programs: Rows that it takes.
     """
 
-    def __init__(self) -> None:
-        self.mark: Mark | None = None
-        self.there = False
-        self._host: torch.Tensor | None = None
-        self._rows: list[list[float]] = []
-        self._digests: list[list[int]] = []
+    __slots__ = ("_launch", "at", "count", "each", "kernel", "programs")
 
-    def depart(self, host: torch.Tensor, mark: Mark) -> None:
-        self._host, self.mark = host, mark
-
-    def result(self, slot: int, count: int, width: int) -> tuple[str, Summary]:
-        """Digest and summary of the tensor in a slot; only after its arrival."""
-        if self._host is not None:
-            self._rows = self._host.tolist()
-            self._digests = self._host[:, 9:11].view(torch.int64).tolist()
-            self._host = None
-        row = self._rows[slot]
-        finite, mean, spread, low, high, zeros, nans, above, below = row[:9]
-        a, b = self._digests[slot]
-        if finite:
-            std, l2 = math.sqrt(spread / finite), math.sqrt(spread + finite * mean * mean)
-        else:
-            low = high = mean = std = math.nan
-            l2 = 0.0
-        summary = Summary(
-            count,
-            low,
-            high,
-            mean,
-            std,
-            l2,
-            int(zeros),
-            int(nans),
-            int(above),
-            int(below),
-            tuple(row[16:]),
+    def __init__(self, kernel: Kernel, count: int, where: tuple[int, int], tables: Tables) -> None:
+        self.kernel, self.count = kernel, count
+        self.each, self.programs = shares(count)
+        self.at = 0
+        self._launch: Launch | None = None
+        made = kernel.made(tables.index)
+        driver = native.driver()
+        if made is None or driver is None:
+            return
+        rows, meta = where
+        numbers = (0, count, self.each, rows, 0, meta, 0, tables.signs, tables.flips, 0)
+        self._launch = Launch(
+            made.function,
+            driver.context(),
+            self.programs,
+            made.threads,
+            made.shared,
+            (ctypes.c_int64 * NUMBERS)(*numbers),
         )
-        return digest_text(a, b, count, width), summary
+        self.at = ctypes.addressof(self._launch)
 
 
 class Sheet:
-    """Summaries of tensors of one queue of a device."""
+    """Summaries of tensors of one queue of a device.
+
+    Attributes:
+        flight: Will bring what is taken now.
+    """
 
     def __init__(self, place: Place, tables: Tables) -> None:
         self._place = place
@@ -188,9 +185,10 @@ class Sheet:
         self._results = place.empty((SLOTS, 80), torch.float64)
         self._rows_at, self._meta_at = self._rows.data_ptr(), self._meta.data_ptr()
         self._row = self._joined = self._slot = 0
-        self._flight = Flight()
-        self._spare: list[torch.Tensor] = []
+        self.flight = Flight()
         self._known = 0
+        driver = native.driver()
+        self._launch = driver.launch if driver is not None else _never
 
     @property
     def waiting(self) -> bool:
@@ -227,21 +225,44 @@ class Sheet:
         )
         self._row += programs
         self._slot = slot + 1
-        return self._flight, slot
+        return self.flight, slot
 
-    def take_known(
-        self, address: int, kernel: Kernel, count: int, each: int, programs: int
-    ) -> tuple[Flight, int] | None:
-        """The same for a tensor like one that was taken before; None if there is no room for it."""
-        slot, row, tables = self._slot, self._row, self._tables
-        if slot >= SLOTS or row + programs > ROWS or self._known != tables.groups:
-            return None
-        kernel(
-            programs,
+    def reading(self, kind: Kind, count: int) -> Reading:
+        """What `take_known` is given, for tensors like the one that was taken just now."""
+        return Reading(kind.kernel, count, (self._rows_at, self._meta_at), self._tables)
+
+    def take_known(self, reading: Reading, stream: int, address: int) -> int:
+        """Launch the reading of a tensor like one that was taken before.
+
+        Args:
+            reading: As prepared then.
+            stream: The queue that this sheet belongs to.
+            address: Of the tensor's elements.
+
+        Returns:
+            Its slot; -1 if there is no room for it, or something stands in the way.
+        """
+        slot, row = self._slot, self._row
+        end = row + reading.programs
+        if slot >= SLOTS or end > ROWS:
+            return -1
+        if reading.at:
+            if self._launch(reading.at, stream, address, row, slot):
+                return -1
+        else:
+            self._launch_in_python(reading, address, row, slot)
+        self._row = end
+        self._slot = slot + 1
+        return slot
+
+    def _launch_in_python(self, reading: Reading, address: int, row: int, slot: int) -> None:
+        tables = self._tables
+        reading.kernel(
+            reading.programs,
             self._place.index,
             address,
-            count,
-            each,
+            reading.count,
+            reading.each,
             self._rows_at,
             row,
             self._meta_at,
@@ -250,20 +271,17 @@ class Sheet:
             tables.flips,
             0,
         )
-        self._row = row + programs
-        self._slot = slot + 1
-        return self._flight, slot
 
     def send(self) -> None:
         """Join what was taken and start its copy to the host."""
         if not self._slot:
             return
         self._join()
-        host = self._place.pinned(self._slot * 640).view(torch.float64).view(self._slot, 80)
+        host = self._place.pinned(self._slot * ROW_BYTES).view(torch.float64).view(self._slot, 80)
         # In this queue: the next kernels write to the same results.
         mark = self._place.copy_here([(host, self._results[: self._slot])])
-        self._flight.depart(host, mark)
-        self._flight = Flight()
+        self.flight.depart(host, mark)
+        self.flight = Flight()
         self._slot = self._joined = 0
 
     def _join(self) -> None:
