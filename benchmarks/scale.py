@@ -167,7 +167,7 @@ def make_tensors(count: int) -> tuple[Path, Path]:
 
 def measured(reference: Path, candidate: Path, *options: str) -> Measured:
     """The whole command, as a user starts it."""
-    words = [sys.executable, "-m", "driftline", "compare", str(reference), str(candidate), "-q"]
+    words = [sys.executable, "-m", "driftline", "compare", str(reference), str(candidate)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begin = time.perf_counter()
     process = subprocess.Popen([*words, *options], stdout=subprocess.DEVNULL)

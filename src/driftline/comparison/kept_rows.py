@@ -64,6 +64,11 @@ class KeptRows(Sequence[Row]):
         return self._about.recipes
 
     @property
+    def has_operators(self) -> bool:
+        """Whether a site is an operator's, and not a module's."""
+        return self._about.operators
+
+    @property
     def processes(self) -> set[tuple[int, int]]:
         """Ranks and processes of the reference."""
         return self._about.processes
@@ -136,7 +141,7 @@ class _About:
         self.dtypes: set[str] = set()
         self.processes: set[tuple[int, int]] = set()
         self.steps: set[int] = set()
-        self.recipes = False
+        self.recipes = self.operators = False
         self.in_turn = True
         self._moment = (-1, -1, -1)
 
@@ -151,6 +156,7 @@ class _About:
         self.recipes = self.recipes or any(
             row.reference_recipe or row.candidate_recipe for row in block
         )
+        self.operators = self.operators or any("/" in row.key.site for row in block)
         for row in block:
             if row.status != "extra":
                 moment = (row.key.rank, row.key.process, row.key.step)

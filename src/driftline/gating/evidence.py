@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
-from driftline.gating.loose_biases import with_loose_biases
-from driftline.gating.sums import with_sums
+from driftline.comparison.table import is_kept, kept_like
+from driftline.gating.loose_biases import GRADIENTS, is_far_output, with_loose_biases
+from driftline.gating.sums import is_far_sum, with_sums
 from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.comparison.kept_rows import KeptRows
 
 
 def with_evidence(
@@ -22,5 +28,48 @@ def with_evidence(
         reference: The one run.
         candidate: The other.
     """
+    if not is_kept(rows):
+        return _looked_up(rows, pairs, reference, candidate)
+    if not _may_be_asked(rows):
+        return rows
+    if isinstance(pairs, tuple):  # all of them are held already
+        return kept_like(rows, _looked_up(list(rows), pairs, reference, candidate))
+    return rows.changed_by_process(_OfOneProcess(pairs, reference, candidate))
+
+
+def _looked_up(
+    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> Sequence[Row]:
     found = with_loose_biases(rows, pairs, reference, candidate)
     return with_sums(found, pairs, reference, candidate)
+
+
+def _may_be_asked(rows: KeptRows) -> bool:
+    """Whether any row of a long table is one that evidence is looked for."""
+    biases = not rows.ports.isdisjoint(GRADIENTS)
+    if not biases and not rows.has_operators:
+        return False
+    return any((biases and is_far_output(row)) or is_far_sum(row) for row in rows)
+
+
+class _OfOneProcess:
+    """Looks up what rows of one process need; a step or a sum is of one process alone."""
+
+    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
+        self._runs = (reference, candidate)
+        self._processes: Iterator[tuple[tuple[int, int], Iterator[Pair]]] = itertools.groupby(
+            pairs, key=lambda pair: (pair.reference.key.rank, pair.reference.key.process)
+        )
+        self._next = next(self._processes, None)
+
+    def __call__(self, rows: Sequence[Row]) -> Sequence[Row]:
+        place = (rows[0].key.rank, rows[0].key.process)
+        while self._next is not None and self._next[0] < place:
+            self._next = next(self._processes, None)
+        if self._next is None or self._next[0] != place:
+            return rows  # what is alone comes at the end
+        if not any(is_far_output(row) or is_far_sum(row) for row in rows):
+            return rows
+        pairs = list(self._next[1])
+        self._next = next(self._processes, None)
+        return _looked_up(rows, pairs, *self._runs)

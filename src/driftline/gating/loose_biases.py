@@ -12,16 +12,13 @@ without it is the metric `beyond_bias`.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Column, Row
-from driftline.comparison.table import is_kept
 from driftline.comparison.unmeasured import clash, has_recipe, paired
 from driftline.comparison.values import F64, ValuePair, open_arrays
 from driftline.errors import DriftlineError
@@ -32,8 +29,6 @@ from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-    from driftline.comparison.kept_rows import KeptRows
 else:
     from driftline.numerics.late_numpy import np
 
@@ -70,10 +65,8 @@ def with_loose_biases(
         reference: The one run.
         candidate: The other.
     """
-    if is_kept(rows):
-        return _of_a_long_table(rows, pairs, reference, candidate)
     found = list(rows)
-    far = [at for at, row in enumerate(found) if _is_far(row)]
+    far = [at for at, row in enumerate(found) if is_far_output(row)]
     if not far:
         return found
     biases = _Biases(pairs, reference, candidate)
@@ -96,29 +89,8 @@ def with_loose_biases(
     return found
 
 
-def _of_a_long_table(
-    rows: KeptRows, pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> KeptRows:
-    """The same, one process after the other."""
-    if not rows.ports & {*GRADIENTS}:
-        return rows
-    place = operator.attrgetter("reference.key.rank", "reference.key.process")
-    processes = itertools.groupby(pairs, key=place)
-    ahead = next(processes, None)
-
-    def changed(some: Sequence[Row]) -> Sequence[Row]:
-        nonlocal ahead
-        key = some[0].key
-        if ahead is None or ahead[0] != (key.rank, key.process):
-            return some  # what is alone comes at the end
-        its = list(ahead[1])
-        ahead = next(processes, None)
-        return with_loose_biases(some, its, reference, candidate)
-
-    return rows.changed_by_process(changed)
-
-
-def _is_far(row: Row) -> bool:
+def is_far_output(row: Row) -> bool:
+    """An output of a later step that no limit of its format holds."""
     if row.key.port != "output" or row.key.step == 0 or row.basis != "values":
         return False
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))

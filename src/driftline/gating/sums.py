@@ -50,9 +50,7 @@ def with_sums(
         reference: The one run.
         candidate: The other.
     """
-    if not isinstance(pairs, tuple):  # long runs that are paired by name
-        return rows
-    far = {(row.key, row.candidate_name): at for at, row in enumerate(rows) if _is_far(row)}
+    far = {(row.key, row.candidate_name): at for at, row in enumerate(rows) if is_far_sum(row)}
     if not far:
         return rows
     found = list(rows)
@@ -73,7 +71,7 @@ def with_sums(
     return found
 
 
-def _is_far(row: Row) -> bool:
+def is_far_sum(row: Row) -> bool:
     """A row that no limit of its format holds, at an operator or a node."""
     if row.key.port != "output" or "/" not in row.key.site or row.basis != "values":
         return False

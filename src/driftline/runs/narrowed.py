@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from driftline.errors import BadInput
+from driftline.runs.kept_records import KeptRecords
+from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage
 from driftline.runs.sink import JSON
@@ -19,21 +21,30 @@ def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = 
     """
     if not steps and not ranks:
         return run
-    for what, wanted in (("step", steps), ("rank", ranks)):
-        known = {getattr(record.key, what) for record in run.records}
-        for number in sorted(wanted):
-            if number not in known:
-                have = ", ".join(str(n) for n in sorted(known)[:8])
-                have += ", ..." if len(known) > 8 else ""
-                raise BadInput(
-                    f"run '{run.name}' has no {what} {number}", hint=f"it has {what} {have}"
-                )
-    kept = [
-        record
-        for record in run.records
-        if (not steps or record.key.step in steps) and (not ranks or record.key.rank in ranks)
-    ]
+    if isinstance(run.records, KeptRecords) and not steps:
+        # Whole parts of it: they stay where they lie.
+        parts = [part for part in run.records.parts if len(part.lines)]
+        _require(run, "rank", ranks, {part.rank for part in parts})
+        return _NarrowedRun(run, KeptRecords([part for part in parts if part.rank in ranks]))
+    known: tuple[set[int], set[int]] = (set(), set())
+    kept: list[Record] = []
+    for record in run.records:
+        key = record.key
+        known[0].add(key.step)
+        known[1].add(key.rank)
+        if (not steps or key.step in steps) and (not ranks or key.rank in ranks):
+            kept.append(record)
+    _require(run, "step", steps, known[0])
+    _require(run, "rank", ranks, known[1])
     return _NarrowedRun(run, kept)
+
+
+def _require(run: Run, what: str, wanted: Collection[int], known: Collection[int]) -> None:
+    for number in sorted(wanted):
+        if number not in known:
+            have = ", ".join(str(n) for n in sorted(known)[:8])
+            have += ", ..." if len(known) > 8 else ""
+            raise BadInput(f"run '{run.name}' has no {what} {number}", hint=f"it has {what} {have}")
 
 
 def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
@@ -42,7 +53,7 @@ def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
 
 
 class _NarrowedRun(Run):
-    def __init__(self, whole: Run, records: list[Record]) -> None:
+    def __init__(self, whole: Run, records: Sequence[Record]) -> None:
         self.name = whole.name
         self.opened = whole.opened
         self.ordered = whole.ordered
@@ -72,7 +83,10 @@ class _NarrowedRun(Run):
 
     @property
     def losses(self) -> Sequence[Loss]:
-        keys = {record.key for record in self._records}
+        named = {loss.key for loss in self._whole.losses if loss.key is not None}
+        keys: set[TensorKey] = set()
+        if named:
+            keys = {record.key for record in self._records if record.key in named}
         return [loss for loss in self._whole.losses if loss.key is None or loss.key in keys]
 
     @property
