@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Generic, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any, Generic, NamedTuple, TypeVar
 
 _STEPS_REMEMBERED = 4
 
@@ -29,29 +31,97 @@ class Visits:
             return wish
 
 
+class Owner(NamedTuple):
+    """Where a parameter lives: the module's site, the name there, the module's class."""
+
+    site: str
+    name: str
+    class_name: str
+
+
 class Contributions:
-    """Counts what each parameter has been given in one step: its visits."""
+    """What each parameter is given in one step, numbered: its visits."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Any) -> None:
+        self._session = session
         self._step = -1
-        self._counts: dict[tuple[str, str, str], int] = {}
+        self._counts: dict[tuple[str, Owner], int] = {}
 
-    def number(self, step: int, port: str, site: str, name: str) -> int:
-        """Which one of this step the next contribution is."""
+    def take(self, port: str, owner: Owner, gradient: Any) -> None:
+        """One more contribution; never raises."""
+        session = self._session
+        try:
+            step: int = session.clock.concluding
+            session.emit(
+                owner.site,
+                port,
+                owner.name,
+                gradient,
+                class_name=owner.class_name,
+                visit=self._number(step, port, owner),
+                step=step,
+            )
+        except Exception as error:
+            session.event_once(
+                "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
+            )
+
+    def _number(self, step: int, port: str, owner: Owner) -> int:
         if step != self._step:
             self._step = step
             self._counts.clear()
-        place = (port, site, name)
+        place = (port, owner)
         visit = self._counts.get(place, 0)
         self._counts[place] = visit + 1
         return visit
 
 
-class _Tap(Protocol):
-    visits: Visits
+class CallGradients(ABC):
+    """What taps for the gradients of calls have in common."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.active = False
+        self.visits = Visits()
+
+    @abstractmethod
+    def task(self) -> int:
+        """A number for the backward pass that is under way."""
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Surroundings in which tensors are added up, unnoticed by the program."""
+        context: AbstractContextManager[None] = self.session.undisturbed()
+        return context
+
+    @abstractmethod
+    def expect(self, inflow: Inflow[Any], task: int) -> None:
+        """An input's gradient is incomplete: look again when this backward pass is over.
+
+        Some of its paths may not run at all, when the loss does not depend on every output.
+        """
+
+    def emit(
+        self, call: PassedCall[Any], port: str, slot: str, alias: str, gradient: Any, task: int
+    ) -> None:
+        self.session.emit(
+            call.site,
+            port,
+            slot,
+            gradient,
+            alias=alias,
+            class_name=call.class_name,
+            visit=call.visit_in(task),
+            phase="backward",
+            step=call.step,
+        )
+
+    def lost(self, site: str, error: Exception) -> None:
+        self.session.event_once(
+            "gradient-lost", f"gradients of {site or 'the root'} not captured: {error}", site=site
+        )
 
 
-Tap = TypeVar("Tap", bound=_Tap)
+Tap = TypeVar("Tap", bound=CallGradients)
 
 
 class PassedCall(Generic[Tap]):
@@ -77,3 +147,51 @@ class PassedCall(Generic[Tap]):
             if tap is not None:
                 self._visit_now = tap.visits.claim(self.site, self.step, self._visit)
         return self._visit_now
+
+
+class Inflow(Generic[Tap]):
+    """One input of one call: adds up what comes back to it over `expected` edges of the graph."""
+
+    __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")
+
+    def __init__(self, call: PassedCall[Tap], slot: str, alias: str) -> None:
+        self.call = call
+        self.slot = slot
+        self.alias = alias
+        self.expected = 0
+        self._seen = 0
+        self._sum: Any = None
+        self._task = -1
+
+    def arrived(self, gradient: Any) -> None:
+        """Something came along one of the edges; None when nothing did."""
+        tap = self.call.tap()
+        if tap is None or not tap.active:
+            return
+        task = tap.task()
+        if self.expected == 1:
+            if gradient is not None:
+                tap.emit(self.call, "grad_input", self.slot, self.alias, gradient, task)
+            return
+        if task != self._task:
+            self._task, self._seen, self._sum = task, 0, None
+        self._seen += 1
+        if gradient is not None:
+            # A copy, because the engine may go on adding into the tensor it handed us.
+            with tap.undisturbed():
+                self._sum = gradient.clone() if self._sum is None else self._sum + gradient
+        if self._seen == 1:
+            tap.expect(self, task)
+        if self._seen == self.expected:
+            self.finish(task)
+
+    def finish(self, task: int) -> None:
+        """Hand out the sum, once; called when it is complete and again at the end of the pass."""
+        total, self._sum = self._sum, None
+        tap = self.call.tap()
+        if total is None or task != self._task or tap is None or not tap.active:
+            return
+        try:
+            tap.emit(self.call, "grad_input", self.slot, self.alias, total, task)
+        except Exception as error:
+            tap.lost(self.call.site, error)

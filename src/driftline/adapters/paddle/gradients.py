@@ -28,10 +28,10 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from driftline.adapters.backward import PassedCall, Visits
+from driftline.adapters.backward import CallGradients, Inflow, PassedCall
 from driftline.adapters.paddle import passes, senders
 from driftline.adapters.paddle.edges import Held, TooMany, edges_into, node_of
-from driftline.adapters.paddle.inflow import Inflow, Rest, look_at, shows
+from driftline.adapters.paddle.inflow import Rest, look_at, shows
 from driftline.adapters.paddle.parameters import ParameterGradients
 from driftline.adapters.paddle.snapshot import grad_enabled
 
@@ -43,17 +43,15 @@ _WHOLE_GRAPH = 400_000
 _UNKNOWN = "what its {} send back cannot be seen in Paddle"
 
 
-class GradientTap:
+class GradientTap(CallGradients):
     """Reads gradients of layers, of parameters, and of what the optimizer is given."""
 
     def __init__(self, session: Any) -> None:
-        self.session = session
-        self.active = False
-        self.visits = Visits()
+        super().__init__(session)
         self._parameters = ParameterGradients(session)
         self._calls = _Calls()
         self._lock = threading.Lock()
-        self._open: list[Inflow] = []
+        self._open: list[tuple[Inflow[Any], int]] = []
         self._held = Held()
         self._on_leaves: list[tuple[int, Any]] = []
         self._rests: weakref.WeakSet[Rest] = weakref.WeakSet()
@@ -232,48 +230,21 @@ class GradientTap:
 
     # --- a backward pass
 
+    def task(self) -> int:
+        return passes.number()
+
     def over(self) -> None:
         with self._lock:
             waiting, self._open = self._open, []
         for rest in list(self._rests):
             rest.forget()
         self._held.let_go()
-        for inflow in waiting:
-            inflow.finish()
+        for inflow, task in waiting:
+            inflow.finish(task)
 
-    def expect(self, inflow: Inflow) -> None:
-        """An input's gradient is incomplete: look again when this backward pass is over.
-
-        Some of its paths may not run at all, when the loss does not depend on every output.
-        """
+    def expect(self, inflow: Inflow[Any], task: int) -> None:
         with self._lock:
-            self._open.append(inflow)
-
-    def emit(
-        self,
-        call: PassedCall[GradientTap],
-        port: str,
-        slot: str,
-        alias: str,
-        gradient: Any,
-        task: int,
-    ) -> None:
-        self.session.emit(
-            call.site,
-            port,
-            slot,
-            gradient,
-            alias=alias,
-            class_name=call.class_name,
-            visit=call.visit_in(task),
-            phase="backward",
-            step=call.step,
-        )
-
-    def lost(self, site: str, error: Exception) -> None:
-        self.session.event_once(
-            "gradient-lost", f"gradients of {site or 'the root'} not captured: {error}", site=site
-        )
+            self._open.append((inflow, task))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,8 +1,8 @@
 """What comes back to one input of one call, put together from what passes in the backward graph.
 
-`Inflow` adds up what the call's own operations send, as hooks show it. `Rest` is for inputs where
-one of them shows nothing: the input's total, less what everybody else sends to it. Nothing is put
-into the graph; what cannot be told is said, never guessed.
+What the call's own operations send, as hooks show it, an `Inflow` adds up. `Rest` is for inputs
+where one of them shows nothing: the input's total, less what everybody else sends to it. Nothing is
+put into the graph; what cannot be told is said, never guessed.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -79,53 +79,6 @@ class _NodeHook:
         given = list(sent)
         self._held(given)
         return given
-
-
-class Inflow:
-    """One input of one call: adds up what comes back to it over `expected` edges of the graph."""
-
-    __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")
-
-    def __init__(self, call: PassedCall[GradientTap], slot: str, alias: str) -> None:
-        self.call = call
-        self.slot = slot
-        self.alias = alias
-        self.expected = 0
-        self._seen = 0
-        self._sum: Any = None
-        self._task = -1
-
-    def arrived(self, gradient: Any) -> None:
-        tap = self.call.tap()
-        if tap is None or not tap.active:
-            return
-        task = passes.number()
-        if self.expected == 1:
-            if gradient is not None:
-                tap.emit(self.call, "grad_input", self.slot, self.alias, gradient, task)
-            return
-        if task != self._task:
-            self._task, self._seen, self._sum = task, 0, None
-        self._seen += 1
-        if gradient is not None:
-            # A copy, because the engine may go on adding into the tensor it handed us.
-            with undisturbed():
-                self._sum = gradient.clone() if self._sum is None else self._sum + gradient
-        if self._seen == 1:
-            tap.expect(self)
-        if self._seen == self.expected:
-            self.finish()
-
-    def finish(self) -> None:
-        """Hand out the sum, once; called when it is complete and again at the end of the pass."""
-        total, self._sum = self._sum, None
-        tap = self.call.tap()
-        if total is None or tap is None or not tap.active:
-            return
-        try:
-            tap.emit(self.call, "grad_input", self.slot, self.alias, total, self._task)
-        except Exception as error:
-            tap.lost(self.call.site, error)
 
 
 class Rest:

@@ -11,19 +11,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-from driftline.adapters.backward import Contributions
+from driftline.adapters.backward import Contributions, Owner
 from driftline.adapters.paddle import optimizers
 from driftline.adapters.paddle.names import FAMILY
-
-
-class Owner(NamedTuple):
-    """Where a parameter lives: the layer's site, the name there, the layer's class."""
-
-    site: str
-    name: str
-    class_name: str
 
 
 def layers_of(root: Any) -> Iterator[Any]:
@@ -104,7 +96,7 @@ class ParameterGradients:
         self._hooked: set[int] = set()
         self._handles: list[Any] = []
         self._active = False
-        self._given = Contributions()
+        self._given = Contributions(session)
 
     def install(self) -> None:
         self._active = True
@@ -147,7 +139,7 @@ class ParameterGradients:
         def arrived(gradient: Any) -> None:
             me = reference()
             if gradient is not None and me is not None and me._active:
-                me._emit("param_grad", owner, gradient)
+                me._given.take("param_grad", owner, gradient)
 
         self._handles.append(parameter.register_hook(arrived))
 
@@ -163,25 +155,6 @@ class ParameterGradients:
                     if entry is not None and known
                     else Owner("(optimizer)", str(position), type(optimizer).__name__)
                 )
-                self._emit("optimizer_grad", owner, gradient)
+                self._given.take("optimizer_grad", owner, gradient)
         except Exception as error:
             self._session.event_once("gradient-lost", f"optimizer gradients not captured: {error}")
-
-    def _emit(self, port: str, owner: Owner, gradient: Any) -> None:
-        session = self._session
-        try:
-            step: int = session.clock.concluding
-            visit = self._given.number(step, port, owner.site, owner.name)
-            session.emit(
-                owner.site,
-                port,
-                owner.name,
-                gradient,
-                class_name=owner.class_name,
-                visit=visit,
-                step=step,
-            )
-        except Exception as error:
-            session.event_once(
-                "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
-            )

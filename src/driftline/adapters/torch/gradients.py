@@ -32,10 +32,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from driftline.adapters.backward import PassedCall, Visits
+from driftline.adapters.backward import CallGradients, Inflow, PassedCall
 from driftline.adapters.torch.dispatch import hide_from_compiler
 from driftline.adapters.torch.parameters import ParameterGradients
-from driftline.adapters.torch.snapshot import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 """Slot, alias and tensor, as `modules.py` hands them out."""
@@ -51,7 +50,7 @@ _LEAF = 2**64 - 1
 """Sequence number of every AccumulateGrad node; all other nodes count up within their thread."""
 
 
-class GradientTap:
+class GradientTap(CallGradients):
     """Reads gradients of modules, of parameters, and of what the optimizer is given.
 
     `modules.py` calls `around_root` around a root's call, `before_forward` before and `on_forward`
@@ -60,13 +59,11 @@ class GradientTap:
     """
 
     def __init__(self, session: Any) -> None:
-        self.session = session
-        self.active = False
+        super().__init__(session)
         self._calls = _CallStack()
-        self.visits = Visits()
         self._parameters = ParameterGradients(session)
         self._lock = threading.Lock()
-        self._open: dict[int, list[_Inflow]] = {}
+        self._open: dict[int, list[Inflow[Any]]] = {}
 
     def install(self) -> None:
         self.active = True
@@ -148,12 +145,12 @@ class GradientTap:
         self, call: PassedCall[GradientTap], entry: _Entry, inputs: Named, ends: list[Any]
     ) -> None:
         _, first, origins = entry
-        sources: dict[tuple[Any, int], _Inflow] = {}
+        sources: dict[tuple[Any, int], Inflow[Any]] = {}
         for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
             if number >= 0:
-                sources.setdefault((number, output), _Inflow(call, slot, alias))
+                sources.setdefault((number, output), Inflow(call, slot, alias))
             elif tensor.is_leaf and tensor.requires_grad:
-                sources.setdefault((get_gradient_edge(tensor).node, 0), _Inflow(call, slot, alias))
+                sources.setdefault((get_gradient_edge(tensor).node, 0), Inflow(call, slot, alias))
         if not sources:
             return
         for node, edges in _edges_into(sources, ends, first):
@@ -161,11 +158,7 @@ class GradientTap:
                 inflow.expected += 1
             node.register_hook(_InputHook(edges))
 
-    def expect(self, inflow: _Inflow, task: int) -> None:
-        """An input's gradient is incomplete: look again when this backward pass is over.
-
-        Some of its paths may not run at all, when the loss does not depend on every output.
-        """
+    def expect(self, inflow: Inflow[Any], task: int) -> None:
         with self._lock:
             waiting = self._open.get(task)
             if waiting is not None:
@@ -181,31 +174,8 @@ class GradientTap:
         for inflow in waiting:
             inflow.finish(task)
 
-    def emit(
-        self,
-        call: PassedCall[GradientTap],
-        port: str,
-        slot: str,
-        alias: str,
-        gradient: torch.Tensor,
-        task: int,
-    ) -> None:
-        self.session.emit(
-            call.site,
-            port,
-            slot,
-            gradient,
-            alias=alias,
-            class_name=call.class_name,
-            visit=call.visit_in(task),
-            phase="backward",
-            step=call.step,
-        )
-
-    def lost(self, site: str, error: Exception) -> None:
-        self.session.event_once(
-            "gradient-lost", f"gradients of {site or 'the root'} not captured: {error}", site=site
-        )
+    def task(self) -> int:
+        return _C._current_graph_task_id()
 
 
 class _CallStack(threading.local):
@@ -248,62 +218,12 @@ class _OutputHook:
             tap.lost(self._call.site, error)
 
 
-class _Inflow:
-    """One input of one call: adds up what comes back to it over `expected` edges of the graph."""
-
-    __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")
-
-    def __init__(self, call: PassedCall[GradientTap], slot: str, alias: str) -> None:
-        self.call = call
-        self.slot = slot
-        self.alias = alias
-        self.expected = 0
-        self._seen = 0
-        self._sum: torch.Tensor | None = None
-        self._task = -1
-
-    def arrived(self, gradient: torch.Tensor | None) -> None:
-        tap = self.call.tap()
-        if tap is None or not tap.active:
-            return
-        task = _C._current_graph_task_id()
-        if self.expected == 1:
-            if gradient is not None:
-                tap.emit(self.call, "grad_input", self.slot, self.alias, gradient, task)
-            return
-        if task != self._task:
-            self._task, self._seen, self._sum = task, 0, None
-        self._seen += 1
-        if gradient is not None:
-            self._add(gradient)
-        if self._seen == 1:
-            tap.expect(self, task)
-        if self._seen == self.expected:
-            self.finish(task)
-
-    def _add(self, gradient: torch.Tensor) -> None:
-        # A copy, because the engine may go on adding into the tensor it handed us.
-        with undisturbed():
-            self._sum = gradient.clone() if self._sum is None else self._sum + gradient
-
-    def finish(self, task: int) -> None:
-        """Hand out the sum, once; called when it is complete and again at the end of the pass."""
-        total, self._sum = self._sum, None
-        tap = self.call.tap()
-        if total is None or task != self._task or tap is None or not tap.active:
-            return
-        try:
-            tap.emit(self.call, "grad_input", self.slot, self.alias, total, task)
-        except Exception as error:
-            tap.lost(self.call.site, error)
-
-
 class _InputHook:
     """After a node ran: shows what it sends along its edges to a call's inputs."""
 
     __slots__ = ("_edges",)
 
-    def __init__(self, edges: list[tuple[int, _Inflow]]) -> None:
+    def __init__(self, edges: list[tuple[int, Inflow[Any]]]) -> None:
         self._edges = edges
 
     def __call__(self, gradients: Gradients, _: Gradients) -> None:
@@ -320,20 +240,20 @@ hide_from_compiler(_OutputHook.__call__, _InputHook.__call__)
 
 
 def _edges_into(
-    sources: dict[tuple[Any, int], _Inflow], ends: list[Any], first: int
-) -> list[tuple[Any, list[tuple[int, _Inflow]]]]:
+    sources: dict[tuple[Any, int], Inflow[Any]], ends: list[Any], first: int
+) -> list[tuple[Any, list[tuple[int, Inflow[Any]]]]]:
     """Nodes between `ends` and `sources` that have an edge into a source, with those edges.
 
     Sources are known by sequence number and output number, leaves by node. Nodes numbered below
     `first` were made before the module was called: the walk stops there, so it costs what the
     module itself put into the graph.
     """
-    found: list[tuple[Any, list[tuple[int, _Inflow]]]] = []
+    found: list[tuple[Any, list[tuple[int, Inflow[Any]]]]] = []
     seen = {node for node in ends if first <= node._sequence_nr() != _LEAF}
     stack = [*seen]
     while stack:
         node = stack.pop()
-        hits: list[tuple[int, _Inflow]] | None = None
+        hits: list[tuple[int, Inflow[Any]]] | None = None
         for index, (following, output) in enumerate(node.next_functions):
             if following is None:
                 continue

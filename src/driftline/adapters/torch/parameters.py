@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,18 +19,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from driftline.adapters.backward import Contributions
+from driftline.adapters.backward import Contributions, Owner
 from driftline.adapters.torch.dispatch import hide_from_compiler
 from driftline.adapters.torch.names import class_name_of
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Where a parameter lives: the module's site, the name there, the module's class."""
-
-    site: str
-    name: str
-    class_name: str
 
 
 class ParameterNames:
@@ -146,7 +136,7 @@ class ParameterGradients:
         self._active = False
         self._handles: list[Any] = []
         self._frozen: list[tuple[weakref.ref[torch.Tensor], Owner]] = []
-        self._given = Contributions()
+        self._given = Contributions(session)
 
     def install(self) -> None:
         self._active = True
@@ -202,7 +192,7 @@ class ParameterGradients:
             me = reference()
             # A custom function may pass on no gradient at all.
             if gradient is not None and me is not None and me._active:
-                me._emit("param_grad", owner, gradient)
+                me._given.take("param_grad", owner, gradient)
 
         hide_from_compiler(arrived)
         # Without this mark, sharing the parameter between processes would print a warning.
@@ -220,26 +210,6 @@ class ParameterGradients:
                         owner = self._names.owner(parameter) or Owner(
                             "(optimizer)", f"{index}.{position}", type(optimizer).__name__
                         )
-                        self._emit("optimizer_grad", owner, gradient)
+                        self._given.take("optimizer_grad", owner, gradient)
         except Exception as error:
             self._session.event_once("gradient-lost", f"optimizer gradients not captured: {error}")
-
-    def _emit(self, port: str, owner: Owner, gradient: torch.Tensor) -> None:
-        session = self._session
-        try:
-            step: int = session.clock.concluding
-            visit = self._given.number(step, port, owner.site, owner.name)
-            if session.wants(owner.site, owner.class_name, port):
-                session.emit(
-                    owner.site,
-                    port,
-                    owner.name,
-                    gradient,
-                    class_name=owner.class_name,
-                    visit=visit,
-                    step=step,
-                )
-        except Exception as error:
-            session.event_once(
-                "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
-            )
