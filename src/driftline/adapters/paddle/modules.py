@@ -10,7 +10,6 @@ capture.
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -22,6 +21,7 @@ import paddle
 from paddle.base import core, framework
 from paddle.base.dygraph import base
 
+from driftline.adapters.calls import fault, note_failure, optimizer_stepped, tell_taps
 from driftline.adapters.frames import Frame
 from driftline.adapters.names import Place, unwrapped
 from driftline.adapters.paddle import flatten, optimizers
@@ -85,7 +85,7 @@ def _watched(
     try:
         frame = _enter(session, stack, self, args, kwargs)
     except Exception as error:
-        _fault(session, self, error)
+        fault(session, self, error)
     finally:
         if frame is None:  # also when the user's interrupt came just now
             del stack[depth:]
@@ -99,7 +99,7 @@ def _watched(
         if room:
             give_room_back(room)
         if len(stack) == depth + 1:
-            session.shielded(frame.site, _note_failure, session, frame, error)
+            session.shielded(frame.site, note_failure, session, frame, error)
         if frame.around is not None:
             session.shielded(frame.site, frame.around.close)
         del stack[depth:]
@@ -110,7 +110,7 @@ def _watched(
             give_room_back(room)
         _leave(session, frame, result)
     except Exception as error:
-        _fault(session, self, error)
+        fault(session, self, error)
     finally:
         if frame.around is not None:
             session.shielded(frame.site, frame.around.close)
@@ -150,17 +150,8 @@ def _enter(
         if look.inputs_before and frame.inputs and session.selection.takes_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
     if session.taps:
-        _tell_taps(session, frame, outermost=len(stack) == 1)
+        tell_taps(session, frame, outermost=len(stack) == 1)
     return frame
-
-
-def _tell_taps(session: PaddleSession, frame: Frame, *, outermost: bool) -> None:
-    if outermost:
-        frame.around = contextlib.ExitStack()
-        for tap in session.taps:
-            session.shielded(frame.site, frame.around.enter_context, tap.around_root(frame.module))
-    for tap in session.taps:
-        session.shielded(frame.site, tap.before_forward, frame, frame.inputs)
 
 
 def _leave(session: PaddleSession, frame: Frame, result: Any) -> None:
@@ -208,28 +199,6 @@ def _explain_static(session: PaddleSession, place: Place) -> None:
     )
 
 
-def _note_failure(session: PaddleSession, frame: Frame, error: BaseException) -> None:
-    """Say where an exception came from; on its way through the outer layers it is known."""
-    thread = session.thread
-    first = thread.failure != id(error)
-    thread.failure = id(error) if len(thread.stack) > 1 else 0
-    if frame.recompute or not first:
-        return
-    session.event(
-        "exception",
-        f"{type(error).__name__} was raised inside {frame.site}",
-        site=frame.site,
-        step=frame.step,
-    )
-
-
-def _fault(session: PaddleSession, layer: Any, error: Exception) -> None:
-    def again() -> None:
-        raise error
-
-    session.shielded(type(layer).__name__, again)
-
-
 # --- switching on and off
 
 
@@ -268,8 +237,7 @@ def active() -> tuple[PaddleSession, ...]:
 
 
 def _optimizer_stepped() -> None:
-    for session in _sessions:
-        session.shielded("optimizer", session.clock.optimizer_stepped)
+    optimizer_stepped(_sessions)
 
 
 def _after_fork() -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from driftline.adapters.calls import fault, note_failure, optimizer_stepped, tell_taps
 from driftline.adapters.recursion import DEEP, give_room_back, more_room
 from driftline.adapters.torch import flatten
 from driftline.adapters.torch.names import Place, is_compiled, is_transparent, unwrapped
@@ -94,7 +95,7 @@ def _watched(
     try:
         frame = enter(session, stack, self, args, kwargs)
     except Exception as error:
-        _fault(session, self, error)
+        fault(session, self, error)
     finally:
         if frame is None:  # also when the user's interrupt came just now
             del stack[depth:]
@@ -116,7 +117,7 @@ def _watched(
             if room:
                 give_room_back(room)
             if len(stack) == depth + 1:
-                session.shielded(frame.site, _note_failure, session, frame, error)
+                session.shielded(frame.site, note_failure, session, frame, error)
         finally:
             if frame.around is not None:
                 session.shielded(frame.site, frame.around.close)
@@ -130,7 +131,7 @@ def _watched(
             give_room_back(room)
         leave(session, stack, frame, result)
     except Exception as error:
-        _fault(session, self, error)
+        fault(session, self, error)
     finally:
         if frame.around is not None:
             session.shielded(frame.site, frame.around.close)
@@ -201,18 +202,8 @@ def enter(
         if look.inputs_before and frame.inputs and session.selection.takes_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
         if taps:
-            _tell_taps(session, frame, outermost=len(stack) == 1)
+            tell_taps(session, frame, outermost=len(stack) == 1)
     return frame
-
-
-def _tell_taps(session: CaptureSession, frame: Frame, *, outermost: bool) -> None:
-    """The last thing before a module runs: tell the taps; an outermost call is enclosed."""
-    if outermost:
-        frame.around = contextlib.ExitStack()
-        for tap in session.taps:
-            session.shielded(frame.site, frame.around.enter_context, tap.around_root(frame.module))
-    for tap in session.taps:
-        session.shielded(frame.site, tap.before_forward, frame, frame.inputs)
 
 
 def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any) -> None:
@@ -293,28 +284,6 @@ def _explain_compiled(session: CaptureSession, place: Place) -> None:
     )
 
 
-def _note_failure(session: CaptureSession, frame: Frame, error: BaseException) -> None:
-    """Say where an exception came from; on its way through the outer modules it is known."""
-    thread = session.thread
-    first = thread.failure != id(error)
-    thread.failure = id(error) if len(thread.stack) > 1 else 0
-    if frame.recompute or not first:  # checkpointing stops its recomputation with an exception
-        return
-    session.event(
-        "exception",
-        f"{type(error).__name__} was raised inside {frame.site}",
-        site=frame.site,
-        step=frame.step,
-    )
-
-
-def _fault(session: CaptureSession, module: nn.Module, error: Exception) -> None:
-    def again() -> None:
-        raise error
-
-    session.shielded(type(module).__name__, again)
-
-
 # --- switching on and off
 
 
@@ -390,8 +359,7 @@ def compiled_graphs() -> int:
 
 
 def _optimizer_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for session in _sessions:
-        session.shielded("optimizer", session.clock.optimizer_stepped)
+    optimizer_stepped(_sessions)
 
 
 def _after_fork() -> None:
