@@ -82,7 +82,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "adapters": allow(top="numpy"),
     "adapters/torch": allow(top="numpy torch", inside="transformers"),
     "adapters/torch/device": allow(top="numpy torch triton"),
-    "adapters/paddle": allow(top="paddle"),
+    "adapters/paddle": allow(top="numpy paddle"),
     "adapters/onnxruntime": allow(top="numpy", inside="onnx onnxruntime"),
     "launch": allow(inside="torch"),
     "formats": allow(top="numpy", inside="torch"),
