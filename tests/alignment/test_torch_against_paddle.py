@@ -6,12 +6,15 @@ named where it was planted.
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import paddle
 import pytest
 import torch
 
 import driftline
+from driftline.dialects.saving_hook import wait_until_saved
 
 WIDTH, HEADS, WORDS, LAYERS = 16, 4, 23, 2
 IDS = np.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
@@ -286,3 +289,48 @@ def test_weights_that_were_exchanged_are_named(twins):
     own = {"blocks.0.query", "blocks.0.key"}
     fused = {"encoder.layers.0.self_attn"}
     assert {row.key.site for row in wrong} == (fused if twins.kind == "built in" else own)
+
+
+def trained_with_adam(folder, wrap):
+    """Both twins, three steps of Adam each, as `wrap(model, folder)` watches them."""
+    torch.manual_seed(0)
+    ours, theirs = TorchOwn(), PaddleOwn()
+    copy_weights(ours, theirs)
+    steps = torch.optim.Adam(ours.parameters(), 0.01)
+    with wrap(ours, folder / "torch"):
+        for _ in range(3):
+            out = ours(torch.tensor(IDS)).reshape(-1, WORDS)
+            torch.nn.functional.cross_entropy(out, torch.tensor(IDS).reshape(-1)).backward()
+            steps.step()
+            steps.zero_grad()
+    steps = paddle.optimizer.Adam(0.01, parameters=theirs.parameters())
+    with wrap(theirs, folder / "paddle"):
+        for _ in range(3):
+            out = theirs(paddle.to_tensor(IDS)).reshape([-1, WORDS])
+            goal = paddle.to_tensor(IDS).reshape([-1])
+            paddle.nn.functional.cross_entropy(out, goal).backward()
+            steps.step()
+            steps.clear_grad()
+    return driftline.compare(folder / "torch", folder / "paddle")
+
+
+def test_a_key_bias_without_gradient_that_adam_moves_is_no_false_alarm(tmp_path):
+    table = trained_with_adam(
+        tmp_path, lambda model, folder: driftline.capture(model, folder, levels=LEVELS)
+    )
+    assert not table.failing, table.finding
+    moved = {row.key.site for row in table.rows if row.decided_by == "beyond_bias"}
+    assert moved == {"blocks.0.key", "blocks.1.key"}
+
+
+def test_nor_is_it_in_trees_of_the_saving_hook_which_hold_no_gradients_of_layers(tmp_path):
+    @contextlib.contextmanager
+    def hooked(model, folder):
+        driftline.register_saving_hook(model, folder, ["Linear", "LayerNorm"], -1, -1)
+        yield
+        wait_until_saved()
+
+    table = trained_with_adam(tmp_path, hooked)
+    assert not table.failing and table.coverage.share == 1.0, table.finding
+    rounding = {row.key.site for row in table.rows if "nothing but rounding" in row.reason}
+    assert rounding == {"blocks.0.key", "blocks.1.key"}
