@@ -22,6 +22,8 @@ from driftline.runs.run import Run
 
 LONG = 4_000
 """Tensors of each side from which on it is tried to pair them without holding them."""
+UNMASKED = "none"
+"""In place of a mask: pads count, whatever was captured."""
 
 
 class AlignOptions(NamedTuple):

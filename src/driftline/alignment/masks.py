@@ -27,8 +27,6 @@ from driftline.runs.run import Run
 Mask = npt.NDArray[np.bool_]
 Shape = tuple[int, ...]
 CAPTURED = "captured"
-UNMASKED = "none"
-"""In place of a mask: pads count, whatever was captured."""
 _MOST = 1 << 22
 
 
