@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from driftline.alignment.joining import DoesNotFit, Shape, join, shapes_said
 from driftline.alignment.rank_evidence import ACTIVATION_GRADIENTS, Evidence
-from driftline.alignment.rank_groups import MICRO, Group
-from driftline.alignment.rank_lying import Layouts
+from driftline.alignment.rank_groups import Group
+from driftline.alignment.rank_lying import WEIGHTS, Layouts
 from driftline.alignment.rank_mesh import Placed
 from driftline.alignment.recipe import Recipe, Source, Step, start
 from driftline.alignment.shard_parts import is_called_fused, parts_by_values, positions
@@ -48,6 +48,10 @@ class Gathering:
         onto: Rank and process to see everything as.
         targets: Shapes of wholes, where they are known from elsewhere.
         calls: Whether the calls of a step are to be made one, too.
+        averaged: Whether gradients of other data are averaged, where the other run says nothing.
+
+    Attributes:
+        decided: Whether the other run said that, or nothing was to be said.
     """
 
     def __init__(
@@ -58,9 +62,11 @@ class Gathering:
         targets: Mapping[TensorKey, Shape] = _NO_TARGETS,
         *,
         calls: bool = False,
+        averaged: bool = True,
     ) -> None:
         self._layouts = Layouts(run, other, onto, targets, calls=calls)
-        self._evidence = Evidence(self._layouts)
+        self._evidence = Evidence(self._layouts, averaged=averaged)
+        self.decided = self._evidence.decided
         self.mesh, self.groups = self._layouts.mesh, self._layouts.groups
         self._fused: dict[str, tuple[int, ...]] = {}
         self._said: list[str] = []
@@ -81,7 +87,8 @@ class Gathering:
         except DoesNotFit as trouble:
             return self._apart(group, str(trouble))
         sources = [self._finished(group, source, placed) for source in sources]
-        return Decision(_origin(sources), sources[0].shape, self._word(placed, how, len(sources)))
+        word = self._word(group, placed, how, len(sources))
+        return Decision(_origin(sources), sources[0].shape, word)
 
     def _apart(self, group: Group, why: str = "") -> Decision:
         records = group.records
@@ -94,12 +101,11 @@ class Gathering:
             why += f"; the values are lost with {who}" if lost else f"; {who} left nothing of it"
         return Decision(Apart(records, why), records[0].shape, "that do not fit together")
 
-    def _word(self, placed: Sequence[Placed], how: str, copies: int) -> str:
-        names = (*self.mesh.names, MICRO)
+    def _word(self, group: Group, placed: Sequence[Placed], how: str, copies: int) -> str:
         axes = [
-            f"{_DONE[each.kind].format(each.axis)} over {names[n]}"
+            f"{_DONE[each.kind].format(each.axis)} over {group.axes[n]}"
             for n, each in enumerate(placed)
-            if each.kind in _DONE
+            if each.kind in _DONE and len({at[n] for at in group.parts}) > 1
         ]
         if not axes:
             return "replicas" if copies > 1 else "of one rank"
@@ -163,16 +169,33 @@ class Gathering:
         return ()
 
 
+_LIKE = {
+    "param_grad": "param",
+    "optimizer_grad": "param",
+    "grad_output": "output",
+    "grad_input": "input",
+}
+
+
 def common_shapes(
     first: Run, second: Run, onto: tuple[int, int], *, calls: bool = False
 ) -> dict[TensorKey, Shape]:
-    """Shapes of wholes that the parts of two runs can both make, where only one fits both."""
+    """Shapes of wholes that the parts of two runs can both make; of several, the least strange.
+
+    A gradient has the shape of what it is a gradient of, where its parts can make that.
+    """
     ours, theirs = (Layouts(run, None, onto, calls=calls).possible() for run in (first, second))
     found: dict[TensorKey, Shape] = {}
-    for key, shapes in ours.items():
-        both = shapes & theirs.get(key, set[Shape]())
-        if len(both) == 1:
-            found[key] = next(iter(both))
+    made: dict[tuple[object, ...], Shape] = {}
+    for key in sorted(ours.keys() & theirs.keys(), key=lambda key: key.port in _LIKE):
+        both = ours[key].keys() & theirs[key].keys()
+        call = (0, 0) if key.port in WEIGHTS else (key.step, key.visit)
+        like = made.get((key.site, _LIKE.get(key.port, ""), key.slot, *call))
+        if like is None or like not in both:
+            cost = {shape: ours[key][shape] + theirs[key][shape] for shape in both}
+            like = min(both, key=lambda shape: (cost[shape], shape), default=None)
+        if like is not None:
+            found[key] = made[key.site, key.port, key.slot, *call] = like
     return found
 
 

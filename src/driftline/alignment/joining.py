@@ -58,7 +58,9 @@ def join(parts: Mapping[Coordinate, Source], placed: Sequence[Placed]) -> list[S
 
 def _order(placed: Sequence[Placed]) -> list[int]:
     """Axes in the order in which they are undone: what was cut last is joined first."""
-    late = [axis for axis, how in enumerate(placed) if how.late]
+    late = sorted(
+        (axis for axis, how in enumerate(placed) if how.late), key=lambda n: -placed[n].late
+    )
     return late + [axis for axis in reversed(range(len(placed))) if not placed[axis].late]
 
 

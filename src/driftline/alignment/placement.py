@@ -92,6 +92,20 @@ def ranks_of(run: Run) -> list[tuple[int, int]]:
     return sorted({(record.key.rank, record.key.process) for record in run.records})
 
 
+class AsOne(NamedTuple):
+    """A run of several ranks, seen as if they were one.
+
+    Attributes:
+        run: It.
+        notes: What to say about it.
+        decided: Whether gradients of other data said how they add up, or there are none.
+    """
+
+    run: SeenRun
+    notes: list[str]
+    decided: bool
+
+
 def gather_ranks(
     run: Run,
     rules: Sequence[Placement],
@@ -100,8 +114,9 @@ def gather_ranks(
     onto: tuple[int, int],
     targets: Mapping[TensorKey, tuple[int, ...]] | None = None,
     calls: bool = False,
-) -> tuple[SeenRun, list[str]]:
-    """The run as if its ranks were one, and what to say about it.
+    averaged: bool = True,
+) -> AsOne:
+    """The run as if its ranks were one.
 
     The last rule that covers a tensor counts; of what no rule covers, the tensors themselves and
     the shapes of the other side say how it lies.
@@ -115,6 +130,7 @@ def gather_ranks(
         onto: Rank and process to see everything as.
         targets: Shapes of wholes, where they are known from elsewhere.
         calls: Whether the calls of a step are to be made one, too.
+        averaged: Whether gradients of other data are averaged, where no other side says it.
 
     Raises:
         BadInput: A rule covers nothing.
@@ -122,7 +138,7 @@ def gather_ranks(
     from driftline.alignment.gathering import Gathering
     from driftline.alignment.rank_groups import processes_of
 
-    found = Gathering(run, other, onto, targets or {}, calls=calls)
+    found = Gathering(run, other, onto, targets or {}, calls=calls, averaged=averaged)
     used: set[Placement] = set()
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}
@@ -168,7 +184,7 @@ def gather_ranks(
         if ranks.get(record.key.rank) != record.key.process:
             why = f"not of the job: process {ranks[record.key.rank]} is its rank {record.key.rank}"
             aside.append((record, record, why))
-    return SeenRun(run, records, origins, aside), notes
+    return AsOne(SeenRun(run, records, origins, aside), notes, found.decided)
 
 
 class _Fused:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +37,24 @@ F64 = npt.NDArray[np.float64]
 class Evidence:
     """What the values of a run and of the one it is compared with say.
 
+    Args:
+        layouts: How the tensors lie.
+        averaged: What to take for true where the other run says nothing.
+
     Attributes:
         averaged: Whether the mean of gradients of other data is the whole's, not their sum.
+        decided: Whether the gradients said that, or there are none that could.
         terms: Tensors that are terms of a sum, and the axes along which.
         notes: What to say about it.
     """
 
-    def __init__(self, layouts: Layouts) -> None:
+    def __init__(self, layouts: Layouts, *, averaged: bool) -> None:
         self._layouts = layouts
+        self.decided = True
         self.notes: list[str] = []
         self._rows: dict[int, tuple[int, ...]] = {}
         self._find_rows()
-        self.averaged = self._convention()
+        self.averaged = self._convention() if layouts.other is not None else averaged
         self.terms = self._find_terms()
 
     # --- rows
@@ -125,6 +131,7 @@ class Evidence:
             found, wanted = self._joined(group, _with(placed, axes, _SUM)), self._whole(whole)
             if found is None or wanted is None:
                 continue
+            self.decided = False
             added, averaged = distance(wanted, found), distance(wanted, found / many)
             if min(added, averaged) < _AGREE:
                 votes[averaged < added] += 1
@@ -133,8 +140,7 @@ class Evidence:
             self.notes.append(
                 f"gradients of ranks that had other data: {word} of them is the other run's"
             )
-        if not votes and self._layouts.calls and self._layouts.other is None:
-            return True  # of two pipelines the first to be made one: the other is measured by it
+        self.decided = self.decided or bool(votes)
         return votes[True] > votes[False]
 
     # --- terms of a sum
@@ -159,11 +165,14 @@ class Evidence:
     def _is_sum(
         self, group: Group, placed: Sequence[Placed], axes: set[int], whole: Record
     ) -> bool:
-        wanted = self._whole(whole)
         found, alone = self._joined(group, _with(placed, axes, _SUM)), self._joined(group, placed)
-        if wanted is None or found is None or alone is None:
+        if found is None or alone is None:
             return False
-        return distance(wanted, found) < _AGREE and distance(wanted, alone) > _APART
+        return any(
+            distance(wanted, found) < _AGREE and distance(wanted, alone) > _APART
+            for wanted in (self._whole(whole), self._added(whole))
+            if wanted is not None
+        )
 
     def _reduced_later(self, suspects: Mapping[TensorKey, set[int]]) -> set[TensorKey]:
         """Those of which the run itself shows that somebody adds them up.
@@ -221,6 +230,20 @@ class Evidence:
         except DoesNotFit:
             return None
         return values_of(self._layouts.run, self.in_order(group, source, placed))
+
+    def _added(self, record: Record) -> F64 | None:
+        """The sum of what the other run's ranks hold, where they may hold terms as well."""
+        other = self._layouts.other
+        if not isinstance(other, SeenRun):
+            return None
+        origin = origins_of(other).get(record.key)
+        if not isinstance(origin, Copies) or len(origin.sources) < 2:
+            return None
+        found = [values_of(other.whole, source) for source in origin.sources]
+        known = [each for each in found if each is not None]
+        if len(known) < len(found) or len({each.shape for each in known}) > 1:
+            return None
+        return cast("F64", np.sum(known, axis=0))
 
     def _whole(self, record: Record) -> F64 | None:
         """Values of the other run, also where that is itself gathered from ranks."""

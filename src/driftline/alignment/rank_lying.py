@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from driftline.alignment.joining import DoesNotFit, Shape, join, ways
+from driftline.alignment.rank_copies import Sharing
 from driftline.alignment.rank_groups import Bytes, Group, groups_of
 from driftline.alignment.rank_mesh import REPLICATE, Lying, Placed, lying_of, mesh_of
 from driftline.alignment.stages import stages_of
@@ -17,7 +18,10 @@ from driftline.runs.record import Record
 from driftline.runs.run import Run
 
 Way = tuple[Placed, ...]
+WEIGHTS = frozenset({"param", "param_grad", "optimizer_grad"})
 _FIRST_INPUTS = 4
+_SHARED, _TERMS, _ODD = 20, 20, 40
+"""How strange it is that ranks share parts, that a tensor is a term, or lies in any other way."""
 _NO_TARGETS: Mapping[TensorKey, Shape] = {}
 
 
@@ -61,7 +65,11 @@ class Layouts:
             self.wholes = {record.key: record for record in other.records}
         self.bytes = Bytes(run)
         self._targets = targets
-        self._known_ways: dict[object, Way | None] = {}
+        self._known_ways: dict[object, list[Way]] = {}
+        self._cut_by_site: dict[str, set[int]] = {}
+        self._copies: dict[TensorKey, int] = {}
+        self._sharing = Sharing(len(self.mesh.names), self.bytes)
+        self.groups = [self._told_apart(group) for group in self.groups]
         self.data, self.split = self._data_axes()
         self._placed = {group.key: self._lie(group) for group in self.groups}
 
@@ -69,20 +77,39 @@ class Layouts:
         """How a tensor lies, by axis of its places, and what says so; None where nothing does."""
         return self._placed[group.key]
 
-    def possible(self) -> dict[TensorKey, set[Shape]]:
-        """Every shape that the parts of a tensor could make, for the most usual ways."""
-        found: dict[TensorKey, set[Shape]] = {}
-        for group in self.groups:
-            says = lying_of(group.first)
-            known = {} if says is None else self._known(says)
-            if known:
-                shape = says.shape if says is not None else group.first.shape
-                found[group.key] = {shape, *self._made(group, known)}
+    def possible(self) -> dict[TensorKey, dict[Shape, int]]:
+        """Every shape that the parts of a tensor could make, and how strange that would be."""
+        return {group.key: self._possible(group) for group in self.groups}
+
+    def _possible(self, group: Group) -> dict[Shape, int]:
+        says = lying_of(group.first)
+        known = {} if says is None else self._known(says)
+        differ = self.bytes.differ_along(group) - set(known)
+        alike = (n for n in range(len(group.axes)) if n not in differ and n not in known)
+        fixed = {**known, **dict.fromkeys(alike, REPLICATE)}
+        found = dict.fromkeys(self._made(group, fixed), _ODD)
+        shape, last = group.first.shape, len(group.first.shape) - 1
+        if differ and not known and all(part.shape == shape for part in group.records):
+            found[shape] = _ODD if group.key.port == "param" else _TERMS
+        for axis, made in () if known else self._sharing.shapes(group):
+            found[made] = _SHARED + self._unusual(group, axis, last)
+        for axis in range(last + 1):
+            cut = {n: self._cut_along(axis, n) for n in differ}
+            try:
+                whole = join(group.parts, [{**fixed, **cut}[n] for n in range(len(group.axes))])
+            except DoesNotFit:
                 continue
-            differ = self.bytes.differ_along(group)
-            same = {n: REPLICATE for n in range(len(group.axes)) if n not in differ}
-            found[group.key] = self._made(group, same)
+            usual = min(found.get(whole[0].shape, _ODD), self._unusual(group, axis, last))
+            found[whole[0].shape] = usual
         return found
+
+    def _cut_along(self, axis: int, of_mesh: int) -> Placed:
+        """Other data are cut into rows, the rest along one axis of the tensor."""
+        return Placed("shard", 0 if of_mesh in self.data else axis)
+
+    def _unusual(self, group: Group, axis: int, last: int) -> int:
+        """Weights are cut into rows before columns, activations into features before tokens."""
+        return axis if group.key.port in WEIGHTS else last - axis
 
     def _made(self, group: Group, known: Mapping[int, Placed]) -> set[Shape]:
         """Shapes that come of cutting along any axes that are not known."""
@@ -101,15 +128,33 @@ class Layouts:
             made.add(whole[0].shape)
         return made
 
-    def _lie(self, group: Group) -> tuple[Way | None, str]:
-        says = lying_of(group.first)
-        known = {} if says is None else self._known(says)
+    def _target(self, group: Group) -> Shape | None:
+        """The shape that the parts of a group should make."""
         target = self._targets.get(group.key)
         if target is None and (whole := self.wholes.get(group.key)) is not None:
             target = whole.shape
+        return target
+
+    def _told_apart(self, group: Group) -> Group:
+        """A group of which some ranks hold the same part, with places that say so."""
+        target = self._target(group)
+        if target is None or lying_of(group.first) is not None or self._ways(group, target, {}):
+            return group
+        found = self._sharing.told_apart(group, target)
+        if found is None:
+            return group
+        self._copies[group.key] = found[1]
+        return found[0]
+
+    def _lie(self, group: Group) -> tuple[Way | None, str]:
+        says = lying_of(group.first)
+        known = {} if says is None else self._known(says)
+        target = self._target(group)
         if target is None and says is not None and known:
             target = says.shape
         how = "as the tensors say" if known else "by shape"
+        if (copies := self._copies.get(group.key)) is not None:
+            known = {copies: REPLICATE}
         if target is not None and (best := self._best(group, target, known)) is not None:
             return best, how
         unknown = tuple(known.get(axis, REPLICATE) for axis in range(len(group.axes)))
@@ -117,24 +162,49 @@ class Layouts:
             return unknown, how
         return None, how
 
-    def _best(self, group: Group, target: Shape, known: Mapping[int, Placed]) -> Way | None:
+    def _ways(self, group: Group, target: Shape, known: Mapping[int, Placed]) -> list[Way]:
         shapes = tuple((at, part.shape) for at, part in group.parts.items())
         about = (shapes, target, tuple(known.items()))
         if about not in self._known_ways:
-            found = ways(group.parts, target, known, len(group.axes))
-            self._known_ways[about] = min(found, key=self._strange, default=None)
+            self._known_ways[about] = ways(group.parts, target, known, len(group.axes))
         return self._known_ways[about]
+
+    def _best(self, group: Group, target: Shape, known: Mapping[int, Placed]) -> Way | None:
+        """Of several ways the usual one in which places that hold the same are copies.
+
+        Where all places differ (gradients are terms), a site's other tensors say which are.
+        """
+        found = self._ways(group, target, known)
+        if len(found) < 2:
+            return next(iter(found), None)
+        differ, site = self.bytes.differ_along(group), group.key.site
+        usual = self._cut_by_site.get(site)
+
+        def cost(way: Way) -> tuple[int, int]:
+            whole = {n for n, how in enumerate(way) if how.kind == "replicate"}
+            return self._strange(way) + 6 * len(whole & differ), usual is not None and _cut(
+                way
+            ) != usual
+
+        best = min(found, key=cost)
+        if differ != set(range(len(group.axes))):
+            self._cut_by_site.setdefault(site, _cut(best))
+        return best
 
     def _known(self, says: Lying) -> dict[int, Placed]:
         """What a record says, by axis of the run's mesh. Terms in a plain tensor are a question."""
         axes = self.mesh.axes_of(says)
         if not axes:
             return {}
-        return {
-            axis: how
-            for axis, how in zip(axes, says.placed, strict=True)
-            if how.kind != "unknown" and not (says.local and how.kind in ("sum", "mean"))
-        }
+        found: dict[int, Placed] = {}
+        for turn, (together, how) in enumerate(
+            zip(reversed(axes), reversed(says.placed), strict=True)
+        ):
+            if how.kind == "unknown" or (says.local and how.kind in ("sum", "mean")):
+                continue
+            for n, axis in enumerate(together, turn * len(self.mesh.names) + 1):
+                found[axis] = how._replace(late=n) if how.late else how
+        return found
 
     def _strange(self, way: Way) -> int:
         """Of several ways the usual one: other data are rows or tokens, other weights are not."""
@@ -155,3 +225,7 @@ class Layouts:
                 if axis in differ and how.kind == "shard":
                     split.setdefault(axis, how.axis)
         return found, split
+
+
+def _cut(way: Way) -> set[int]:
+    return {n for n, how in enumerate(way) if how.kind == "shard"}

@@ -7,6 +7,7 @@ Most runs need none of it, and pay with one look at each record.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
@@ -195,8 +196,12 @@ def _lie_differently(
     known = {record.key: record for record in reference.records}
     for record in candidate.records:
         same = known.get(record.key)
-        if same is not None and way(same.placement) != way(record.placement):
+        if same is None:
+            continue
+        if way(same.placement) != way(record.placement):
             return True
+        if record.key.port == "param" and same.shape != record.shape:
+            return True  # one of them cut its weights itself
     return False
 
 
@@ -224,23 +229,25 @@ def _gathered(
         return reference, candidate
     onto = ours[0] if len(ours) == 1 else (theirs[0] if len(theirs) == 1 else (0, 0))
     if len(ours) == 1:
-        gathered, said = gather_ranks(candidate, rules, reference, onto=onto)
-        notes += said
-        return reference, gathered
+        made = gather_ranks(candidate, rules, reference, onto=onto)
+        notes += made.notes
+        return reference, made.run
     if len(theirs) == 1:
-        gathered, said = gather_ranks(reference, rules, candidate, onto=onto)
-        notes += said
-        return gathered, candidate
+        made = gather_ranks(reference, rules, candidate, onto=onto)
+        notes += made.notes
+        return made.run, candidate
     # Both are in pieces: they are made the shapes that both can make.
     from driftline.alignment.gathering import common_shapes
 
     calls = _calls_differ(reference, candidate)
     targets = common_shapes(reference, candidate, onto, calls=calls)
-    first, _ = gather_ranks(reference, rules, None, onto=onto, targets=targets, calls=calls)
-    there, said = gather_ranks(candidate, rules, first, onto=onto, targets=targets, calls=calls)
-    here, said_here = gather_ranks(reference, rules, there, onto=onto, targets=targets, calls=calls)
-    notes += [*said_here, *said]
-    return here, there
+    gather = partial(gather_ranks, rules=rules, onto=onto, targets=targets, calls=calls)
+    there = gather(candidate, other=gather(reference, other=None).run)
+    if not there.decided:  # whether gradients are averaged, neither of the two can say alone
+        there = gather(candidate, other=gather(reference, other=None, averaged=False).run)
+    here = gather(reference, other=there.run)
+    notes += [*here.notes, *there.notes]
+    return here.run, there.run
 
 
 def _calls_differ(reference: Run, candidate: Run) -> bool:

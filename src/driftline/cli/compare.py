@@ -10,7 +10,7 @@ from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
 from driftline.cli.table_output import refuse_overwriting, write
-from driftline.errors import EXIT_FINE, AlreadyThere, BadInput
+from driftline.errors import EXIT_FINE, AlreadyThere, BadInput, DriftlineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -150,8 +150,9 @@ def compare(
 
     steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
     their_steps, mapped = _mapped_steps(steps, step_map)
-    ours = _some(script.part(open_run, ref), steps, ranks)
-    theirs = _some(script.part(open_run, cand), their_steps, ranks)
+    of_one = frozenset[int]() if ranks and not _same_ranks(ref, cand) else ranks
+    ours = _some(script.part(open_run, ref), steps, of_one)
+    theirs = _some(script.part(open_run, cand), their_steps, of_one)
     pairing: Plan | None = None
     pairs_by: dict[str, Any] = {
         "sites": site or (),
@@ -164,8 +165,12 @@ def compare(
         "plan": plan,
         "structural": not no_structure,
     }
-    if save_plan is not None or dry_run or seed:
+    if save_plan is not None or dry_run or seed or ranks != of_one:
         pairing = script.step("plan", align, ours, theirs, **pairs_by)
+        if ranks != of_one:
+            from driftline.alignment.rank_picking import of_ranks
+
+            pairing = script.step("plan", of_ranks, pairing, ours, theirs, ranks)
         pairs_by = {"plan": pairing}  # all of it is in the plan now
         if save_plan is not None:
             _save(pairing, save_plan, ref, cand, quiet)
@@ -277,6 +282,19 @@ def _shard(
     if not quiet:
         print(f"driftline: {part}, in {written}", file=sys.stderr)
     return EXIT_FINE
+
+
+def _same_ranks(ref: Path, cand: Path) -> bool:
+    """Whether the runs have the same ranks; `--python` takes that of runs that are not there."""
+    from driftline.alignment.rank_picking import have_the_same_ranks
+    from driftline.formats.opening import open_run
+
+    try:
+        return have_the_same_ranks(open_run(ref), open_run(cand))
+    except DriftlineError:
+        if script.asked():
+            return True
+        raise
 
 
 def _some(run: Run, steps: frozenset[int], ranks: frozenset[int]) -> Run:

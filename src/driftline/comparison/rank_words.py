@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from driftline.alignment.plan import Pair
-from driftline.alignment.recipe import Recipe, Source, start
+from driftline.alignment.recipe import Recipe, Source, Step, start
 from driftline.comparison.row import Column, Number, Row
 from driftline.errors import DriftlineError
 from driftline.runs.key import TensorKey
@@ -66,7 +66,7 @@ def with_ranks(
                 metrics: dict[str, Number] = {**row.metrics, GAP: gap}
                 found[at] = row._replace(metrics=metrics, reason=_and(row.reason, words))
     for at, row in found.items():
-        far = row.metrics.get("relative_l2", 0.0) > _FAR
+        far = row.metrics.get("relative_l2", 0.0) > _FAR and GAP not in row.metrics
         if far and (words := _wrong_parts(pairs[at], reference, candidate)):
             found[at] = row._replace(reason=_and(row.reason, words))
     return [found[at] for at in where]
@@ -93,13 +93,14 @@ def has_ranks(pairs: Sequence[Pair]) -> bool:
 
 def _copies(pairs: Sequence[Pair], reference: Run, candidate: Run) -> Iterator[_Copies]:
     for swapped in (False, True):
-        groups: dict[TensorKey, dict[tuple[TensorKey, TensorKey], list[int]]] = {}
+        groups: dict[TensorKey, dict[tuple[TensorKey, tuple[Step, ...]], list[int]]] = {}
         for at, pair in enumerate(pairs):
-            one, many = pair.reference, pair.candidate
+            one, many, how = pair.reference, pair.candidate, pair.reference_recipe
             if swapped:
-                one, many = many, one
+                one, many, how = many, one, pair.candidate_recipe
             place = many.key._replace(rank=0, process=0)
-            groups.setdefault(place, {}).setdefault((one.key, place), []).append(at)
+            cut = () if how is None else how.steps  # other slices of one tensor are no copies
+            groups.setdefault(place, {}).setdefault((one.key, cut), []).append(at)
         for by_key in groups.values():
             for members in by_key.values():
                 held = [pairs[at].reference if swapped else pairs[at].candidate for at in members]
@@ -131,7 +132,7 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
     whole = _values(copies.one, copies.whole, sample=True)
     if whole is not None and whole.shape != values[0].shape:
         whole = None
-    ranks = [_rank(source) for source in copies.sources]
+    held = [_ranks_of(source) for source in copies.sources]
     most = _right_ones(clusters, values, whole)
     allowed = SAME.get(_first(copies.sources[0]).dtype, 0.0)
     why = "" if whole is None else _in_words(values, whole)
@@ -139,14 +140,22 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
         if most:
             if n in most:
                 continue
-            others, right = [ranks[m] for m in most], values[most[0]]
+            others, right = list(most), values[most[0]]
         else:
-            others = [rank for rank in ranks if rank != ranks[n]]
-            right = sum(values[m] for m in range(len(values)) if m != n) / (len(values) - 1)
+            others = [m for m in range(len(held)) if m != n]
+            right = sum(values[m] for m in others) / len(others)
         gap = _distance(right, values[n])
         if gap > allowed:
-            who = f"rank {ranks[n]} holds something else than {_ranks(others)}"
+            verb = "holds" if len(held[n]) == 1 else "together hold"
+            who = f"{_ranks(held[n])} {verb} something else than {_others(held, others)}"
             yield at, gap, f"{who} (relative_l2 {gap:.3g}), though it is one tensor{why}"
+
+
+def _others(held: Sequence[Sequence[int]], which: Sequence[int]) -> str:
+    """Whose copies others are; those that are made of several ranks each, one after the other."""
+    if all(len(held[n]) == 1 for n in which):
+        return _ranks([held[n][0] for n in which])
+    return " or ".join(_ranks(held[n]) for n in which[:3]) + (" or others" if which[3:] else "")
 
 
 def _clusters(values: Sequence[Any]) -> list[list[int]]:
@@ -299,8 +308,10 @@ def _first(source: Source) -> Record:
     return source.records[0] if isinstance(source, Recipe) else source
 
 
-def _rank(source: Source) -> int:
-    return _first(source).key.rank
+def _ranks_of(source: Source) -> list[int]:
+    """The ranks of which a copy is made, in order."""
+    records = source.records if isinstance(source, Recipe) else (source,)
+    return sorted({record.key.rank for record in records})
 
 
 def _ranks(ranks: Sequence[int]) -> str:
