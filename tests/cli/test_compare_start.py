@@ -18,7 +18,7 @@ PROGRAM = """
 import sys
 from driftline.cli.main import main
 code = main(sys.argv[1:])
-print(sorted({"numpy", "pyarrow", "torch"} & set(sys.modules)), code)
+print(sorted({"msgspec", "numpy", "pyarrow", "torch"} & set(sys.modules)), code)
 """
 
 

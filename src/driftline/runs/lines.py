@@ -1,8 +1,8 @@
 """One index line: a record as JSON, and back. Nothing a line claims is believed unchecked.
 
 Fields that have their usual value are left out. Rank and process are not in a line: the folder says
-them. The writing half needs only the standard library; the reading half uses msgspec where it is
-installed.
+them. The writing half needs only the standard library; the reading half uses msgspec for long
+indexes where it is installed.
 """
 
 from __future__ import annotations
@@ -194,20 +194,43 @@ class Line:
 _FIELDS = {("class" if name == "class_" else name): name for name in Line.__annotations__}
 
 
+_KNOWN = frozenset(_FIELDS)
+_scan = cast("Callable[[str, int], tuple[Any, int]]", getattr(json.JSONDecoder(), "scan_once"))  # noqa: B009
+
+
 def _decode_with_json(text: bytes) -> Line:
-    value = json.loads(text)
-    if not isinstance(value, dict):
+    words = text.decode("utf-8")
+    try:
+        value, end = _scan(words, 0)  # half the time of `json.loads`
+    except StopIteration:
+        value, end = json.loads(words), len(words)
+    if not isinstance(value, dict) or (end != len(words) and words[end:].strip(_BLANK)):
         raise BadLine("not an object")
+    fields = cast("dict[str, Any]", value)
+    if not _KNOWN.issuperset(fields):
+        fields = {name: fields[name] for name in fields if name in _KNOWN}
     line = Line()
-    for name, said in cast("dict[str, Any]", value).items():
-        if name in _FIELDS:
-            setattr(line, _FIELDS[name], said)
+    if "class" in fields:
+        fields["class_"] = fields.pop("class")
+    line.__dict__ = fields
     return line
 
 
+_BLANK = " \t\r\n"
+_SHORT = 1 << 20
+"""Bytes of indexes that the standard library has read before msgspec is loaded, for 6 ms."""
+_begun = 0
+
+
+def decoder(size: int = _SHORT) -> Callable[[bytes], Line]:
+    """The quickest function for so many bytes more of lines; ValueError on what is none."""
+    global _begun
+    _begun += size
+    return _decode_with_json if _begun < _SHORT else _fast_decoder()
+
+
 @functools.cache
-def decoder() -> Callable[[bytes], Line]:
-    """The fastest function at hand that turns text into a `Line`; ValueError on what is none."""
+def _fast_decoder() -> Callable[[bytes], Line]:
     try:
         import msgspec
     except ImportError:

@@ -114,6 +114,12 @@ def check_schema(place: str, manifest: Mapping[str, Any]) -> None:
         )
 
 
+def _size(file: BinaryIO) -> int:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size
+
+
 class _Part:
     """What one process left: its folder, its lines, its shards."""
 
@@ -137,7 +143,7 @@ class _Part:
         self._check_process(losses)
 
     def _decode(self, file: BinaryIO, losses: list[Loss]) -> None:
-        decode = decoder()
+        decode = decoder(_size(file))
         sizes: dict[str, int | str] = {}
         keep = self.lines.append
         by_reason: dict[str, int] = {}
