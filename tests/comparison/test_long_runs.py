@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 import driftline as api
 from driftline.alignment import alike
 from driftline.alignment import door as alignment
-from driftline.comparison import engine, kept_rows, storage, windows
+from driftline.comparison import engine, kept_rows, row_text, storage, windows
+from driftline.comparison import part as parts
 from driftline.comparison.row import Row
+from driftline.gating import sharding
 from driftline.reports import emit
 from driftline.runs import kept_lines
 from driftline.runs.key import TensorKey
@@ -66,6 +69,7 @@ def everything_is_long(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(alignment, "LONG", 10)
         monkeypatch.setattr(alike, "_FEW", 10)
         monkeypatch.setattr(engine, "MANY", 10)
+        monkeypatch.setattr(sharding, "MANY", 10)
         monkeypatch.setattr(windows, "WINDOW", 9)
         monkeypatch.setattr(windows.windows, "__defaults__", (9,))
         monkeypatch.setattr(kept_rows, "_BLOCK", 4)
@@ -181,3 +185,41 @@ def test_numbers_of_other_kinds_are_kept_as_numbers():
     (again,) = kept_rows.keep([row])
     assert dict(again.metrics) == dict(row.metrics)
     assert [type(value) for value in again.metrics.values()] == [float, int, bool, int]
+
+
+@pytest.mark.parametrize("case", ["one layer is off", "some are missing", "missing on both sides"])
+def test_shards_of_long_runs_merge_to_the_table_of_one_process(tmp_path, case, everything_is_long):
+    ours, theirs, options, _ = CASES[case]
+    pair = write(tmp_path / "ref", **ours), write(tmp_path / "cand", **theirs)
+    short = files_of(api.compare(*pair, **options), tmp_path / "short")
+    everything_is_long()
+    for number in (3, 1, 2):
+        part = api.compare_shard(*pair, f"{number}/3", **options)
+        assert isinstance(part.places, range)
+        part.write(tmp_path / "parts")
+    assert files_of(api.merge(tmp_path / "parts"), tmp_path / "long") == short
+    (tmp_path / "parts" / "shard-2-of-3.json").unlink()
+    with pytest.raises(api.errors.BadInput, match="shard 2/3 is missing"):
+        api.merge(tmp_path / "parts")
+
+
+def test_a_long_part_is_read_row_by_row_and_is_the_same(tmp_path, monkeypatch):
+    pair = write(tmp_path / "ref"), write(tmp_path / "cand", shift=3.0, skip={(0, 1, 3, "output")})
+    part = api.compare_shard(*pair, "1/1")
+    place = part.write(tmp_path / "parts")
+    assert json.loads(place.read_text()) == part.as_json()
+    short = files_of(api.merge(place), tmp_path / "short")
+    monkeypatch.setattr(parts, "_LONG", 100)
+    monkeypatch.setattr(row_text, "_CHUNK", 333)
+    (found,) = parts.open_parts([place])
+    assert isinstance(found.rows, kept_rows.KeptRows)
+    assert files_of(api.merge(found), tmp_path / "long") == short
+    text = place.read_text()
+    for broken in (
+        text[:-200],
+        text[: len(text) // 2],
+        text.replace('"status": "unj', '"status": 3'),
+    ):
+        place.write_text(broken)
+        with pytest.raises(api.errors.BadFile):
+            parts.open_parts([place])

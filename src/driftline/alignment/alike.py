@@ -60,7 +60,7 @@ class _Together(NamedTuple):
 
     ours: Listed
     theirs: Listed
-    places: tuple[array[int], array[int]] | None
+    places: tuple[Sequence[int], Sequence[int]] | None
 
     @property
     def pairs(self) -> int:
@@ -115,6 +115,18 @@ class KeptPairs(Sequence[Pair]):
                         record_of(ours[here], rank, process),
                         record_of(theirs[there], rank, process),
                     )
+
+    def between(self, start: int, stop: int) -> KeptPairs:
+        """A stretch of them."""
+        found: list[_Together] = []
+        for part, end in zip(self._together, self._ends, strict=True):
+            first = max(start - end + part.pairs, 0)
+            last = min(stop - end, 0) + part.pairs
+            if first < last:
+                whole = range(part.pairs)
+                ours, theirs = part.places or (whole, whole)
+                found.append(part._replace(places=(ours[first:last], theirs[first:last])))
+        return KeptPairs(found)
 
     def lines(self) -> Iterator[Line]:
         """The reference's lines."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from driftline.alignment.plan import Plan
@@ -40,7 +40,7 @@ def assembled(
         columns.append(GAP_COLUMN)
     placed: Iterable[Row] = rows
     if missing:
-        placed = heapq.merge(rows, missing, key=_place) if by_name else in_order([*rows, *missing])
+        placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
     if missing or extra or isinstance(rows, list):
         rows = kept_like(rows, itertools.chain(placed, extra))
     return Table(
@@ -70,6 +70,15 @@ def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
 def in_order(rows: Iterable[Row]) -> list[Row]:
     """Rows in the reference's execution order, rank after rank."""
     return sorted(rows, key=_place)
+
+
+def in_turn(rows: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
+    """The same of rows that are in order already, and others that are."""
+    return heapq.merge(rows, others, key=_place)
+
+
+def is_in_order(rows: Iterable[Row]) -> bool:
+    return all(one <= next_one for one, next_one in itertools.pairwise(map(_place, rows)))
 
 
 def _place(row: Row) -> tuple[int, int, int]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from driftline.alignment.plan import Plan
-from driftline.comparison.packed import MANY, packed
 from driftline.comparison.row import JSON, Column, Row
+from driftline.comparison.row_text import ROWS, RowText, write_rows
 from driftline.comparison.table import Side, Table
 from driftline.errors import AlreadyThere, BadFile, BadInput
 from driftline.executors.slices import Shard
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from _typeshed import StrPath
 
 SCHEMA = "driftline.part/1"
+_LONG = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Part:
     reference: Side
     candidate: Side
     notes: tuple[str, ...]
-    places: tuple[int, ...]
-    rows: tuple[Row, ...]
+    places: Sequence[int]
+    rows: Sequence[Row]
     missing: tuple[Row, ...] = ()
     extra: tuple[Row, ...] = ()
     source: str = field(default="", compare=False)
@@ -83,15 +84,29 @@ class Part:
         try:
             goal.parent.mkdir(parents=True, exist_ok=True)
             draft = goal.with_name(f".{goal.name}.{os.getpid()}")
-            text = json.dumps(self.as_json(), ensure_ascii=False, allow_nan=False)
-            draft.write_text(text + "\n", encoding="utf-8")
+            with draft.open("w", encoding="utf-8", buffering=1 << 20) as stream:
+                self._write(stream)
             draft.replace(goal)
         except OSError as trouble:
             raise BadInput(f"cannot write {goal}: {trouble.strerror}") from trouble
         return goal
 
+    def _write(self, stream: TextIO) -> None:
+        encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+        stream.write(encode(self.head_as_json())[:-1] + ROWS)
+        write_rows(self.rows, stream)
+        alone = {"missing": self.missing, "extra": self.extra}
+        rest = encode({name: [row.as_json() for row in rows] for name, rows in alone.items()})
+        stream.write(f"], {rest[1:]}\n")
+
     def as_json(self) -> dict[str, JSON]:
         """The file's content; non-finite numbers are "nan", "inf" and "-inf"."""
+        lists = {"rows": self.rows, "missing": self.missing, "extra": self.extra}
+        shown = {name: [row.as_json() for row in rows] for name, rows in lists.items()}
+        return {**self.head_as_json(), **shown}
+
+    def head_as_json(self) -> dict[str, JSON]:
+        """The same without its rows, which come last."""
         frame = Table((), self.columns, reference=self.reference, candidate=self.candidate)
         shown = frame.as_json()
         return {
@@ -105,14 +120,16 @@ class Part:
             **{name: shown[name] for name in ("metrics", "reference", "candidate")},
             "notes": list(self.notes),
             "places": _ranges(self.places),
-            "rows": [row.as_json() for row in self.rows],
-            "missing": [row.as_json() for row in self.missing],
-            "extra": [row.as_json() for row in self.extra],
         }
 
     @classmethod
-    def from_json(cls, shown: JSON, source: str) -> Part:
+    def from_json(cls, shown: JSON, source: str, rows: Sequence[Row] | None = None) -> Part:
         """The inverse of `as_json`.
+
+        Args:
+            shown: The JSON values.
+            source: How messages call it.
+            rows: Its rows where they were read by themselves.
 
         Raises:
             BadFile: It is no part, or one of a schema this version does not know.
@@ -126,8 +143,8 @@ class Part:
             )
         try:
             shard = Shard(int(top["shard"]), int(top["of"]))
-            rows = _rows(top["rows"])
-            places = tuple(_expanded(top["places"], len(rows)))
+            rows = _rows(top["rows"]) if rows is None else rows
+            places = _expanded(top["places"], len(rows))
             if not 1 <= shard.number <= shard.of or len(places) != len(rows):
                 raise ValueError("its numbers do not fit together")
             frame = Table.from_json(
@@ -203,6 +220,8 @@ def open_parts(paths: Sequence[StrPath]) -> list[Part]:
 
 def _open(path: Path) -> Part:
     try:
+        if path.stat().st_size > _LONG and (found := _row_by_row(path)) is not None:
+            return found
         shown = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadFile(f"there is no '{path}'", hint=_HOW) from None
@@ -211,6 +230,20 @@ def _open(path: Path) -> Part:
             f"{path} is no part of a comparison: it cannot be read as JSON ({trouble})", hint=_HOW
         ) from trouble
     return Part.from_json(shown, str(path))
+
+
+def _row_by_row(path: Path) -> Part | None:
+    """A long part that lies as we write it; None for any other."""
+    from driftline.comparison.kept_rows import keep
+
+    try:
+        with path.open(encoding="utf-8") as stream:
+            text = RowText(stream)
+            rows = keep(map(Row.from_json, text.rows()))
+            shown = json.loads(text.head + ', "rows": [' + text.tail())
+        return Part.from_json(shown, str(path), rows)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadFile):
+        return None
 
 
 def plan_digest(plan: Plan) -> str:
@@ -234,18 +267,17 @@ def _told(record: Record) -> tuple[Any, ...]:
 
 
 def _rows(shown: list[JSON]) -> tuple[Row, ...]:
-    rows = map(Row.from_json, shown)
-    if len(shown) < MANY:
-        return tuple(rows)
-    return tuple(row._replace(metrics=packed(row.metrics)) for row in rows)
+    return tuple(map(Row.from_json, shown))
 
 
-def _ranges(places: Iterable[int]) -> list[list[int]]:
+def _ranges(places: Sequence[int]) -> list[list[int]]:
     """Places as first and last-plus-one of each stretch.
 
-    >>> _ranges([0, 1, 2, 7])
-    [[0, 3], [7, 8]]
+    >>> _ranges([0, 1, 2, 7]), _ranges(range(3))
+    ([[0, 3], [7, 8]], [[0, 3]])
     """
+    if isinstance(places, range):
+        return [[places.start, places.stop]] if len(places) else []
     found: list[list[int]] = []
     for place in places:
         if found and found[-1][1] == place:
@@ -255,8 +287,14 @@ def _ranges(places: Iterable[int]) -> list[list[int]]:
     return found
 
 
-def _expanded(ranges: JSON, most: int) -> Iterable[int]:
+def _expanded(ranges: JSON, most: int) -> Sequence[int]:
+    found: list[int] = []
     for start, stop in ranges:
         if not 0 <= start <= stop <= start + most:
             raise ValueError("places that there are no rows for")
-        yield from range(start, stop)
+        if len(ranges) == 1:
+            return range(start, stop)
+        found += range(start, stop)
+        if len(found) > most:
+            raise ValueError("more places than rows")
+    return tuple(found)

@@ -6,6 +6,7 @@ docs/table-format.md specifies the three files. pyarrow is imported only when Pa
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from driftline.comparison.row import JSON, ROW_FIELDS, Number, Row
+from driftline.comparison.row_text import ROWS, RowText, write_rows
 from driftline.comparison.table import Table, is_kept
 from driftline.errors import AlreadyThere, BadFile, BadInput
 from driftline.registry import require
@@ -30,7 +32,6 @@ _LARGEST = 16 << 30
 _ROW_GROUP = 1 << 16
 _PIECE = 1 << 12
 _LONG = 16 << 20
-_ROWS = ', "rows": ['
 _INTEGER_FIELDS = (
     *("step", "rank", "visit", "process", "order"),
     *("candidate_step", "candidate_visit", "candidate_rank"),
@@ -84,11 +85,8 @@ def _write_files(table: Table, folder: Path) -> None:
     # Row by row: all of them at once would take ten times the memory of the table.
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
     with (folder / TABLE_FILE).open("w", encoding="utf-8", buffering=1 << 20) as stream:
-        stream.write(encode(table.head_as_json())[:-1] + ', "rows": [')
-        between = ""
-        for row in table.rows:
-            stream.write(between + encode(row.as_json()))
-            between = ", "
+        stream.write(encode(table.head_as_json())[:-1] + ROWS)
+        write_rows(table.rows, stream)
         stream.write("]}\n")
 
 
@@ -111,7 +109,12 @@ def open_table(folder: StrPath) -> Table:
         from driftline.remote.door import read_file
 
         url = url.removesuffix(f"/{TABLE_FILE}")
-        return _parsed(read_file(url, TABLE_FILE, _LARGEST), f"{folder}")
+        content = read_file(url, TABLE_FILE, _LARGEST)
+        if len(content) > _LONG:
+            stream = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+            if (found := _row_by_row(stream, f"{folder}")) is not None:
+                return found
+        return _parsed(content, f"{folder}")
     path = Path(folder)
     if path.is_dir():
         path = path / TABLE_FILE
@@ -120,6 +123,10 @@ def open_table(folder: StrPath) -> Table:
             f"{folder} holds no {TABLE_FILE}", hint="`driftline compare REF CAND -o DIR` writes one"
         )
     try:
+        if path.stat().st_size > _LONG:
+            with path.open(encoding="utf-8") as stream:
+                if (found := _row_by_row(stream, str(path))) is not None:
+                    return found
         content = path.read_bytes()
     except OSError as trouble:
         raise _no_table(str(path), trouble) from trouble
@@ -128,45 +135,26 @@ def open_table(folder: StrPath) -> Table:
 
 def _parsed(content: bytes, source: str) -> Table:
     try:
-        if len(content) > _LONG:
-            text = content.decode("utf-8")
-            del content
-            found = _row_by_row(text, source)
-            if found is not None:
-                return found
-            content = text.encode("utf-8")
         shown = json.loads(content)
     except (ValueError, RecursionError) as trouble:
         raise _no_table(source, trouble) from trouble
     return Table.from_json(shown, source=source)
 
 
-def _row_by_row(text: str, source: str) -> Table | None:
-    """A long table that lies as `write_table` writes it; None for any other.
+def _row_by_row(stream: TextIO, source: str) -> Table | None:
+    """A long table that lies as `write_table` writes it; None for any other."""
+    from driftline.comparison.kept_rows import keep
 
-    All rows as JSON values at once would take several times the memory of the table itself.
-    """
-    from driftline.comparison.packed import packed
-
-    head, mark, _ = text.partition(_ROWS)
     try:
-        table = Table.from_json(json.loads(f"{head}{mark}]}}"), source=source, rows=False)
-    except (ValueError, BadFile):
-        return None
-    read = json.JSONDecoder().raw_decode
-    at = len(head) + len(mark)
-    rows: list[Row] = []
-    try:
-        while text[at] == "{":
-            shown, at = read(text, at)
-            row = Row.from_json(shown)
-            rows.append(row._replace(metrics=packed(row.metrics)))
-            at += 2 if text[at] == "," else 0
-        if text[at:].rstrip() != "]}":
+        text = RowText(stream)
+        head = json.loads(text.head + "}")
+        table = Table.from_json({**head, "rows": []}, source=source, rows=False)
+        rows = keep(map(Row.from_json, text.rows()))
+        first = head.get("first_row")
+        if text.tail().rstrip() != "]}":
             return None
-        first = json.loads(f"{head}{mark}]}}").get("first_row")
-        return replace(table, rows=tuple(rows), first=None if first is None else rows[first])
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return replace(table, rows=rows, first=None if first is None else rows[first])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, BadFile):
         return None
 
 

@@ -55,24 +55,24 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdigit() and len(word) < 12
 
 
-def slice_of(weights: Sequence[int], shard: Shard) -> list[int]:
+def slice_of(weights: Sequence[int], shard: Shard) -> range:
     """Places of the things that belong to a shard: neighbours, of about the same weight in all.
 
     A thing belongs where its middle lies on the way from the first to the last.
 
     >>> [slice_of([1, 1, 1, 3], Shard(n, 2)) for n in (1, 2)]
-    [[0, 1, 2], [3]]
+    [range(0, 3), range(3, 4)]
     """
     total = sum(weights)
-    found: list[int] = []
+    first = last = 0
     before = 0
-    for at, weight in enumerate(weights):
+    for weight in weights:
         middle = 2 * before + weight  # twice, so that it is a whole number
-        owner = middle * shard.of // (2 * total) if total else 0
-        if min(owner, shard.of - 1) == shard.number - 1:
-            found.append(at)
+        owner = min(middle * shard.of // (2 * total) if total else 0, shard.of - 1)
+        first += owner < shard.number - 1
+        last += owner < shard.number
         before += weight
-    return found
+    return range(first, last)
 
 
 def groups(

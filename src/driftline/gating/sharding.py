@@ -6,20 +6,22 @@ comes out is what `compare` gives, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from driftline import __version__
-from driftline.alignment.plan import Plan
-from driftline.comparison.assembling import in_order, lone_rows, side_of
-from driftline.comparison.engine import Progress, measure_pairs
+from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.assembling import in_order, in_turn, is_in_order, lone_rows, side_of
+from driftline.comparison.engine import Progress, is_long, measure_pairs
 from driftline.comparison.metrics.catalogue import STANDARD, Metric, requested
 from driftline.comparison.part import Part, open_parts, plan_digest
 from driftline.comparison.rank_words import GAP_COLUMN, has_ranks, with_ranks
 from driftline.comparison.repeats import repeats_of
-from driftline.comparison.row import JSON, Row, number_from_json, number_to_json
+from driftline.comparison.row import JSON, MANY, Row, number_from_json, number_to_json
 from driftline.comparison.sharing import share_out, weight_of
 from driftline.comparison.table import Table
 from driftline.errors import BadFile, BadInput
@@ -108,8 +110,9 @@ def compare_shard(
         if planned is not None:
             planned(plan)
         each = outside(tolerance)
+        long = is_long(plan.pairs)
         places = shard_places(plan, which)
-        pairs = [plan.pairs[at] for at in places]
+        pairs = stretch_of(plan.pairs, places)
         who = chosen(jobs, executor)
         if who is None:
             rows = measure_pairs(
@@ -133,7 +136,7 @@ def compare_shard(
                 progress=progress,
             )
         columns = [metric.column for metric in wanted]
-        if has_ranks(plan.pairs):
+        if isinstance(plan.pairs, tuple) and has_ranks(plan.pairs):
             rows = with_ranks(plan.pairs, rows, ours, theirs, places)
             columns.append(GAP_COLUMN)
         rows = with_evidence(rows, plan.pairs, ours, theirs)
@@ -150,20 +153,35 @@ def compare_shard(
             side_of(ours),
             side_of(theirs),
             plan.notes,
-            tuple(places),
-            tuple(rows),
+            places,
+            rows if long else tuple(rows),
             tuple(alone[0]),
             tuple(alone[1]),
         )
 
 
-def shard_places(plan: Plan, shard: Shard) -> list[int]:
-    """Which pairs of a plan a shard measures: neighbours, and what has the same bytes as they."""
+def shard_places(plan: Plan, shard: Shard) -> Sequence[int]:
+    """Which pairs of a plan a shard measures: neighbours, and what has the same bytes as they.
+
+    Of a long plan neighbours only: what has the same bytes is looked for among them.
+    """
+    if is_long(plan.pairs):
+        return slice_of(array("Q", map(weight_of, plan.pairs)), shard)
     repeats = repeats_of(plan.pairs)
     again = {later for group in repeats.values() for later in group}
     firsts = [at for at in range(len(plan.pairs)) if at not in again]
     mine = slice_of([weight_of(plan.pairs[at]) for at in firsts], shard)
     return sorted(place for n in mine for place in (firsts[n], *repeats.get(firsts[n], ())))
+
+
+def stretch_of(pairs: Sequence[Pair], places: Sequence[int]) -> Sequence[Pair]:
+    """The pairs at some places."""
+    if isinstance(pairs, tuple) or not isinstance(places, range):
+        return [pairs[at] for at in places]
+    from driftline.alignment.alike import KeptPairs
+
+    assert isinstance(pairs, KeptPairs)
+    return pairs.between(places.start, places.stop)
 
 
 def _alone(
@@ -199,19 +217,8 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
     for part in found[1:]:
         _require_alike(first, part)
     _require_all(found)
-    rows: list[Row | None] = [None] * first.pairs
-    for part in found:
-        for place, row in zip(part.places, part.rows, strict=True):
-            if not place < len(rows) or rows[place] is not None:
-                raise BadFile(f"{_called(part)} holds pairs that are not its own")
-            rows[place] = row
-    measured = [row for row in rows if row is not None]
-    if len(measured) < len(rows):
-        raise BadFile(f"{len(rows) - len(measured)} pairs are in none of the shards")
-    if first.missing:
-        measured = in_order([*measured, *first.missing])
     table = Table(
-        (*measured, *first.extra),
+        _in_their_places(found) if first.pairs <= MANY else _one_after_another(found),
         first.columns,
         reference=first.reference,
         candidate=first.candidate,
@@ -223,6 +230,53 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
     from driftline.gating.checking import judge_by
 
     return judge_by(table, tolerance)
+
+
+def _in_their_places(parts: Sequence[Part]) -> tuple[Row, ...]:
+    """All rows of a comparison, whose shards may each hold rows of anywhere."""
+    first = parts[0]
+    rows: list[Row | None] = [None] * first.pairs
+    for part in parts:
+        for place, row in zip(part.places, part.rows, strict=True):
+            if not place < len(rows) or rows[place] is not None:
+                raise BadFile(f"{_called(part)} holds pairs that are not its own")
+            rows[place] = row
+    measured = [row for row in rows if row is not None]
+    if len(measured) < len(rows):
+        raise _in_none(len(rows) - len(measured))
+    if first.missing:
+        measured = in_order([*measured, *first.missing])
+    return (*measured, *first.extra)
+
+
+def _one_after_another(parts: Sequence[Part]) -> Sequence[Row]:
+    """The same of a long one, whose shards are stretches of it."""
+    from driftline.comparison.kept_rows import keep
+
+    first = parts[0]
+    end = 0
+    for part in parts:
+        own = part.places
+        if len(own) and (not isinstance(own, range) or own.start < end):
+            raise BadFile(f"{_called(part)} holds pairs that are not its own")
+        if len(own) and own[0] > end:
+            raise _in_none(own[0] - end)
+        end += len(own)
+    if end != first.pairs:
+        raise _in_none(first.pairs - end)
+    rows: Iterable[Row] = itertools.chain.from_iterable(part.rows for part in parts)
+    if first.missing:
+        again = (row for part in parts for row in part.rows)
+        rows = (
+            in_turn(rows, first.missing)
+            if is_in_order(again)
+            else in_order([*rows, *first.missing])
+        )
+    return keep(itertools.chain(rows, first.extra))
+
+
+def _in_none(count: int) -> BadFile:
+    return BadFile(f"{count} pairs are in none of the shards")
 
 
 def remarks(parts: Sequence[Part]) -> list[str]:
