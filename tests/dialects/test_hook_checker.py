@@ -176,6 +176,26 @@ def test_names_that_differ_by_paddles_numbering_pair_by_class_order_and_micro_st
         assert all(float(row[4]) == 0.0 for row in rows)  # meanA - meanB
 
 
+def test_a_class_whose_names_are_shifted_pairs_beside_one_whose_names_agree(
+    tmp_path: Path, check: Check
+) -> None:
+    values = {n: np.full(2, 1.0 + n) for n in range(4)}
+
+    def saved(shift: int) -> dict[str, np.ndarray]:
+        return {
+            tensor_name(0, "Norm", f"norm_{shift}"): values[0],
+            tensor_name(1, "Linear", "linear_0"): values[1],
+            tensor_name(2, "Norm", f"norm_{shift + 1}"): values[2],
+            tensor_name(3, "Linear", "linear_1"): values[3],
+        }
+
+    a, b = save(tmp_path / "a", saved(0)), save(tmp_path / "b", saved(1))
+    code, out, _ = check(a, b)
+    assert code == 0 and "only in" not in out
+    assert "4 tensors compared, 2 of them by class, order and micro step" in out
+    assert [float(row[4]) for row in rows_of(a)] == [0.0] * 4
+
+
 def test_a_class_that_one_side_has_more_often_is_not_guessed_at(
     tmp_path: Path, check: Check
 ) -> None:

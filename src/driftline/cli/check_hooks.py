@@ -81,6 +81,11 @@ class _Watch:
 def _report(places: Places, checked: Checked, a: Path, b: Path, *, everything: bool) -> None:
     where = f"{places.kind} rank_{places.rank}"
     how = " by class, order and micro step, as no name agrees," if places.by_order else ""
+    if 0 < places.by_order < checked.rows:
+        how = (
+            f", {places.by_order} of them by class, order and micro step, as no name of their "
+            "class agrees,"
+        )
     noun = "tensor" if checked.rows == 1 else "tensors"
     print(_clean(f"{where}: {checked.rows} {noun} compared{how} in {checked.csv}"))
     shown = None if everything else _SHOWN

@@ -75,7 +75,8 @@ class Places(NamedTuple):
         pairs: File names without `.npy`, (A's, B's), in the order of A's indices.
         only_a: Names that only A has.
         only_b: Names that only B has.
-        by_order: Not one name agrees, so tensors were paired by class, order and micro step.
+        by_order: So many of them are of classes of which not one name agrees, and were paired by
+            class, order and micro step.
     """
 
     kind: str
@@ -83,7 +84,7 @@ class Places(NamedTuple):
     pairs: tuple[tuple[str, str], ...]
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
-    by_order: bool = False
+    by_order: int = 0
 
 
 class Survey(NamedTuple):
@@ -239,20 +240,19 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def _matched(kind: str, rank: int, ours: list[str], theirs: list[str]) -> Places:
-    known, others = set(ours), set(theirs)
-    pairs = [(name, name) for name in ours if name in others]
-    by_order = False
-    if not pairs:
-        pairs = _paired_by_order(ours, theirs)
-        by_order = bool(pairs)
-    if by_order:
-        known, others = {a for a, _ in pairs}, {b for _, b in pairs}
-        only_a = [name for name in ours if name not in known]
-        only_b = [name for name in theirs if name not in others]
-    else:
-        only_a = [name for name in ours if name not in others]
-        only_b = [name for name in theirs if name not in known]
-    return Places(kind, rank, tuple(pairs), tuple(only_a), tuple(only_b), by_order)
+    there = set(theirs)
+    pairs = [(name, name) for name in ours if name in there]
+    agreeing = {_class(name) for name, _ in pairs}
+    shifted = _paired_by_order(
+        [name for name in ours if _class(name) not in agreeing],
+        [name for name in theirs if _class(name) not in agreeing],
+    )
+    position = {name: at for at, name in enumerate(ours)}
+    pairs = sorted([*pairs, *shifted], key=lambda pair: position[pair[0]])
+    known, others = {a for a, _ in pairs}, {b for _, b in pairs}
+    only_a = tuple(name for name in ours if name not in known)
+    only_b = tuple(name for name in theirs if name not in others)
+    return Places(kind, rank, tuple(pairs), only_a, only_b, len(shifted))
 
 
 def _paired_by_order(ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
@@ -262,27 +262,29 @@ def _paired_by_order(ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[s
     class that one side has more often is left alone: there is no telling which one is surplus.
     """
     here, there = _grouped(ours), _grouped(theirs)
-    pairs = [
+    return [
         pair
         for group, names in here.items()
         if len(names) == len(there.get(group, ()))
         for pair in zip(names, there[group], strict=True)
     ]
-    position = {name: at for at, name in enumerate(ours)}
-    return sorted(pairs, key=lambda pair: position[pair[0]])
 
 
 def _grouped(names: Sequence[str]) -> dict[tuple[str, int], list[str]]:
     groups: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for name in names:
-        if match := _TENSOR.fullmatch(name):
-            what = match["what"]
-        elif match := _GRAD.fullmatch(name):
-            what = "parameter " + _NUMBER.sub("", match["name"])
-        else:
-            continue
-        groups.setdefault((what, int(match["step"])), []).append((int(match["idx"]), name))
+        if match := _TENSOR.fullmatch(name) or _GRAD.fullmatch(name):
+            group = (_class(name), int(match["step"]))
+            groups.setdefault(group, []).append((int(match["idx"]), name))
     return {group: [name for _, name in sorted(found)] for group, found in groups.items()}
+
+
+def _class(name: str) -> str:
+    """The class of a tensor's layer; of a gradient, the name of its parameter without numbers."""
+    if match := _TENSOR.fullmatch(name):
+        return match["what"]
+    match = _GRAD.fullmatch(name)
+    return "parameter " + _NUMBER.sub("", match["name"]) if match else ""
 
 
 def _line(one: _File, other: _File, troubles: list[tuple[str, str]]) -> list[Cell]:
