@@ -191,3 +191,70 @@ def test_ways_that_only_some_processors_like_measure_as_the_common_ones(
         r, c = encode(a, dtype), encode(b, dtype)
         check(r, dtype, c, dtype, a.size, atol=1e-3, rtol=1e-3, paths=["avx512"])
         check(r, dtype, c, dtype, a.size, paths=["avx512"])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("known", [0, 1, 3, 126, 127, 128, 300])
+def test_a_candidate_that_is_hardly_more_than_rounding_hides_no_ulp(name: str, known: int) -> None:
+    dtype, rng = DTYPES[name], np.random.default_rng(29 + known)
+    kind = encode(np.zeros(1), dtype).dtype
+    a = (rng.standard_normal(30_000) * np.exp(rng.standard_normal(30_000))).astype(np.float32)
+    rounded = encode(a.astype(np.float64), dtype).view(np.uint16)
+    below = 13 if name == "float16" else 16  # bits that the format has not
+    tie = (a.view(np.uint32) >> below << below | np.uint32(1 << (below - 1))).view(np.float32)
+    for late, apart in ((None, 0), (known + 1, 0), (-known - 1, 0), (known, 0x8000), (0, 0x8000)):
+        r, c = a.copy(), rounded.copy()
+        c[7] += known
+        if late is not None:
+            c[25_000] = (int(c[25_000]) + late) & 0xFFFF ^ apart
+        r[12_000:12_100] = tie[12_000:12_100]
+        c[12_000:12_100] = encode(r.astype(np.float64), dtype).view(np.uint16)[12_000:12_100]
+        if known % 2:  # the wrong one of two that are equally near
+            c[12_050] ^= 1
+        r[26_000:26_003], c[26_000:26_003] = (0.0, -0.0, 1e-42), (0, 0, 0x8000)
+        for atol, rtol in TOLERANCES:
+            fp32 = DTYPES["float32"]
+            check(r, fp32, c.view(kind), dtype, r.size, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize(("r", "c"), [*PAIRS, ("float32", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize("share", [1e-4, 3e-3, 0.3])
+def test_errors_beyond_the_absolute_part_of_a_tolerance_are_counted(
+    r: str, c: str, share: float
+) -> None:
+    rng = np.random.default_rng(31)
+    a = rng.standard_normal(60_000)
+    a[rng.random(a.size) < 0.3] *= 8
+    b = a + 2.0**-11 * rng.integers(-1, 2, a.size)
+    far = (rng.random(a.size) < share) & (np.arange(a.size) % 20_000 > 7_000)
+    b[far] += rng.standard_normal(far.sum()) / 4
+    x, y = encode(a, DTYPES[r]), encode(b, DTYPES[c])
+    for atol, rtol in ((0.125, 0.0), (0.125, 1e-2), (2.0**-10, 2.0**-6)):
+        check(x, DTYPES[r], y, DTYPES[c], a.size, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_mean_or_zeros_that_come_and_go_are_followed(name: str) -> None:
+    dtype, rng = DTYPES[name], np.random.default_rng(37)
+    a = rng.standard_normal(120_000)
+    a[:20_000] += 30
+    a[50_000:70_000] = 0
+    a[70_000:110_000][rng.random(40_000) < 1e-4] = 0
+    b = a + 1e-2 * rng.standard_normal(a.size) * (a != 0)
+    b[65_000:66_000] = -0.0
+    a[80_000], b[80_000] = 0.0, 1.0  # an infinite relative error
+    for count in (40_000, a.size):
+        r, c = encode(a[:count], dtype), encode(b[:count], dtype)
+        check(r, dtype, c, dtype, count, atol=1e-2, rtol=1e-2)
+        check(r, dtype, c, dtype, count)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [8, 32, 64, 512, 5000])
+def test_errors_whose_sum_is_beyond_float32_are_still_errors(name: str, count: int) -> None:
+    dtype = DTYPES[name]
+    for r, c in ((0.0, 3e38), (-2e38, 3e38), (1.0, -3e38)):
+        a, b = np.full(count, r), np.full(count, c)
+        check(encode(a, dtype), dtype, encode(b, dtype), dtype, count, atol=1e-3, rtol=1e-3)
+        a[: count // 2] = b[: count // 2]
+        check(encode(a, dtype), dtype, encode(b, dtype), dtype, count)

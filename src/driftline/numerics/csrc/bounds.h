@@ -8,16 +8,20 @@ typedef struct {
   int nears, marked, suspicious;
   unsigned both; /* greatest sum of two words, of bfloat16 BY_CHAINS */
   unsigned far; /* greatest distance of words; proves that there is no news as long as it is below WORD_STEPS */
-  uint16_t near[BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
-  uint16_t suspects[2 * BLOCK / 128]; /* chains that can hold a new greatest ULP distance, or (odd) relative error */
-  uint8_t marks[BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
+  uint16_t near[WIDE_BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
+  uint16_t suspects[2 * WIDE_BLOCK / 128]; /* chains that can hold a new greatest ULP distance, or (odd) relative error */
+  uint8_t marks[WIDE_BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
 } Sums;
 
 typedef struct {
   float shift, limit, atol, rtol, least_ae, known_rel;
+  float calm_ae, calm_rel; /* an error up to the one, or relative error up to the other, is inside the tolerance */
+  int rough, rough_for; /* blocks in which every element's tolerance is tested; for how many next time */
+  uint32_t bit_steps; /* float32 steps from a bfloat16 number that are no more ULPs than were seen */
   float reach; /* numbers below it are no more steps from zero than two numbers were from each other */
-  int by_words; /* few ULPs so far: sixteen-bit words are subtracted instead of marks being set */
-  int zeros; /* there have been zeros on both sides */
+  int by_words; /* few ULPs so far: words are subtracted instead of marks being set */
+  int zeros; /* blocks for which zeros on both sides are minded */
+  int zeros_for; /* for how many after the next such pair: more where they come often */
   int dots;  /* the processor has vdpbf16ps */
   int news; /* how they are noticed in this block */
   int wait, patience, blame; /* blocks until chains are tried, and after that; what chains cost beyond their use */
@@ -75,7 +79,9 @@ COLD static void set_limit(const Pair *s, Knobs *k) {
   k->limit = (float)ulp_limit(s);
   k->least_ae = 0;
   k->reach = 0;
-  k->by_words = s->ulp < WORD_STEPS && s->dtype[0] == s->dtype[1];
+  k->by_words = s->ulp < WORD_STEPS &&
+                (s->dtype[0] == s->dtype[1] || (s->dtype[0] == F32 && (s->dtype[1] == BF16 || s->dtype[1] == F16)));
+  k->bit_steps = ((uint32_t)s->ulp << 16) + 0x7FFF; /* one more is halfway to the next, to which it may be rounded */
   if (!s->format[1].is_float || s->ulp < 4) return;
   double steps = (double)s->ulp - 2, across = 2 * value_of_ordinal(steps / 2, &s->format[1]);
   double along = value_of_ordinal(steps, &s->format[1]) / (1 + 1 / k->limit);
@@ -112,6 +118,24 @@ INLINE void weigh_news(Knobs *k, int64_t looked, int64_t n) {
   k->blame = 0;
   k->wait = k->patience;
   if (k->patience < 1024) k->patience *= 2;
+}
+
+/* Where hardly an error exceeds both parts of the tolerance, the few chains in which one may are counted again. */
+INLINE void weigh_calm(Knobs *k, int64_t looked, int64_t n) {
+  if (k->rough > 0) {
+    k->rough--;
+  } else if (8 * looked > n) {
+    k->rough_for = k->rough_for < 128 ? 2 * k->rough_for + 1 : 255;
+    k->rough = k->rough_for;
+  } else if (k->rough_for > 0) {
+    k->rough_for--;
+  }
+}
+
+/* A pair of zeros costs a block; they are minded for a while, which makes blocks slower. */
+INLINE void mind_zeros(Knobs *k) {
+  k->zeros_for = k->zeros_for < 32 ? 2 * k->zeros_for + 1 : 63;
+  k->zeros = k->zeros_for;
 }
 
 /* Whether float32 lanes were good enough for this block; see the head of the file. */
@@ -159,6 +183,7 @@ INLINE void fold_sums(Pair *s, const Sums *b, Knobs *k, double n, double spread_
   join_spread(&s->spread[1], n, shift + (b->x + b->e) * part, spread_c);
   /* A shift that serves is kept: the next block need not wait for this one's sums. */
   if (spread_r < 0.2 * b->xx) k->shift = (float)(shift + b->x * part);
+  else if (shift != 0 && !worth_a_shift(r, rr, n)) k->shift = 0;
 }
 
 /* A pair that is not finite on both sides, alone. */

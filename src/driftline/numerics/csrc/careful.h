@@ -169,7 +169,7 @@ LANE_FN void careful_pair(Pair *s, const double *r_in, const double *c_in, int64
     double slip = total(drift); /* what rounding left in the mean: part of the sum of squares about it */
     join_spread(&s->spread[side], count[side], mean[0] + slip / count[side], total(m2) - slip * slip / count[side]);
   }
-  if (count[0] > 0) s->shift = sums[0] / count[0];
+  if (count[0] > 0) s->shift = worth_a_shift(sums[0], total(own_rr), count[0]) ? sums[0] / count[0] : 0.0;
   int64_t new_differ = total_l(differ_n), joint = total_l(nj);
   m->finite += joint;
   m->finite_one[0] += (int64_t)count[0];

@@ -209,6 +209,7 @@ LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t b
     if (visit_all(s, r, c, r_kind, c_kind, n)) set_limit(s, k);
   }
   weigh_news(k, looked, n);
+  weigh_calm(k, b->nears * CHAIN, n);
   if (b->far > s->ulp) {
     if (visit_all(s, r, c, r_kind, c_kind, n)) set_limit(s, k);
   }
@@ -244,10 +245,16 @@ TARGET static int64_t fast_block(Pair *s, int64_t base, int64_t n, int r_kind, i
   Sums b;
   double spread_r, spread_c;
   choose_news(s, k);
+  k->calm_ae = tolerant == TOLERANT ? k->atol : INFINITY;
+  k->calm_rel = k->rtol;
   sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
   if (b.rel != b.rel) { /* 0 / 0 */
-    k->zeros = 1;
+    mind_zeros(k);
     sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+  } else if (k->zeros > 0) {
+    k->zeros--;
+  } else if (k->zeros_for > 0) {
+    k->zeros_for--;
   }
   *odd = b.sound == 0;
   double low = (double)b.min_r - b.max_ae * (1 + 0x1p-22), high = (double)b.max_r + b.max_ae * (1 + 0x1p-22);
@@ -271,7 +278,8 @@ TARGET static int64_t fast_block(Pair *s, int64_t base, int64_t n, int r_kind, i
     k->zeros = zeros;
     b.min_r = ends.min_r;
     b.max_r = ends.max_r;
-    if (!sums_hold(s, &b, count, &spread_r, &spread_c)) {
+    /* All finite, and yet not sound: the sum of errors is beyond float32. */
+    if (b.sound != n || !sums_hold(s, &b, count, &spread_r, &spread_c)) {
       *m = saved;
       s->spread[0] = spreads[0];
       s->spread[1] = spreads[1];
@@ -315,17 +323,17 @@ TARGET static void pair(Pair *s, int64_t count) {
     double sample[16], sum = 0, squares = 0;
     decode_double(s->data[0], s->dtype[0], 0, 16, sample);
     for (int i = 0; i < 16; i++) {
-      sum += sample[i] / 16;
-      squares += sample[i] * sample[i] / 16;
+      sum += sample[i];
+      squares += sample[i] * sample[i];
     }
-    /* Zero serves, and costs nothing, where the mean is not large against the spread. */
-    k.shift = sum * sum < 0.5 * squares ? 0.0f : (float)sum;
+    if (worth_a_shift(sum, squares, 16)) k.shift = (float)(sum / 16);
   }
   /* From the first element on, wherever it lies: blocks that began at a cache line would make last digits depend on it. */
   if (fast) set_limit(s, &k);
+  const int wide = WIDTH > 4 && r_kind == LANES_F32 && c_kind == LANES_F32; /* four lanes would add too much */
   int64_t pieces_until = 0; /* after a block that failed: in pieces up to there */
   for (int64_t i = 0; i < count;) {
-    int64_t most = i < pieces_until ? PIECE : BLOCK;
+    int64_t most = i < pieces_until ? PIECE : wide ? WIDE_BLOCK : BLOCK;
     int64_t n = count - i < most ? count - i : most, whole = n & -(int64_t)(2 * WIDTH);
     if (fast && whole) {
       int odd = 0;

@@ -21,6 +21,7 @@ LANE_FN void word_ends(const uint8_t *p, int64_t n, int kind, VI top_word, VI to
  * `plain`: nothing is subtracted from r, and 0 / 0 is let be: the sum of relative errors tells by being NaN.
  * `news`: how a new greatest relative error or ULP distance is noticed. BY_CHAINS finds neither, but names the chains
  * that can hold one: no relative error is greater than its lane's sum of them, and small errors are few ULPs.
+ * `tolerant`: 0 where nothing is counted as outside but chains that may hold such an element, which are counted later.
  * `dots`: the processor multiplies and adds pairs of bfloat16. */
 LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
                        int plain, int news, int dots, const Knobs *k, Sums *out) {
@@ -35,6 +36,12 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   VI max_ae = AS_BITS(zero), max_rel = AS_BITS(zero); /* of what has no sign, as integers: those units are idle */
   VI top_word = OP(set1_epi32)((int)0x80008000u), top_code = AS_BITS(zero);
   const int words = WORD_ENDS && r_kind != LANES_F32, alike = words && plain && r_kind == c_kind;
+  /* A float32 reference against 16 bits that are hardly more than its rounding. */
+  const int by_bits = by_words && r_kind == LANES_F32 && c_kind == LANES_BF16;
+  const int by_halves = by_words && r_kind == LANES_F32 && c_kind == LANES_F16;
+  const VI bit_steps = OP(set1_epi32)((int)k->bit_steps);
+  const VF calm_ae = OP(set1_ps)(k->calm_ae), calm_rel = OP(set1_ps)(k->calm_rel);
+  const int counts = k->calm_ae <= FLT_MAX;
   VI far = AS_BITS(zero), both = AS_BITS(zero);
   TALLY differ = NO_TALLY, outside = NO_TALLY;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
@@ -44,9 +51,10 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   for (int64_t to; from < n; from = to) {
     /* A lane adds 32 numbers, then the lane joins its total: short chains keep float32's digits. */
     VF sx = zero, se = zero, sxx = zero, sxe = zero, see = zero, sae = zero, srel = zero;
-    VI margin = AS_BITS(zero), nearest = OP(set1_epi32)(-1), chain_ae = AS_BITS(zero);
+    VI margin = AS_BITS(zero), nearest = OP(set1_epi32)(-1), peak = AS_BITS(zero), chain_ae = AS_BITS(zero);
+    VI off = AS_BITS(zero), peak_rel = AS_BITS(zero);
     VF low = min_r, high = max_r;
-    VI most_ae = max_ae, most_rel = max_rel, word = top_word, code = top_code, steps = far, sum = both;
+    VI word = top_word, code = top_code, steps = far, sum = both;
     TALLY differing = differ, beyond = outside;
     to = from + CHAIN < n ? from + CHAIN : n;
     for (int64_t i = from; i < to; i += 2 * WIDTH) {
@@ -81,6 +89,8 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
           if (by_codes) sum = OP(max_epu16)(sum, OP(add_epi16)(r, c));
         }
       }
+      if (by_bits) off = OP(max_epu32)(OP(max_epu32)(off, steps_of_bits(rs[0], cs[0])), steps_of_bits(rs[1], cs[1]));
+      if (by_halves) steps = OP(max_epu16)(steps, word_steps(half_words(rs[0], rs[1]), load_bits(c_at + 2 * i)));
       /* Step by step for both: few numbers live at a time, so that sums stay in registers where those are few. The two of
        * a lane are added first: a total that waits in memory is met once only. */
       VF xs[2], es[2], aes[2], ars[2], rels[2];
@@ -94,7 +104,8 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
       }
       if (dots) sx = added_dots(sx, load_bits(r_at + 2 * i), OP(set1_epi32)(0x3F803F80));
       else sx = OP(add_ps)(sx, OP(add_ps)(xs[0], xs[1]));
-      se = OP(add_ps)(se, OP(add_ps)(es[0], es[1]));
+      if (dots) se = added_dots(se, load_bits(c_at + 2 * i), OP(set1_epi32)(0x3F803F80)); /* of c, for now */
+      else se = OP(add_ps)(se, OP(add_ps)(es[0], es[1]));
       if (dots) sxx = added_dots(sxx, load_bits(r_at + 2 * i), load_bits(r_at + 2 * i));
       for (int half = 0; half < 2; half++) {
         if (!dots) sxx = OP(fmadd_ps)(xs[half], xs[half], sxx);
@@ -125,30 +136,28 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
       }
       srel = OP(add_ps)(srel, OP(add_ps)(rels[0], rels[1]));
       VI ae = OP(max_epi32)(AS_BITS(aes[0]), AS_BITS(aes[1]));
-      if (sharp || !by_chains) most_ae = OP(max_epi32)(most_ae, ae);
-      if (by_codes) continue;
-      if (by_chains && !sharp) {
-        chain_ae = OP(max_epi32)(chain_ae, ae);
-        continue;
-      }
+      peak = OP(max_epi32)(peak, ae);
+      if (by_codes || (by_chains && !sharp)) continue;
       VI rel = OP(max_epi32)(AS_BITS(rels[0]), AS_BITS(rels[1]));
       if (sharp) chain_ae = greatest_beyond(chain_ae, ae, AS_FLOAT(rel), limit);
-      else most_rel = OP(max_epi32)(most_rel, rel);
+      else peak_rel = OP(max_epi32)(peak_rel, rel);
       if (news == BY_MARKS) any = mark(any, out->marks, i / (2 * WIDTH), AS_FLOAT(rel), limit, AS_FLOAT(ae), near_limit);
     }
     if (!all_finite(sae)) break; /* what was before this chain stands */
     if (by_chains) {
-      if (!sharp) most_ae = OP(max_epi32)(most_ae, chain_ae);
-      if (!by_codes && any_beyond(srel, limit, AS_FLOAT(chain_ae), near_limit)) out->suspects[suspects++] = (uint16_t)from;
+      VF great = AS_FLOAT(sharp ? chain_ae : peak);
+      if (!by_codes && any_beyond(srel, limit, great, near_limit)) out->suspects[suspects++] = (uint16_t)from;
       if (any_beyond(srel, known_rel, srel, known_rel)) out->suspects[suspects++] = (uint16_t)(from | 1);
     }
-    if ((tolerant == TOLERANT && too_near(margin)) || (tolerant == EXACT_NEAR_ZERO && too_near_zero(nearest)))
+    if (by_bits && any_more(off, bit_steps)) out->suspects[suspects++] = (uint16_t)from;
+    if ((tolerant == TOLERANT && too_near(margin)) || (tolerant == EXACT_NEAR_ZERO && too_near_zero(nearest)) ||
+        (!tolerant && counts && any_beyond(AS_FLOAT(peak), calm_ae, by_chains ? srel : AS_FLOAT(peak_rel), calm_rel)))
       out->near[nears++] = (uint16_t)from;
     else
       outside = beyond;
     differ = differing;
     min_r = low, max_r = high;
-    max_ae = most_ae, max_rel = most_rel;
+    max_ae = OP(max_epi32)(max_ae, peak), max_rel = OP(max_epi32)(max_rel, peak_rel);
     top_word = word, top_code = code, far = steps, both = sum;
     sums[0] = OP(add_ps)(sums[0], sx);
     sums[1] = OP(add_ps)(sums[1], se);
@@ -159,7 +168,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
     sums[6] = OP(add_ps)(sums[6], srel);
   }
   out->x = sum_lanes(sums[0]);
-  out->e = sum_lanes(sums[1]);
+  out->e = dots ? sum_lanes(sums[1]) - out->x : sum_lanes(sums[1]);
   out->xx = sum_lanes(sums[2]);
   out->xe = sum_lanes(sums[3]);
   out->ee = sum_lanes(sums[4]);
@@ -179,7 +188,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   out->nears = nears;
   out->suspicious = suspects;
   out->marked = any_hit(any);
-  if (by_words) out->far = greatest_code(far);
+  if (by_words && (alike || by_halves)) out->far = greatest_code(far);
   out->both = by_codes ? greatest_code(both) : 0;
 }
 
@@ -191,13 +200,22 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
     break
 #undef PLAIN_BODY
 #define PLAIN_BODY(r_kind, c_kind, by, dots)                                                  \
-    if (tolerant) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, dots, k, out);           \
+    if (tolerant && k->rough) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, dots, k, out); \
     else sum_block(r, c, n, r_kind, c_kind, 0, 1, by, dots, k, out);                           \
     break
 #undef CASE
 #define CASE(r_kind, c_kind)                                                                  \
   case r_kind * 3 + c_kind:                                                                   \
     if (plain && k->news == BY_CHAINS) { PLAIN_BODY(r_kind, c_kind, BY_CHAINS, 0); }          \
+    if (plain) { PLAIN_BODY(r_kind, c_kind, BY_MARKS, 0); }                                   \
+    RARE_CASE_BODY(r_kind, c_kind)
+#undef MIXED_CASE
+#define MIXED_CASE(r_kind, c_kind)                                                            \
+  case r_kind * 3 + c_kind:                                                                   \
+    if (plain && k->news == BY_CHAINS) { PLAIN_BODY(r_kind, c_kind, BY_CHAINS, 0); }          \
+    if (plain && (c_kind == LANES_BF16 || HALF_ORDINALS) && k->news == BY_WORDS) {            \
+      PLAIN_BODY(r_kind, c_kind, BY_WORDS, 0);                                                \
+    }                                                                                         \
     if (plain) { PLAIN_BODY(r_kind, c_kind, BY_MARKS, 0); }                                   \
     RARE_CASE_BODY(r_kind, c_kind)
 #undef WORD_CASE
@@ -226,8 +244,8 @@ TARGET static void sum_kinds(const uint8_t *r, const uint8_t *c, int64_t n, int 
     RARE_CASE(LANES_F32, LANES_F32);
 #else
     CASE(LANES_F32, LANES_F32);
-    CASE(LANES_F32, LANES_BF16);
-    CASE(LANES_F32, LANES_F16);
+    MIXED_CASE(LANES_F32, LANES_BF16);
+    MIXED_CASE(LANES_F32, LANES_F16);
     WORD_CASE(LANES_BF16);
     WORD_CASE(LANES_F16);
     RARE_CASE(LANES_BF16, LANES_F32);

@@ -165,6 +165,12 @@ LANE_FN VI opposite_signs(VF r, VF c, VI yes, VI no) {
   VI mask = (VI)(((VI)r ^ (VI)c) < plain_set1_epi32(0));
   return (yes & mask) | (no & ~mask);
 }
+LANE_FN VI half_words(VF a, VF b) { (void)b; return (VI)a; } /* never asked either */
+LANE_FN VI steps_of_bits(VF r, VF c) {
+  VI apart = plain_sub_epi32((VI)r, (VI)c);
+  return plain_max_epi32(apart, plain_sub_epi32(plain_set1_epi32(0), apart));
+}
+LANE_FN int any_more(VI v, VI limit) { return any_hit((VI)((PlainWords)v > (PlainWords)limit)); }
 LANE_FN VI half_ordinals(VI magnitudes) { return magnitudes; } /* never asked: see HALF_ORDINALS */
 
 #define S(bits) {(bits & 1u) << 31, (bits >> 1 & 1u) << 31, (bits >> 2 & 1u) << 31, (bits >> 3 & 1u) << 31}

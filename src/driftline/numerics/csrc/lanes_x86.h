@@ -346,6 +346,28 @@ LANE_FN VI half_ordinals(VI magnitudes) {
   return OP(cvtepu16_epi32)(OP(cvtps_ph)(AS_FLOAT(magnitudes), _MM_FROUND_TO_NEAREST_INT));
 }
 
+/* Two vectors rounded to float16, as words. */
+LANE_FN VI half_words(VF a, VF b) {
+#if WIDTH == 16
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)),
+                            _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), 1);
+#else
+  return _mm256_set_m128i(_mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+
+/* How many float32 steps two numbers of one sign are apart; for others, very many. */
+LANE_FN VI steps_of_bits(VF r, VF c) { return OP(abs_epi32)(OP(sub_epi32)(AS_BITS(r), AS_BITS(c))); }
+
+/* Whether some lane, unsigned, is more than its limit. */
+LANE_FN int any_more(VI v, VI limit) {
+#if WIDTH == 16
+  return _mm512_cmpgt_epu32_mask(v, limit) != 0;
+#else
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_max_epu32(v, limit), limit)) != -1;
+#endif
+}
+
 /* One half of a vector, in float64. */
 LANE_FN vd widened(VF v, int half) {
 #if WIDTH == 16

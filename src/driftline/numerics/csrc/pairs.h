@@ -24,13 +24,16 @@ typedef struct {
   Spread spread[2];
   uint64_t ulp;    /* greatest distance so far, float formats */
   double ulp_real; /* the same for integer formats */
-  double shift;    /* mean of r in the last careful block */
+  double shift;    /* mean of r in the last careful block, or zero where that serves */
   const uint8_t *data[2];
   int dtype[2], widen[2];
   Format format[2];
   double atol, rtol;
   int dots; /* the processor has vdpbf16ps */
 } Pair;
+
+/* Whether sums would lose digits to the mean: zero serves, and costs nothing, where that is not large against the spread. */
+INLINE int worth_a_shift(double sum, double squares, double n) { return sum * sum >= 0.5 * n * squares; }
 
 INLINE void note_first(int64_t *place, int64_t at) {
   if (*place < 0 || at < *place) *place = at;
