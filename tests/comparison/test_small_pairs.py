@@ -90,17 +90,22 @@ def rows(ours, theirs):
 def test_the_short_way_and_the_long_one_give_the_same_rows(tmp_path, monkeypatch, made):
     ours, theirs = made(tmp_path)
     short = rows(ours, theirs)
-    monkeypatch.setattr(SmallPairs, "takes", lambda self, pair: False)
+    monkeypatch.setattr(SmallPairs, "elements", lambda self, pair: None)
     assert list(map(repr, short)) == list(map(repr, rows(ours, theirs)))
 
 
-def test_only_small_pairs_that_are_as_usual_go_the_short_way(tmp_path):
+def test_only_pairs_that_are_as_usual_go_the_short_way(tmp_path):
     ours, theirs = trees(tmp_path)
     plan = pair_by_name(ours.records, theirs.records)
     quick = SmallPairs(ours, theirs, STANDARD, elementwise)
-    taken = {pair.reference.key.site: quick.row(pair) for pair in plan.pairs if quick.takes(pair)}
+    taken = {
+        pair.reference.key.site: quick.row(pair)
+        for pair in plan.pairs
+        if quick.elements(pair) is not None
+    }
     handed_back = {site for site, row in taken.items() if row is None}
-    assert {"large", "real", "shape", "cut"}.isdisjoint(taken)
+    assert {"real", "shape", "cut"}.isdisjoint(taken)
+    assert taken["large"] is not None
     assert {"turned", "huge", "tiny", "columns", "empty"} == handed_back
 
 
@@ -122,7 +127,10 @@ def test_the_bound_of_small_pairs_is_in_bytes_of_both_sides(tmp_path, monkeypatc
     ours, theirs = trees(tmp_path)
     plan = pair_by_name(ours.records, theirs.records)
     pair = next(pair for pair in plan.pairs if pair.reference.key.site == "half")
+    quick = SmallPairs(ours, theirs, STANDARD, elementwise)
+    elements = quick.elements(pair)
+    assert elements == 300
     monkeypatch.setattr(small, "SMALL_BYTES", 300 * 6)
-    assert SmallPairs(ours, theirs, STANDARD, elementwise).takes(pair)
+    assert quick.is_small(pair, elements)
     monkeypatch.setattr(small, "SMALL_BYTES", 300 * 6 - 1)
-    assert not SmallPairs(ours, theirs, STANDARD, elementwise).takes(pair)
+    assert not quick.is_small(pair, elements)

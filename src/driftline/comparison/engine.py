@@ -19,12 +19,7 @@ from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.repeats import repeated, repeats_of
 from driftline.comparison.row import LOST, MANY, Row
 from driftline.comparison.small import FAR_OFF, SmallPairs
-from driftline.comparison.summaries import (
-    ESTIMATED,
-    FROM_STATISTICS,
-    from_statistics,
-    measure_summaries,
-)
+from driftline.comparison.summaries import ESTIMATED
 from driftline.comparison.table import Table
 from driftline.comparison.unmeasured import clash, has_recipe, paired
 from driftline.comparison.values import (
@@ -34,11 +29,10 @@ from driftline.comparison.values import (
     open_values,
     open_window,
 )
+from driftline.comparison.valueless import row_without_values
 from driftline.errors import DriftlineError, Unreachable
-from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.moments import PairMoments
-from driftline.numerics.summary import Summary
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -57,7 +51,6 @@ _MAPPED = 1 << 29
 """Elements of both sides' large tensors after which mapped files are let go; 4 GB of float32."""
 _FETCHING = 8
 """Threads where values come from another machine: most of the time they wait for it."""
-_SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
 
 
 def exactly(reference: str, candidate: str) -> tuple[float, float]:
@@ -181,14 +174,18 @@ class _Work:
         measured_once = {later for repeats in self.repeats.values() for later in repeats}
         self.quick = SmallPairs(reference, candidate, metrics, elementwise)
         self.small: list[int] = []
+        self.usual: set[int] = set()
         self.units: list[tuple[int, int, int, int]] = []
         for at, pair in enumerate(pairs):
             if at in measured_once:
                 continue
-            if self.quick.takes(pair):
+            elements = self.quick.elements(pair)
+            if elements is not None and self.quick.is_small(pair, elements):
                 self.small.append(at)
                 continue
-            blocks = _blocks(pair)
+            blocks = _blocks(pair) if elements is None else blocks_of(elements)
+            if elements is not None and len(blocks) == 1:
+                self.usual.add(at)
             for block, (start, stop) in enumerate(blocks):
                 self.units.append((stop - start, at, block, len(blocks)))
         self.fetched = reference.fetched or candidate.fetched
@@ -232,7 +229,8 @@ class _Work:
         try:
             while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
                 size, at, block, blocks = self.units[ticket]
-                self._finish(at, self._row(at, block, blocks))
+                row = self.quick.row(self.pairs[at]) if at in self.usual else None
+                self._finish(at, row or self._row(at, block, blocks))
                 self._looked_at(size)
         except BaseException as bug:  # carried to the calling thread, which raises it
             self.failure = bug
@@ -273,7 +271,7 @@ class _Work:
                 self.candidate, pair.candidate
             ):
                 return self._from_values(at, block, blocks, row)
-            return _from_the_rest(self.reference, self.candidate, pair, row)
+            return row_without_values(self.reference, self.candidate, pair, row)
         except Unreachable:  # says nothing about the pair, nor about the next one
             raise
         except (DriftlineError, OSError, ValueError) as trouble:
@@ -285,7 +283,11 @@ class _Work:
         from contextlib import nullcontext
 
         from driftline.comparison.cooking import open_cooked
+        from driftline.comparison.summary_parts import measure_parts, needs_summaries
 
+        if needs_summaries(pair):
+            known, remark = measure_parts(self.reference, self.candidate, pair)
+            return row.measured("summary", known, estimated=ESTIMATED, reason=remark)
         size = math.prod(row.reference_shape or ())
         with self.large if size * 8 > _LARGE else nullcontext():
             values = open_cooked(self.reference, self.candidate, pair)
@@ -358,57 +360,3 @@ def _undescribed(pair: Pair) -> str:
 
 def _has_values(run: Run, record: Record) -> bool:
     return record.kept in ("full", "sample") and not run.lost(record)
-
-
-def _from_the_rest(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
-    """A pair of which at least one side has no values: by digest, by summary, or not at all."""
-    ours, theirs = pair.reference, pair.candidate
-    known_apart = _digests(ours, theirs)
-    if known_apart is False:
-        return row.measured("digest", dict(_SAME))
-    here, there = _summary(reference, ours), _summary(candidate, theirs)
-    lost = reference.lost(ours) or candidate.lost(theirs)
-    if lost and (here is None or there is None):
-        return row._replace(status="incomparable", reason=f"{LOST}: {lost}")
-    exact = not DTYPES[ours.dtype].is_floating
-    if known_apart and (exact or here is None or there is None):
-        return row._replace(
-            basis="digest",
-            status="fail",
-            reason="the bytes differ; the values were not kept, so how much is not known",
-            severity=math.inf,
-        )
-    if here is not None and there is not None:
-        found = measure_summaries(here, there)
-        remark = FROM_STATISTICS if from_statistics(here, there) else ""
-        return row.measured("summary", found, estimated=ESTIMATED, reason=remark)
-    kept = " and ".join(dict.fromkeys((ours.kept, theirs.kept)))
-    why = f"nothing of it can be compared: kept as {kept}"
-    if "describe" in kept:
-        why += "; shapes agree" + (", dtypes too" if ours.dtype == theirs.dtype else "")
-    elif ours.dtype != theirs.dtype:
-        why += f"; digests of {ours.dtype} and {theirs.dtype} say nothing about each other"
-    return row._replace(status="incomparable", reason=why, basis="describe")
-
-
-def _digests(ours: Record, theirs: Record) -> bool | None:
-    """True when digests prove the bytes different, False the same, None when they cannot say."""
-    if not ours.digest or not theirs.digest or ours.dtype != theirs.dtype:
-        return None
-    if "sample" in (ours.kept, theirs.kept) and (
-        ours.kept != theirs.kept or ours.sample_stride != theirs.sample_stride
-    ):
-        return None
-    if ours.digest.partition(":")[0] != theirs.digest.partition(":")[0]:
-        return None
-    return ours.digest != theirs.digest
-
-
-def _summary(run: Run, record: Record) -> Summary | None:
-    """The summary that was kept, or one made now from values that were."""
-    if record.summary is not None:
-        return record.summary
-    if record.kept == "full" and not run.lost(record):
-        count = math.prod(record.shape)
-        return kernel.summarize(run.raw(record), DTYPES[record.dtype], count=count)
-    return None

@@ -1,4 +1,4 @@
-"""Small pairs that nothing is the matter with: measured with as few words as possible.
+"""Pairs that nothing is the matter with, small ones above all: measured with few words.
 
 Two tensors of 16 kB are measured in 4 µs, and a dump has tens of thousands of them. Whatever is out
 of the ordinary (a recipe, a lost side, samples, numbers beyond the kernel's range) is not taken
@@ -42,7 +42,7 @@ class _Types(NamedTuple):
 
 
 class SmallPairs:
-    """Measures pairs of two runs, one after the other; for one thread."""
+    """Measures usual pairs of two runs; `rows` is for one thread, the rest for any."""
 
     def __init__(
         self,
@@ -58,20 +58,25 @@ class SmallPairs:
         self._able = kernel.takes_addresses() and tuple(metrics) == STANDARD
         self._known: dict[tuple[str, str], _Types] = {}
 
-    def takes(self, pair: Pair) -> bool:
-        """Whether a pair is small and, as far as its records say, as usual."""
+    def elements(self, pair: Pair) -> int | None:
+        """How many elements a pair has that is, as far as its records say, as usual; else None."""
         ours, theirs, _, _, our_recipe, their_recipe, trouble, _, _ = pair
         if not self._able or our_recipe is not None or their_recipe is not None or trouble:
-            return False
+            return None
         shape = ours.shape
         if ours.kept != "full" or theirs.kept != "full" or shape != theirs.shape:
-            return False
+            return None
         if ours.placement != theirs.placement and lies(ours) != lies(theirs):
-            return False
+            return None
         types = self._known.get((ours.dtype, theirs.dtype)) or self._types(pair)
-        if types is None or math.prod(shape) * types.bits > 8 * SMALL_BYTES:
-            return False
-        return not self._reference.lost(ours) and not self._candidate.lost(theirs)
+        if types is None or self._reference.lost(ours) or self._candidate.lost(theirs):
+            return None
+        return math.prod(shape)
+
+    def is_small(self, pair: Pair, elements: int) -> bool:
+        """Whether a usual pair of so many elements is one for the calling thread."""
+        types = self._known[pair.reference.dtype, pair.candidate.dtype]
+        return elements * types.bits <= 8 * SMALL_BYTES
 
     def _types(self, pair: Pair) -> _Types | None:
         if clash(pair):
@@ -83,7 +88,7 @@ class SmallPairs:
         return types
 
     def rows(self, pairs: Sequence[Pair]) -> Iterator[Row | None]:
-        """Rows of pairs that `takes` took, in their order; see `row`."""
+        """Rows of pairs that are as usual, in their order; see `row`."""
         pieces = [pairs[at : at + _AHEAD] for at in range(0, len(pairs), _AHEAD)]
         many = len(pieces) > 1
         here = self._reference.read_ahead() if many else None
@@ -111,7 +116,7 @@ class SmallPairs:
     def row(
         self, pair: Pair, here: Memory | None = None, there: Memory | None = None
     ) -> Row | None:
-        """The measured row of a pair that `takes` took; None to let the engine look at it.
+        """The measured row of a pair that is as usual; None to let the engine look at it.
 
         Args:
             pair: The pair.
