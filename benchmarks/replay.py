@@ -1,14 +1,22 @@
 """What replay costs: the reference's forward with every module also applied to captured inputs.
 
 A Llama with random weights, 12 layers of width 768, 256 tokens, against a bfloat16 candidate. Goal:
-3 times the plain forward, besides reading the candidate's run once. Plain and replayed forwards
-take turns on one thread; the least processor time of each counts. Writing both runs is measured
-apart, and so is a candidate in float32, where the two formats are one.
+a whole replay takes at most three plain forwards and one reading of the candidate's run. Counted is
+all that a user waits for: the run is opened and read, the program's own forward runs, every module
+is applied again in both formats, both runs are written and sealed. A plain forward is the reference
+program's own, without Driftline; reading is every tensor of the run, once, into memory.
+
+All take turns on the same threads, and the least time of each counts: on one thread and on two by
+the clock, on one thread also by processor time (the writing thread's included). Beside it, without
+a goal of their own: a candidate none of whose results is the trusted module's to the bit, as from
+another device (everything is computed and written in both formats); a replay that keeps nothing;
+a candidate in float32, where the two formats are one.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import tempfile
 import time
@@ -28,8 +36,10 @@ from driftline.runs.manifest import create_run
 from driftline.runs.memory import MemorySink
 from driftline.runs.writer import RunWriter
 
-ROUNDS = 5
+ROUNDS = 7
+FORWARDS = 3
 Row = dict[str, Any]
+Clock = Callable[[], float]
 
 
 def _model() -> nn.Module:
@@ -48,12 +58,6 @@ def _model() -> nn.Module:
     ).eval()
 
 
-def _timed(act: Callable[[], object]) -> float:
-    begun = time.process_time()
-    act()
-    return time.process_time() - begun
-
-
 def _by_name(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     return {site: site for site in ours}
 
@@ -64,6 +68,7 @@ class _Case:
         self._folder = folder
         self._ids = torch.randint(0, 2048, (1, 256))
         self._path = folder / "candidate"
+        self._tries = 0
         candidate = copy.deepcopy(reference).to(dtype)
         with torch.no_grad(), driftline.capture(candidate, self._path):
             candidate(self._ids)
@@ -78,16 +83,17 @@ class _Case:
             for record in (*call.inputs.values(), *call.outputs.values()):
                 captured.tensor(record)
 
-    def replay(self, *, write: bool) -> None:
+    def replay(self, *, write: bool = True, keep_all: bool = False) -> None:
         sinks: list[Any] = [Nowhere(), Nowhere()]
         if write:
-            sinks = []
-            for name in ("exact", "native"):
-                shutil.rmtree(self._folder / name, ignore_errors=True)
-                sinks.append(RunWriter(create_run(self._folder / name)))
+            self._tries += 1
+            sinks = [
+                RunWriter(create_run(self._folder / f"{name}{self._tries}"))
+                for name in ("exact", "native")
+            ]
         session = CaptureSession(MemorySink(), levels=(), model=self._reference)
         captured = Candidate(driftline.open_run(self._path))
-        replayer = Replayer(session, captured, _by_name, *sinks)
+        replayer = Replayer(session, captured, _by_name, *sinks, keep_all=keep_all)
         session.stand_in = replayer
         session.start()
         self.plain()
@@ -96,46 +102,71 @@ class _Case:
             sink.close()
         assert not replayer.report.faults
 
+    def tidy(self) -> None:
+        """What earlier tries wrote is no part of the next one's time."""
+        for path in self._folder.iterdir():
+            if path.name != "candidate":
+                shutil.rmtree(path)
+
 
 def run() -> list[Row]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    rows: list[Row] = []
     try:
-        return [row for dtype in (torch.bfloat16, torch.float32) for row in _figures(dtype)]
+        for dtype in (torch.bfloat16, torch.float32):
+            for threads, clock, how in (
+                (1, time.perf_counter, "one thread"),
+                (2, time.perf_counter, "two threads"),
+                (1, time.process_time, "one thread, processor time"),
+            ):
+                if threads <= len(os.sched_getaffinity(0)):
+                    torch.set_num_threads(threads)
+                    rows += _figures(dtype, clock, how)
     finally:
         torch.set_num_threads(before)
+    return rows
 
 
-def _figures(dtype: torch.dtype) -> list[Row]:
+def _figures(dtype: torch.dtype, clock: Clock, how: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         case = _Case(_model(), dtype, Path(folder))
         case.plain()
-        least = dict.fromkeys(("plain", "read", "replay", "written"), float("inf"))
+        acts: dict[str, Callable[[], None]] = {
+            "plain": case.plain,
+            "read": case.read,
+            "replay": case.replay,
+            "all": lambda: case.replay(keep_all=True),
+            "unwritten": lambda: case.replay(write=False, keep_all=True),
+        }
+        least = dict.fromkeys(acts, float("inf"))
         for _ in range(ROUNDS):
-            for name, act in (
-                ("plain", case.plain),
-                ("read", case.read),
-                ("replay", lambda: case.replay(write=False)),
-                ("written", lambda: case.replay(write=True)),
-            ):
-                least[name] = min(least[name], _timed(act))
+            for name, act in acts.items():
+                case.tidy()
+                begun = clock()
+                act()
+                least[name] = min(least[name], clock() - begun)
     name = str(dtype).removeprefix("torch.")
-    note = f"plain {least['plain'] * 1e3:.0f} ms, reading {least['read'] * 1e3:.0f} ms"
+    allowed = FORWARDS * least["plain"] + least["read"]
+    note = ", ".join(f"{word} {least[word] * 1e3:.0f} ms" for word in ("plain", "read", "replay"))
+
+    def times(word: str) -> str:
+        return f"{(least[word] - least['read']) / least['plain']:.2f}x forward + reading"
+
     return [
         {
-            "what": f"replay of a {name} candidate over a plain forward",
-            "value": (least["replay"] - least["read"]) / least["plain"],
-            "goal": 3.0,
+            "what": f"replay of a {name} candidate over 3 forwards and reading, {how}",
+            "value": least["replay"] / allowed,
+            "goal": 1.0,
             "better": "lower",
-            "unit": "x",
-            "note": note,
+            "unit": "",
+            "note": f"{note}: {times('replay')}",
         },
         {
-            "what": f"the same, both runs written ({name})",
-            "value": (least["written"] - least["read"]) / least["plain"],
+            "what": "  the same, no call the trusted module's to the bit",
+            "value": least["all"] / allowed,
             "goal": None,
             "better": "lower",
-            "unit": "x",
-            "note": "",
+            "unit": "",
+            "note": f"{times('all')}; nothing written: {times('unwritten')}",
         },
     ]

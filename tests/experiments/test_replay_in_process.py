@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import abc
 import copy
+import json
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +16,12 @@ from torch import nn
 
 import driftline
 from driftline.adapters.torch.candidate import Candidate
-from driftline.adapters.torch.repeating import copied
+from driftline.adapters.torch.repeating import copied, same_bits
 from driftline.adapters.torch.replaying import Replayer
 from driftline.adapters.torch.session import CaptureSession
-from driftline.errors import BadInput
+from driftline.diagnosis import artefacts as diagnosis
+from driftline.diagnosis.artefacts import ReplayedSite
+from driftline.errors import BadFile, BadInput
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 
@@ -44,7 +49,7 @@ class Replay:
             by_name,
             exact,
             native,
-            **options,
+            **{"keep_all": True, **options},
         )
         session.stand_in = replayer
         session.start()
@@ -343,3 +348,90 @@ def test_arguments_are_copied_as_deepcopy_would_and_every_tensor_is_asked_for() 
     assert other[0].layers[1]["same"] is other[0].rows
     assert other[0].rows.tolist() == [2.0, 2.0] and shelf.rows.tolist() == [1.0, 1.0]
     assert other[2] == "its own copy"
+
+
+class HalfModel(nn.Module):
+    """Takes 32 bits and works in 16, on parts with the reference's names."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.to(next(self.parameters()).dtype))
+
+
+def halves(fault: bool) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    reference = HalfModel(model())
+    candidate = copy.deepcopy(reference).to(torch.bfloat16)
+    if fault:
+        with torch.no_grad():
+            candidate.inner[1].up.weight[3] *= 1.5
+    torch.manual_seed(7)
+    return reference, candidate, torch.randn(4, 24, 16)
+
+
+def test_values_are_kept_only_where_they_say_something() -> None:
+    replay = Replay(*halves(fault=True), keep_all=False)
+    full = {t.key.site for t in replay.exact.tensors() if t.record.kept == "full"}
+    assert full == {"inner.1.up"}
+    assert {t.key.site for t in replay.native.tensors() if t.record.kept == "full"} == full
+    for record in replay.native.records:
+        if record.kept == "digest":
+            assert record.digest == replay.captured.get(record.key.site).record.digest
+    assert {r.key for r in replay.exact.records} == {r.key for r in replay.native.records}
+    assert "same_bits" not in replay.sites["inner.1.up"]
+    for site, about in replay.sites.items():
+        if site not in full:
+            assert about["same_bits"] == about["calls"] == 1
+            assert 0.0 <= about["noise"]["error"] < 2.0**-7
+    assert replay.sites["inner.0.up"]["noise"]["error"] > 2.0**-11  # bfloat16 rounds
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_diagnosis_is_the_same_whether_all_values_are_kept_or_not(fault: bool) -> None:
+    reference, candidate, x = halves(fault)
+    sink = MemorySink(name="reference")
+    with torch.no_grad(), driftline.capture(reference, sink):
+        reference(x)
+    found = []
+    for keep_all in (True, False):
+        made = Replay(reference, candidate, x, keep_all=keep_all)
+        sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
+        evidence = diagnosis.Replay(made.exact, made.native, sites)
+        found.append(driftline.diagnose(sink.run(), made.captured, replay=evidence))
+    whole, spare = found
+    assert (whole.verdict, whole.first_site) == (spare.verdict, spare.first_site)
+    assert spare.verdict == ("fail" if fault else "pass")
+    for one, other in zip(whole.sites, spare.sites, strict=True):
+        assert (one.site, one.status) == (other.site, other.status)
+        assert other.noise == pytest.approx(one.noise, rel=0.25, abs=2.0**-11)
+        assert other.ratio <= 1.0 or other.status == "introduced"
+        assert math.isfinite(other.projection)
+    assert whole.evidence["false_alarms"] == spare.evidence["false_alarms"]
+
+
+def test_a_call_of_which_nothing_is_new_is_read_from_its_noise_on_disk(tmp_path: Path) -> None:
+    about = {"same_bits": 2, "noise": {"rows": 8, "error": 0.002, "projection": 1e-4}}
+    site = ReplayedSite.from_json(about)
+    assert site.noise is not None
+    assert site.noise.error == 0.002
+    assert ReplayedSite.from_json({"status": "replayed"}).noise is None
+    (tmp_path / "replay.json").write_text(
+        json.dumps({"schema": 1, "sites": {"a": {"same_bits": 1, "noise": {"error": "much"}}}})
+    )
+    with pytest.raises(BadFile, match="noise of site 'a'"):
+        diagnosis.open_replay(tmp_path)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_same_bits_tells_signs_of_zero_and_takes_equal_nans(size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool):
+        one = torch.zeros(size, dtype=dtype)
+        assert same_bits(one, one.clone())
+        if dtype is torch.bool:
+            continue
+        assert not same_bits(one, -one)
+        one[0] = torch.nan
+        assert same_bits(one, one.clone())
+        assert same_bits(one.expand(2, size), one.expand(2, size).contiguous())

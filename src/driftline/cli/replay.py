@@ -35,6 +35,7 @@ def replay(
     ] = None,
     partial: Annotated[bool, Option(group=_WHICH)] = False,
     check_each: bool = False,
+    keep_all: bool = False,
     max_held: Annotated[str, Option(metavar="SIZE")] = "",
     output: Annotated[Path, Option(names=("--output", "-o"), metavar="DIR")] = Path("replay"),
     force: bool = False,
@@ -61,6 +62,9 @@ def replay(
         partial: Go on where the two models differ, and leave out what differs.
         check_each: Prove for every call that the module gives its own output again. Default: once
             for all calls of one class with the same shapes and parts.
+        keep_all: Keep every result. Default: not the values of calls that give, in the candidate's
+            number format, the candidate's own output to the bit; their noise is measured on some
+            rows instead.
         max_held: Memory that may be taken in the program, such as 2GB. Default: 4GB.
         output: Folder of the replay. Default: ./replay.
         force: Replace a replay that is there already.
@@ -77,6 +81,7 @@ def replay(
         most_held=size_of(max_held) if max_held else MOST_HELD,
         partial=partial,
         check_each=check_each,
+        keep_all=keep_all,
         force=force,
     )
     script.end(outcome)

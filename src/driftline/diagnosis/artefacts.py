@@ -5,10 +5,12 @@ Reads and checks; what the evidence means is said elsewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
+from driftline.diagnosis.effects import NOTHING, Effect
 from driftline.errors import BadFile, BadInput, BadRun
 from driftline.formats.opening import open_run
 from driftline.runs.inside import is_inside, read_object, reason_of
@@ -33,12 +35,30 @@ class ReplayedSite(NamedTuple):
             that was not tried (it is compiled, it was not called).
         applied: leaf, whole, or `own code` for a container whose parts were answered with what the
             candidate's gave.
+        noise: How far the candidate's format is from exact, of calls that gave the candidate's own
+            results in it, to the bit; None where no call did.
     """
 
     status: str = "replayed"
     reason: str = ""
     reproduced: bool | None = True
     applied: str = ""
+    noise: Effect | None = None
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> ReplayedSite:
+        """As `replay.json` has it.
+
+        Raises:
+            ValueError: A number is none.
+        """
+        return cls(
+            str(fields.get("status", "replayed")),
+            str(fields.get("reason") or ""),
+            _told(fields.get("reproduced", True)),
+            str(fields.get("applied") or ""),
+            _noise(fields.get("noise")) if fields.get("same_bits") else None,
+        )
 
     @property
     def trouble(self) -> str:
@@ -104,13 +124,12 @@ def open_replay(source: Replay | StrPath) -> Replay:
     for site, about in cast("dict[str, Any]", found).items():
         if not isinstance(about, dict):
             raise BadFile(f"{folder / REPLAY_FILE}: nothing can be read of site '{site}'")
-        fields = cast("dict[str, Any]", about)
-        sites[site] = ReplayedSite(
-            str(fields.get("status", "replayed")),
-            str(fields.get("reason") or ""),
-            _told(fields.get("reproduced", True)),
-            str(fields.get("applied") or ""),
-        )
+        try:
+            sites[site] = ReplayedSite.from_json(cast("dict[str, Any]", about))
+        except (TypeError, ValueError):
+            raise BadFile(
+                f"{folder / REPLAY_FILE}: the noise of site '{site}' is no number"
+            ) from None
     exact = _inner(folder, "exact")
     if exact is None:
         raise BadRun(f"{folder} holds no run 'exact': nothing was replayed", hint="make it again")
@@ -157,6 +176,18 @@ def _inner(folder: Path, name: str) -> Run | None:
 
 def _told(reproduced: Any) -> bool | None:
     return reproduced if reproduced in (True, None) else False
+
+
+def _noise(told: Any) -> Effect:
+    """Sizes and leans alone: that is all a replay measures where nothing else is to be known."""
+    fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    nan = math.nan
+    return NOTHING._replace(
+        rows=int(fields.get("rows", 0)),
+        error=float(fields.get("error", nan)),
+        projection=float(fields.get("projection", nan)),
+        projection_se=float(fields.get("projection_se", nan)),
+    )
 
 
 def _identity(candidate: Any) -> str:

@@ -62,6 +62,7 @@ def replay(
     most_held: int = MOST_HELD,
     partial: bool = False,
     check_each: bool = False,
+    keep_all: bool = False,
     force: bool = False,
 ) -> Replayed:
     """Run the reference program with its modules also applied to the candidate's inputs.
@@ -77,6 +78,7 @@ def replay(
         partial: Go on where the two models differ; what differs is left out.
         check_each: Prove for every call that it reproduces its own output, not once for calls of
             one class with the same shapes.
+        keep_all: Keep all values, also of calls that give the candidate's own results to the bit.
         force: Replace an earlier experiment at the output.
 
     Raises:
@@ -101,6 +103,7 @@ def replay(
             "most_held": most_held,
             "partial": partial,
             "check_each": check_each,
+            "keep_all": keep_all,
         },
     )
     make_room(output, force=force)

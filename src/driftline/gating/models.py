@@ -152,7 +152,7 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     move = _mover(reference)
     exact = MemorySink(name="reference on the candidate's inputs")
     session = CaptureSession(MemorySink(), levels=(), model=reference)
-    replayer = Replayer(session, Candidate(captured), match, exact, MemorySink())
+    replayer = Replayer(session, Candidate(captured), match, exact, None, keep_all=True)
     session.stand_in = replayer
     session.start()
     try:

@@ -12,7 +12,6 @@ from torch import nn
 from driftline.adapters.torch.candidate import Candidate, CandidateCall
 from driftline.adapters.torch.names import is_compiled
 from driftline.adapters.torch.repeating import same_bits
-from driftline.runs.key import TensorKey
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.taps import Frame
@@ -50,7 +49,6 @@ class Open:
         held: Its arguments as they were before it, in memory of their own; None if not needed.
         parts: The calls it made; None when nobody wants them.
         reason: Why it cannot be replayed, found out before it ran.
-        handed: What its own code made for its parts, in exact arithmetic.
         proven: How a call like it was repeated to the bit; empty if that is still to be shown.
     """
 
@@ -58,7 +56,6 @@ class Open:
         "args",
         "candidate",
         "frame",
-        "handed",
         "held",
         "inputs",
         "kwargs",
@@ -79,7 +76,6 @@ class Open:
         self.parts: list[Part] | None = None
         self.reason = ""
         self.proven = ""
-        self.handed: set[TensorKey] = set()
 
 
 def bytes_of(slots: Slots) -> int:

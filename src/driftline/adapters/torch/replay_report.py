@@ -9,15 +9,17 @@ from typing import Any
 
 from driftline.adapters.torch.candidate import Candidate
 from driftline.adapters.torch.names import ModuleNames
+from driftline.adapters.torch.replay_noise import Noise
 
 _MOST_FAULTS = 8
 
 
 class _Site:
-    __slots__ = ("left_out", "not_reproduced", "reason", "replayed", "unknown", "way")
+    __slots__ = ("left_out", "not_reproduced", "own", "reason", "replayed", "unknown", "way")
 
     def __init__(self) -> None:
         self.replayed = 0
+        self.own = 0
         self.unknown = 0
         self.not_reproduced = 0
         self.reason = ""
@@ -31,6 +33,7 @@ class Report:
     Attributes:
         clash: Why the program's model is not the captured run's; nothing is replayed then.
         faults: What went wrong in the experiment itself.
+        noise: How far the captured run's format is from exact, of calls that are right in it.
     """
 
     def __init__(self, candidate: Candidate, *, partial: bool = False) -> None:
@@ -41,10 +44,19 @@ class Report:
         self.clashes: list[str] = []
         self.faults: list[str] = []
         self.calls = 0
+        self.noise = Noise()
 
-    def replayed(self, site: str, way: str) -> None:
+    def replayed(self, site: str, way: str, *, its_own: bool = False) -> None:
+        """A call that was applied again.
+
+        Args:
+            site: Of the captured run.
+            way: How.
+            its_own: Whether it gave the captured results to the bit.
+        """
         entry = self._sites.setdefault(site, _Site())
         entry.replayed += 1
+        entry.own += its_own
         entry.way = way
         self.calls += 1
 
@@ -138,6 +150,8 @@ class Report:
                 "applied": entry.way,
                 "calls": entry.replayed,
             }
+            if entry.own:
+                data |= {"same_bits": entry.own, "noise": self.noise.of(site)}
             if entry.replayed and entry.unknown:
                 data["unknown_calls"] = entry.unknown
             if entry.left_out:

@@ -1,8 +1,8 @@
 """Apply the modules of a running program to the inputs that another run captured.
 
 The program runs as it would. After each wanted call the module is applied again: to its own inputs,
-which must give its own output to the bit, then to the captured ones, once in wide arithmetic and
-once in the captured run's number format. A module with parts has its *own code* repeated: the calls
+which must give its own output to the bit, then to the captured ones, in the captured run's number
+format and in wide arithmetic. A module with parts has its *own code* repeated: the calls
 it makes of its parts are answered with what the captured run's parts gave. So nothing is computed
 twice for the sake of its ancestors, and an error is seen where it is made, not in all modules
 around it. Where its own code cannot be repeated alone the module is applied whole. Files and other
@@ -23,13 +23,11 @@ from torch import nn
 
 from driftline.adapters.selection import Selection
 from driftline.adapters.torch import flatten
-from driftline.adapters.torch import snapshot as snapshots
-from driftline.adapters.torch.candidate import Candidate, torch_dtype
+from driftline.adapters.torch.candidate import Candidate
 from driftline.adapters.torch.modules import cache_part
 from driftline.adapters.torch.names import unwrapped
-from driftline.adapters.torch.recasting import Given, Recast
+from driftline.adapters.torch.recasting import Recast
 from driftline.adapters.torch.repeating import (
-    Script,
     clone,
     copied,
     has_drawn,
@@ -39,6 +37,7 @@ from driftline.adapters.torch.repeating import (
     same_bits,
     undrawn,
 )
+from driftline.adapters.torch.replay_applying import Again, Applying
 from driftline.adapters.torch.replay_calls import (
     NotReplayed,
     NotReproduced,
@@ -49,14 +48,12 @@ from driftline.adapters.torch.replay_calls import (
     in_bytes,
     in_short,
     is_pure,
-    is_table,
-    is_the_programs_own,
     likeness,
     why_never,
 )
 from driftline.adapters.torch.replay_parts import Parts
 from driftline.adapters.torch.replay_report import Report
-from driftline.runs.record import Record
+from driftline.adapters.torch.replay_results import Results
 from driftline.runs.sink import Sink
 
 if TYPE_CHECKING:
@@ -79,11 +76,13 @@ class Replayer:
         candidate: The captured calls.
         match: Sites of the program's modules → those of the captured run.
         exact: Takes what the modules give in wide arithmetic.
-        native: Takes what they give in the captured run's format; nothing where that is wide.
+        native: Takes what they give in the captured run's format; nothing where that is wide. None
+            if nobody wants it: it is not computed then.
         selection: Which calls.
         most_held: Bytes of results held at a time to repeat the code of modules with parts.
         partial: Go on where the two models are not the same.
         check_each: Prove for every call that it reproduces its output, not once for like ones.
+        keep_all: Keep all values, also of calls that give the captured run's own results.
     """
 
     def __init__(
@@ -92,17 +91,17 @@ class Replayer:
         candidate: Candidate,
         match: Callable[[Iterable[str], Iterable[str]], Mapping[str, str]],
         exact: Sink,
-        native: Sink,
+        native: Sink | None,
         *,
         selection: Selection | None = None,
         most_held: int = MOST_HELD,
         partial: bool = False,
         check_each: bool = False,
+        keep_all: bool = False,
     ) -> None:
         self._session = session
         self._candidate = candidate
         self._match = match
-        self._sinks = (exact, native)
         self._selection = selection or Selection()
         self._most_held = most_held
         self._held, self._names = 0, -1
@@ -110,10 +109,17 @@ class Replayer:
         self._alike: dict[Any, str] = {}
         self._check_each = check_each
         self._thread = _Thread()
-        self._wide = candidate.wide
         self.report = Report(candidate, partial=partial)
         self._recast = Recast(candidate, self._site_of)
         self._parts = Parts(self._recast, lambda m: self._site_of(m) in candidate.classes)
+        self._apply = Applying(
+            candidate,
+            self._recast,
+            self._parts,
+            Results(candidate, exact, native, keep_all=keep_all),
+            self.report.noise,
+            one_format=candidate.wide or native is None,
+        )
 
     def __call__(
         self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -265,29 +271,15 @@ class Replayer:
         # One of torch's own layers draws nothing, so there is nothing to put back.
         with contextlib.nullcontext() if opened.held is None else undrawn() as before:
             way, good = self._way_that_reproduces(opened, wanted, part)
-            self._recast.begin()
-            cast: dict[int, torch.Tensor] = {}
-            if self._wide and way == "leaf" and is_the_programs_own(opened, self._candidate):
-                exact = {slot: tensor for slot, _, tensor in wanted}
-            else:
-                exact = self._apply(opened, way, part, cast, exact=True)
-            if before is not None and opened.proven and has_drawn(before):
-                raise NotReproduced("it draws random numbers")
-            native = exact
-            if not self._wide:
-                native = self._apply(opened, way, part, cast, exact=False)
-        if not any(slot in exact and slot in native for slot in good):
-            raise NotReplayed("on the candidate's inputs it gives nothing that the candidate gave")
-        for slot, alias, _ in wanted:
-            if slot not in good or slot not in exact or slot not in native:
-                self.report.left_out(opened.site, slot)
-                continue
-            self._put(self._sinks[0], outputs[slot], alias, opened.frame.class_name, exact[slot])
-            if not self._wide:
-                self._put(
-                    self._sinks[1], outputs[slot], alias, opened.frame.class_name, native[slot]
-                )
-        self.report.replayed(opened.site, way)
+
+            def check() -> None:
+                if before is not None and opened.proven and has_drawn(before):
+                    raise NotReproduced("it draws random numbers")
+
+            kept = self._apply(Again(opened, way, part, wanted, good, {}), check)
+        for slot in kept.left_out:
+            self.report.left_out(opened.site, slot)
+        self.report.replayed(opened.site, way, its_own=kept.is_its_own)
 
     def _way_that_reproduces(self, opened: Open, wanted: Slots, part: int) -> tuple[str, set[str]]:
         """How the module's own output comes out of its own inputs, and which slots of it do."""
@@ -321,73 +313,3 @@ class Replayer:
                 return way, good
             reasons.append("applied to its own inputs again it does not give its own output")
         raise NotReproduced(reasons[-1])
-
-    def _apply(
-        self,
-        opened: Open,
-        way: str,
-        part: int,
-        cast: dict[int, torch.Tensor],
-        *,
-        exact: bool,
-    ) -> dict[str, torch.Tensor]:
-        """The module on the captured inputs; slot to tensor."""
-        module = opened.frame.module
-        source = opened.held or (opened.args, opened.kwargs)
-        given = Given()
-        give = self._recast.inputs(
-            *(opened.candidate, opened.inputs, opened.site, given),
-            exact=exact,
-            own=not is_pure(module),
-        )
-        args, kwargs = copied(source, give)
-        if is_table(module):  # which may be huge, to look up a few rows
-            rows = repeat(Script(module), module, {"": module}, {}, args, kwargs)
-            return {"0": self._recast.looked_up(module, rows, exact=exact)}
-        real = self._parts.real(opened, way, own=False)
-        sink = self._sinks[0 if exact else 1]
-
-        def hand(record: Record, tensor: torch.Tensor) -> None:
-            if exact:
-                opened.handed.add(record.key)
-            elif record.key not in opened.handed:  # no more than a change of format
-                return
-            elif (low := torch_dtype(record.dtype)) is not None:
-                tensor = tensor.to(low)  # code may ask a part's weights for their format
-            self._put(sink, record, record.alias, record.class_name, tensor)
-
-        with self._recast.arithmetic(module, exact=exact):
-            result = repeat(
-                self._parts.captured(opened, way, given, hand, exact=exact),
-                module,
-                real,
-                self._recast.weights(real, exact=exact, cast=cast),
-                args,
-                kwargs,
-            )
-        # What comes out as it went in is the program's own: a cache that the parts have filled.
-        foreign = {tensor.data_ptr() for tensor in given.strangers if tensor.numel()}
-        return {
-            slot: tensor
-            for slot, _, tensor in flatten.outputs(result, part)
-            if tensor.data_ptr() not in foreign
-        }
-
-    def _put(
-        self, sink: Sink, like: Record, alias: str, class_name: str, tensor: torch.Tensor
-    ) -> None:
-        if tuple(tensor.shape) != like.shape:
-            raise NotReplayed(
-                f"on the candidate's inputs it gives shape {tuple(tensor.shape)}, "
-                f"the candidate gave {like.shape}"
-            )
-        with snapshots.undisturbed():
-            shot = snapshots.snapshot(tensor)
-            if isinstance(shot, snapshots.Refusal):
-                raise NotReplayed(shot.reason)
-            if isinstance(shot, snapshots.Pending):
-                raise NotReplayed("it is the result of a collective that is still under way")
-            sink.put(
-                Record(like.key, 0, shot.dtype, shot.shape, alias, class_name, shot.device),
-                shot.data,
-            )

@@ -71,6 +71,7 @@ class LiveReplay:
             most_held=int(options["most_held"]),
             partial=bool(options["partial"]),
             check_each=bool(options["check_each"]),
+            keep_all=bool(options["keep_all"]),
         )
 
     def _writer(self, name: str) -> RunWriter:

@@ -123,29 +123,25 @@ def _captured(model: nn.Module, inputs: Mapping[str, Any], name: str) -> tuple[R
 
 
 def _replayed(source: Specimen, candidate: Run, name: str) -> Replay:
-    exact, native, report = _applied(source.model, source.inputs, candidate)
-    if name in INTEGERS:
+    integers = name in INTEGERS
+    exact, native, report = _applied(source.model, source.inputs, candidate, keep_all=integers)
+    if integers:
         # The format is not the tensors' dtype: what is trusted in it are quantised modules.
         live, inputs = in_format(copy.deepcopy(source.model), source.inputs, name)
-        native, _, _ = _applied(live, inputs, candidate)
-    sites = {
-        site: ReplayedSite(
-            entry.get("status", "replayed"),
-            entry.get("reason", ""),
-            entry.get("reproduced", True),
-        )
-        for site, entry in report["sites"].items()
-    }
+        native, _, _ = _applied(live, inputs, candidate, keep_all=True)
+    sites = {site: ReplayedSite.from_json(entry) for site, entry in report["sites"].items()}
     return Replay(exact, native, sites)
 
 
 def _applied(
-    model: nn.Module, inputs: Mapping[str, Any], candidate: Run
+    model: nn.Module, inputs: Mapping[str, Any], candidate: Run, *, keep_all: bool
 ) -> tuple[Run, Run, Mapping[str, Any]]:
     exact, native = MemorySink(name="exact"), MemorySink(name="native")
     with torch.no_grad(), capture(model, MemorySink(name="own"), keep="describe") as live:
         session = cast(CaptureSession, live.session)
-        replayer = Replayer(session, Candidate(candidate), _by_name, exact, native)
+        replayer = Replayer(
+            session, Candidate(candidate), _by_name, exact, native, keep_all=keep_all
+        )
         live.session.stand_in = replayer
         model(**inputs)
     return exact.run(), native.run(), replayer.report.to_json()

@@ -1,0 +1,186 @@
+"""What is kept of a replay: values where they say something, how small the noise is where not.
+
+A module that gives the captured run's own results in its own format, to the bit, does what the
+trusted module does: its error is that format's noise, whatever its values are. Of such a call the
+noise is measured on some rows, and the values need not be kept. Of every other call they are. Who
+is to blame for what is not known here.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from driftline.adapters.torch import snapshot as snapshots
+from driftline.adapters.torch.candidate import Candidate, CandidateCall, torch_dtype
+from driftline.adapters.torch.repeating import clone, same_bits
+from driftline.adapters.torch.replay_calls import NotReplayed, Open, is_pure
+from driftline.adapters.torch.replay_noise import Noise, some_rows
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Kept, Record
+from driftline.runs.sink import Sink
+
+_CHANNELS = 128
+"""Of a linear layer's outputs, as many are looked at to measure noise."""
+
+
+class Results:
+    """Takes what modules gave, and decides how much of it is kept.
+
+    Args:
+        candidate: The captured run.
+        exact: Takes what modules give in wide arithmetic.
+        native: Takes what they give in the captured run's format; None where nobody wants it.
+        keep_all: Keep all values, also where they are the captured run's own.
+    """
+
+    def __init__(
+        self, candidate: Candidate, exact: Sink, native: Sink | None, *, keep_all: bool
+    ) -> None:
+        self._candidate = candidate
+        self._exact = exact
+        self._native = native
+        self._keep_all = keep_all or native is None
+
+    def is_its_own(self, record: Record, tensor: torch.Tensor) -> bool:
+        """Whether a result is what the captured run has, to the bit, and that suffices."""
+        return (
+            not self._keep_all
+            and record.kept == "full"
+            and bool(record.digest)
+            and not self._candidate.run.lost(record)
+            and same_bits(tensor, self._candidate.tensor(record, tensor.device, own=False))
+        )
+
+    def put_exact(self, like: Record, class_name: str, alias: str, tensor: torch.Tensor) -> None:
+        """Keep what came of wide arithmetic."""
+        _put(self._exact, like, class_name, alias, tensor)
+
+    def put_native(self, like: Record, class_name: str, alias: str, tensor: torch.Tensor) -> None:
+        """Keep what came of the captured run's format; its digest where that says it all."""
+        if self._native is None:
+            return
+        if self.is_its_own(like, tensor):
+            self.mention_native(like, class_name, alias)
+        else:
+            _put(self._native, like, class_name, alias, tensor)
+
+    def mention_native(self, like: Record, class_name: str, alias: str) -> None:
+        """What came of the captured run's format is the captured run's own."""
+        if self._native is not None:
+            _mention(self._native, like, class_name, alias, like.dtype, "digest")
+
+    def mention_exact(self, like: Record, class_name: str, alias: str, *, own: bool) -> None:
+        """What came of wide arithmetic is not kept: it is the `own`, or differs by noise alone."""
+        dtype = torch_dtype(like.dtype)
+        wide = own or dtype is None or not dtype.is_floating_point or dtype.itemsize >= 4
+        name = like.dtype if wide else "float32"
+        _mention(self._exact, like, class_name, alias, name, "digest" if own else "describe")
+
+    def some_of_a_product(
+        self, opened: Open, weights: Mapping[str, torch.Tensor], noise: Noise
+    ) -> None:
+        """Measure the noise of a linear layer on some of its rows and channels.
+
+        Args:
+            opened: Its call.
+            weights: Its weights in the captured run's format, where that is not their own.
+            noise: Where to.
+        """
+        call, module = opened.candidate, opened.frame.module
+        assert call is not None
+        x, y = (
+            some_rows(self._candidate.tensor(record, module.weight.device, own=False))
+            for record in (*call.inputs.values(), *call.outputs.values())
+        )
+        every = max(1, -(-y.shape[1] // _CHANNELS))
+        weight = weights.get("weight", module.weight)
+        bias = weights.get("bias") if module.bias is None else weights.get("bias", module.bias)
+        with torch.no_grad():
+            made = nn.functional.linear(
+                _wide(x),
+                _wide(weight[::every]),
+                None if bias is None else _wide(bias[::every]),
+            )
+        noise.add(opened.site, next(iter(call.outputs)), made, y[:, ::every])
+
+    def measure(self, site: str, slot: str, like: Record, exact: torch.Tensor, to: Noise) -> None:
+        """Measure the noise of a call on some rows of what it gave."""
+        own = self._candidate.tensor(like, exact.device, own=False)
+        if own.is_floating_point() and own.shape == exact.shape:
+            to.add(site, slot, some_rows(exact), some_rows(own))
+
+
+class Handed:
+    """What a module's own code made for its parts in one repetition.
+
+    Attributes:
+        found: Key → the captured record, and what was handed; None where that is the captured one.
+    """
+
+    def __init__(self, results: Results, *, narrow: bool) -> None:
+        self._results = results
+        self._narrow = narrow
+        self.found: dict[TensorKey, tuple[Record, torch.Tensor | None]] = {}
+
+    def __call__(self, record: Record, tensor: torch.Tensor) -> None:
+        if self._narrow and (low := torch_dtype(record.dtype)) is not None:
+            tensor = tensor.to(low)  # code may ask a part's weights for their format
+        own = self._results.is_its_own(record, tensor)
+        # In memory of its own: the code may go on to work in place.
+        self.found[record.key] = record, None if own else clone(tensor)
+
+    @property
+    def is_its_own(self) -> bool:
+        return all(tensor is None for _, tensor in self.found.values())
+
+
+def is_a_plain_product(opened: Open, way: str) -> bool:
+    """Whether a call is a linear layer's, every row of which can be computed by itself."""
+    call, module = opened.candidate, opened.frame.module
+    return (
+        way == "leaf"
+        and type(module) is nn.Linear
+        and is_pure(module)
+        and call is not None
+        and len(call.inputs) == len(call.outputs) == len(opened.inputs) == 1
+        and all(_is_floating(call, port) for port in ("inputs", "outputs"))
+    )
+
+
+def _is_floating(call: CandidateCall, port: str) -> bool:
+    records: Iterable[Record] = getattr(call, port).values()
+    dtypes = [torch_dtype(record.dtype) for record in records]
+    return all(dtype is not None and dtype.is_floating_point for dtype in dtypes)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.element_size() >= 4 else tensor.float()
+
+
+def _mention(sink: Sink, like: Record, class_name: str, alias: str, dtype: str, kept: Kept) -> None:
+    digest = like.digest if kept == "digest" else ""
+    sink.put(
+        Record(like.key, 0, dtype, like.shape, alias, class_name, like.device, kept, digest), None
+    )
+
+
+def _put(sink: Sink, like: Record, class_name: str, alias: str, tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape) != like.shape:
+        raise NotReplayed(
+            f"on the candidate's inputs it gives shape {tuple(tensor.shape)}, "
+            f"the candidate gave {like.shape}"
+        )
+    with snapshots.undisturbed():
+        shot = snapshots.snapshot(tensor)
+        if isinstance(shot, snapshots.Refusal):
+            raise NotReplayed(shot.reason)
+        if isinstance(shot, snapshots.Pending):
+            raise NotReplayed("it is the result of a collective that is still under way")
+        sink.put(
+            Record(like.key, 0, shot.dtype, shot.shape, alias, class_name, shot.device), shot.data
+        )
