@@ -22,6 +22,7 @@ from driftline.comparison.small import FAR_OFF, SmallPairs
 from driftline.comparison.summaries import ESTIMATED
 from driftline.comparison.table import Table
 from driftline.comparison.unmeasured import clash, has_recipe, paired
+from driftline.comparison.valueless import row_without_values
 from driftline.comparison.values import (
     blocks_of,
     measure_moments,
@@ -29,7 +30,6 @@ from driftline.comparison.values import (
     open_values,
     open_window,
 )
-from driftline.comparison.valueless import row_without_values
 from driftline.errors import DriftlineError, Unreachable
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.moments import PairMoments

@@ -1,0 +1,290 @@
+"""Parts of a tensor of which only summaries were kept, against the whole or other parts.
+
+The sketch is linear: those of terms add up to that of their sum. It also depends on the place of
+every element, so sketches of shards do *not* add up to that of the whole. But where the other side
+has values, or the same parts, each part is compared with its own place, which says as much. Where
+it has neither, only what can be put together exactly is left (counts, min, max, mean, std, l2):
+that proves differences, and no agreement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.alignment.plan import Pair
+from driftline.alignment.recipe import Recipe, Source, Step
+from driftline.comparison.cooking import cook
+from driftline.comparison.row import Number
+from driftline.errors import BadInput
+from driftline.numerics import kernel
+from driftline.numerics.sketch import estimate_l2, estimate_l2_distance
+from driftline.numerics.summary import Summary
+from driftline.runs.run import Run
+
+Cuts = tuple[Step, ...]
+_FAR = 1e-3
+BY_FIGURES = (
+    "from min, max, mean and l2 of the parts together: the error is at least this large (sketches "
+    "of parts do not add up to that of the whole)"
+)
+
+
+class Held(NamedTuple):
+    """What is known of one place of a tensor.
+
+    Attributes:
+        summary: Of the record, or of a sum: then only count, mean and sketch are known.
+        ranks: Who holds it.
+    """
+
+    summary: Summary
+    ranks: tuple[int, ...] = ()
+
+
+Term = tuple[Summary, float, int]
+"""A summary, what its values are multiplied by, and the rank that holds it."""
+
+Parts = Mapping[Cuts, Held]
+"""By where they lie in the whole; the whole itself lies at ()."""
+
+
+def needs_summaries(pair: Pair) -> bool:
+    """Whether a side is to be made of tensors whose values were not kept."""
+    return any(
+        record.kept == "summary" and record.summary is not None
+        for recipe in (pair.reference_recipe, pair.candidate_recipe)
+        if recipe is not None
+        for record in recipe.records
+    ) or any(record.kept == "summary" for record in (pair.reference, pair.candidate))
+
+
+def measure_parts(reference: Run, candidate: Run, pair: Pair) -> tuple[dict[str, Number], str]:
+    """The measurements that summaries of parts allow, and what to say about them.
+
+    Raises:
+        DriftlineError: Nothing can be said.
+    """
+    ours, theirs = (
+        _parts(pair.reference_recipe or pair.reference),
+        _parts(pair.candidate_recipe or pair.candidate),
+    )
+    if ours is None and theirs is None:
+        raise BadInput("neither side has summaries")
+    if ours is None:
+        ours = _sliced(reference, pair.reference_recipe or pair.reference, theirs or {})
+    if theirs is None:
+        theirs = _sliced(candidate, pair.candidate_recipe or pair.candidate, ours)
+    return measured(ours, theirs)
+
+
+def measured(ours: Parts, theirs: Parts) -> tuple[dict[str, Number], str]:
+    """Two sides, each in parts."""
+    found: dict[str, Number] = {}
+    remark = ""
+    here, there = _together(ours), _together(theirs)
+    unlike = sum(abs(a - b) for a, b in zip(_odd(here), _odd(there), strict=True))
+    found["one_sided"] = unlike  # at least that many: positions are not known
+    if unlike:
+        pass
+    elif ours.keys() == theirs.keys() and _sketched(ours) and _sketched(theirs):
+        off = {
+            at: estimate_l2_distance(_sketch(held), _sketch(theirs[at]))
+            for at, held in ours.items()
+        }
+        distance, size, other = math.hypot(*off.values()), _l2(ours, here), _l2(theirs, there)
+        remark = _whose(off, ours, theirs)
+        found["relative_l2"] = _relative(distance, size, other)
+        found["cosine"] = _cosine(distance, size, other)
+        found["rmse"] = distance / math.sqrt(here.count) if here.count else 0.0
+    else:
+        bound = _least(here, there)
+        if math.isnan(bound):
+            raise BadInput(
+                "only summaries of its parts were kept, cut otherwise than the other side's: they "
+                "cannot be put together"
+            )
+        found["relative_l2"], remark = bound, BY_FIGURES
+    for side, summary in (("reference", here), ("candidate", there)):
+        for name in ("min", "max", "mean", "std", "l2"):
+            if not math.isnan(value := getattr(summary, name)):
+                found[f"{side}_{name}"] = value
+        found[f"{side}_nan"], found[f"{side}_inf"] = summary.nan, sum(_odd(summary)[1:])
+    return found, remark
+
+
+def _whose(off: Mapping[Cuts, float], ours: Parts, theirs: Parts) -> str:
+    """Whose parts differ, if the others' do not."""
+    far = {at: each / (_l2({at: ours[at]}, ours[at].summary) or 1.0) for at, each in off.items()}
+    bad = [at for at, each in far.items() if each > max(_FAR, max(far.values()) / 10)]
+    who = sorted({rank for at in bad for rank in (theirs[at].ranks or ours[at].ranks)})
+    if not bad or len(bad) == len(off):
+        return ""
+    said, verb = (f"rank {who[0]}", "is") if len(who) == 1 else (f"ranks {_listed(who)}", "are")
+    return f"the part of {said} {verb} off, those of the other ranks agree"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _parts(source: Source) -> Parts | None:
+    """What summaries say of each place; None where all values are there.
+
+    Raises:
+        BadInput: They say nothing, or cannot be put together.
+    """
+    records = source.records if isinstance(source, Recipe) else (source,)
+    if all(record.kept == "full" for record in records):
+        return None
+    placed: dict[Cuts, list[Term]] = {}
+    _place(source, (), 1.0, placed)
+    return {cuts: _added(terms) for cuts, terms in placed.items()}
+
+
+def _place(source: Source, cuts: Cuts, factor: float, placed: dict[Cuts, list[Term]]) -> None:
+    if not isinstance(source, Recipe):
+        if source.summary is None:
+            raise BadInput(
+                f"{source.key} was kept as {source.kept}; beside summaries only a summary can be "
+                "used"
+            )
+        placed.setdefault(cuts, []).append((source.summary, factor, source.key.rank))
+        return
+    steps, at = list(source.steps), 0
+    joining = steps.pop(0) if steps and steps[0].kind in ("concat", "sum", "mean") else None
+    for step in steps:
+        if step.kind != "times":
+            raise BadInput(
+                f"only summaries were kept, and {step} moves elements: a summary does not know them"
+            )
+        factor *= 1.0 if step.factor is None else step.factor
+    if joining is not None and joining.kind == "mean":
+        factor /= len(source.sources)
+    for each in source.sources:
+        inside = cuts
+        if joining is not None and joining.kind == "concat":
+            size = each.shape[joining.axis]
+            inside = (*cuts, Step("split", joining.axis, at, at + size))
+            at += size
+        _place(each, inside, factor, placed)
+
+
+def _added(terms: Sequence[Term]) -> Held:
+    """The sum of terms: its mean and its sketch are theirs; nothing else is."""
+    first, factor, _ = terms[0]
+    ranks = tuple(rank for _, _, rank in terms)
+    if len(terms) == 1 and factor == 1.0:
+        return Held(first, ranks)
+    if any(any(_odd(summary)) for summary, _, _ in terms):
+        raise BadInput("a term is not finite, and only summaries were kept")
+    if len(terms) == 1:
+        low, high = sorted((first.min * factor, first.max * factor))
+        return Held(
+            first._replace(
+                min=low,
+                max=high,
+                mean=first.mean * factor,
+                std=first.std * abs(factor),
+                l2=first.l2 * abs(factor),
+                sketch=tuple(value * factor for value in first.sketch),
+            ),
+            ranks,
+        )
+    sketches = [[value * each for value in summary.sketch] for summary, each, _ in terms]
+    total = tuple(map(sum, zip(*sketches, strict=True))) if all(sketches) else ()
+    mean = sum(summary.mean * each for summary, each, _ in terms)
+    unknown = math.nan
+    figures = (unknown, unknown, mean, unknown, unknown)
+    return Held(Summary(first.count, *figures, 0, 0, 0, 0, total), ranks)
+
+
+def _sliced(run: Run, source: Source, like: Parts) -> Parts:
+    """Summaries of the places at which the other side has parts."""
+    made = cook(run, source if isinstance(source, Recipe) else Recipe((source,), (), source.shape))
+    if made.dtype.bits < 8:
+        raise BadInput("packed elements cannot be cut as the summaries of the other side are")
+    whole = made.values.reshape(made.shape)
+    found: dict[Cuts, Held] = {}
+    for cuts in like:
+        part = whole
+        for cut in cuts:
+            part = part[(slice(None),) * cut.axis + (slice(cut.start, cut.stop),)]
+        flat = np.ascontiguousarray(part).reshape(-1)
+        found[cuts] = Held(kernel.summarize(flat, made.dtype, count=flat.size))
+    return found
+
+
+def _together(parts: Parts) -> Summary:
+    """The whole's figures, without a sketch; what terms of a sum do not tell is NaN."""
+    each = [held.summary for held in parts.values() if held.summary.count]
+    if not each:
+        return next(iter(parts.values())).summary
+    count = sum(one.count for one in each)
+    nan, plus, minus = (sum(values) for values in zip(*map(_odd, each), strict=True))
+    finite = [one.count - sum(_odd(one)) for one in each]
+    many = sum(finite)
+    known = [(one, n) for one, n in zip(each, finite, strict=True) if n]
+    mean = sum(one.mean * n for one, n in known) / many if many else math.nan
+    square = sum(one.l2**2 for one, _ in known)
+    spread = square / many - mean**2 if many else math.nan
+    return Summary(
+        count,
+        min((one.min for one, _ in known), default=math.nan),
+        max((one.max for one, _ in known), default=math.nan),
+        mean,
+        math.sqrt(max(0.0, spread)) if not math.isnan(spread) else math.nan,
+        math.sqrt(square),
+        sum(one.zeros for one in each),
+        nan,
+        plus,
+        minus,
+    )
+
+
+def _odd(summary: Summary) -> tuple[int, int, int]:
+    return summary.nan, summary.pos_inf, summary.neg_inf
+
+
+def _sketched(parts: Parts) -> bool:
+    return all(held.summary.sketch or not held.summary.count for held in parts.values())
+
+
+def _sketch(held: Held) -> Sequence[float]:
+    return held.summary.sketch or (0.0,) * 64
+
+
+def _l2(parts: Parts, together: Summary) -> float:
+    """The norm of a side; about that, where only the sketch of a sum is known."""
+    if not math.isnan(together.l2):
+        return together.l2
+    return estimate_l2([value for held in parts.values() for value in _sketch(held)])
+
+
+def _relative(distance: float, size: float, other: float) -> float:
+    if size == 0.0:
+        return 0.0 if other == 0.0 else math.inf
+    return distance / size
+
+
+def _cosine(distance: float, size: float, other: float) -> float:
+    if size == 0.0 or other == 0.0:
+        return 1.0 if size == other else 0.0
+    return 1.0 - min(2.0, max(0.0, (distance**2 - (size - other) ** 2) / (2 * size * other)))
+
+
+def _least(here: Summary, there: Summary) -> float:
+    """The relative L2 error is at least this; nan where the figures do not allow even that."""
+    deltas = (
+        abs(there.l2 - here.l2),
+        abs(there.max - here.max),
+        abs(there.min - here.min),
+        abs(there.mean - here.mean) * math.sqrt(here.count),
+    )
+    known = [delta for delta in deltas if not math.isnan(delta)]
+    if not known or math.isnan(here.l2):
+        return math.nan
+    return _relative(max(known), here.l2, there.l2)
