@@ -102,6 +102,12 @@ def debug() -> bool:
     return environment().get(DEBUG, "") not in ("", "0")
 
 
+def columns() -> int:
+    """Width of the terminal as the shell or a person says it; 0 when nobody does."""
+    said = os.environ.get("COLUMNS", "")
+    return int(said) if said.isascii() and said.isdigit() else 0
+
+
 def colours_refused() -> bool:
     """By the user, or by a terminal that calls itself dumb."""
     return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"

@@ -6,7 +6,8 @@ long.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -42,9 +43,11 @@ _ASCII = str.maketrans("▁▂▃▄▅▆▇█│└├─…→◀▲", ".:-=
 
 
 def width_of(stream: TextIO) -> int:
-    if not stream.isatty():
-        return shutil.get_terminal_size((NOT_A_TERMINAL, 24)).columns
-    return shutil.get_terminal_size((100, 24)).columns
+    columns = settings.columns()
+    if columns <= 0 and sys.__stdout__ is not None:  # as `shutil` does it, which loads more
+        with contextlib.suppress(OSError, ValueError):
+            columns = os.get_terminal_size(sys.__stdout__.fileno()).columns
+    return columns if columns > 0 else 100 if stream.isatty() else NOT_A_TERMINAL
 
 
 def wants_colour(stream: TextIO) -> bool:

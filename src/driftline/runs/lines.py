@@ -240,6 +240,9 @@ def _fast_decoder() -> Callable[[bytes], Line]:
     return cast("Callable[[bytes], Line]", msgspec.json.Decoder(structure).decode)
 
 
+_names_a_shard = functools.lru_cache(maxsize=64)(is_shard_name)
+
+
 def check_line(line: Line) -> int:
     """Refuses a line whose claims cannot be true, before anything is allocated for it.
 
@@ -262,8 +265,15 @@ def check_line(line: Line) -> int:
         raise BadLine("a name is not a string")
     if not line.port:
         raise BadLine("no port is said")
-    for name in ("order", "step", "visit"):
-        _whole(getattr(line, name), name)
+    order, step, visit = line.order, line.step, line.visit
+    if not (
+        type(order) is type(step) is type(visit) is int
+        and 0 <= order < _LARGEST
+        and 0 <= step < _LARGEST
+        and 0 <= visit < _LARGEST
+    ):
+        for name in ("order", "step", "visit"):
+            _whole(getattr(line, name), name)
     if type(line.dtype) is not str or line.dtype not in DTYPES:
         raise BadLine(f"dtype {str(line.dtype)[:40]!r} is not known")
     if line.kept not in _KEPT:
@@ -287,11 +297,14 @@ def check_line(line: Line) -> int:
         _check_summary(line.summary)
     expected = DTYPES[line.dtype].byte_count(elements)
     if line.shard != "":
-        if type(line.shard) is not str or not is_shard_name(line.shard):
+        if type(line.shard) is not str or not _names_a_shard(line.shard):
             raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
-        _whole(line.offset, "offset")
-        if _whole(line.length, "length") != expected:
-            raise BadLine(f"{line.length} bytes are listed for a tensor of {expected}")
+        offset, length = line.offset, line.length
+        if type(offset) is not int or not 0 <= offset < _LARGEST:
+            _whole(offset, "offset")
+        if type(length) is not int or length != expected:
+            _whole(length, "length")
+            raise BadLine(f"{length} bytes are listed for a tensor of {expected}")
     return expected
 
 
