@@ -256,3 +256,32 @@ def test_everything_is_on_disk_at_exit_and_a_kill_leaves_whole_files_only(
     assert len(files) < 24 if ending == "kill" else len(files) == 24
     for file in files:
         np.load(file)
+
+
+def test_a_model_that_is_one_layer_has_a_name_that_can_be_read(tmp_path):
+    model = register_saving_hook(nn.Linear(2, 2), tmp_path, "Linear")
+    model(torch.ones(1, 2)).sum().backward()
+    wait_until_saved()
+    keys = {(r.key.site, r.key.port, r.key.slot) for r in driftline.open_run(tmp_path).records}
+    assert keys == {
+        ("(root)", "output", "0"),
+        ("(root)", "param_grad", "weight"),
+        ("(root)", "param_grad", "bias"),
+    }
+
+
+def test_tensors_of_another_run_or_registration_in_the_same_folder_are_said(tmp_path, capsys):
+    def saved(folder):
+        model = register_saving_hook(nn.Linear(2, 2), folder, "Linear")
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        wait_until_saved()
+        return capsys.readouterr().err
+
+    earlier = tmp_path / "tree/tensors/rank_0"
+    earlier.mkdir(parents=True)
+    np.save(earlier / "tensor_idx_9_layer_class_Linear_layer_name_x_micro_step_9.npy", np.ones(1))
+    said = saved(tmp_path / "tree")
+    assert said.count("driftline:") == 1 and "holds tensors of an earlier run" in said
+    assert saved(tmp_path / "other") == ""
+    assert "another registration saves into" in saved(tmp_path / "other")

@@ -247,6 +247,9 @@ class _Tree:
         self.engine = engine
         self.files = SavedFiles(lambda path, problem: self.stopped(path.stem, problem))
         self._told = False
+        self._seen: set[Path] = set()
+        if any(isinstance(one, _Tree) and one.path == path for one in _STORES):
+            _say(f"another registration saves into {path} too: both count their tensors from 0")
         _STORES.add(self)
 
     def put(self, where: _Where, index: int, micro_step: int, shot: Snapshot) -> None:
@@ -260,8 +263,22 @@ class _Tree:
             kind = "grads"
             stem = f"grad_idx_{index}_of_param_name_{name}"
         folder = self.path / kind / f"rank_{_place(self.engine)[0]}"
+        self._look_into(folder)
         file = folder / f"{stem}_micro_step_{micro_step}.npy"
         self.files.save(file, shot.dtype, shot.shape, data)
+
+    def _look_into(self, folder: Path) -> None:
+        """Say it, once, if there are files of another run: those it does not replace stay."""
+        if folder in self._seen:
+            return
+        first = not self._seen
+        self._seen.add(folder)
+        mine = sum(isinstance(one, _Tree) and one.path == self.path for one in _STORES) == 1
+        if first and mine and next(folder.glob("*.npy"), None) is not None:
+            _say(
+                f"{self.path} holds tensors of an earlier run: those of the same name are replaced,"
+                " the others stay"
+            )
 
     def stopped(self, name: str, problem: Exception) -> None:
         self.files.broken = True

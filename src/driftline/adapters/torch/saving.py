@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from driftline.adapters.names import ROOT
 from driftline.adapters.saving import Leaf
 from driftline.adapters.snapshot import Pending, Refusal, Snapshot
 from driftline.adapters.torch import flatten
@@ -27,7 +28,7 @@ class Engine:
 
     def leaves(self, model: nn.Module) -> list[Leaf]:
         return [
-            Leaf(layer, name, name)
+            Leaf(layer, name, name or ROOT)
             for name, layer in unwrapped(model).named_modules()
             if not any(True for _ in layer.children())
         ]
@@ -41,7 +42,7 @@ class Engine:
     def parameters(self, leaf: Leaf) -> Iterator[tuple[str, str, torch.Tensor]]:
         for short, parameter in leaf.layer.named_parameters(recurse=False):
             if parameter.requires_grad:
-                yield short, f"{leaf.name}.{short}" if leaf.name else short, parameter
+                yield short, f"{leaf.name}.{short}", parameter
 
     def at_gradient(self, parameter: torch.Tensor, look: Callable[[Any], None]) -> None:
         def hook(gradient: torch.Tensor | None) -> None:
