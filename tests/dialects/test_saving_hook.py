@@ -285,3 +285,23 @@ def test_tensors_of_another_run_or_registration_in_the_same_folder_are_said(tmp_
     assert said.count("driftline:") == 1 and "holds tensors of an earlier run" in said
     assert saved(tmp_path / "other") == ""
     assert "another registration saves into" in saved(tmp_path / "other")
+
+
+def test_a_disk_that_is_full_when_a_run_is_closed_is_said_too(tmp_path, warm_python):
+    program = """
+import resource, signal, torch
+from torch import nn
+from driftline import register_saving_hook
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+model = nn.Sequential(nn.Linear(64, 64))
+register_saving_hook(model, "kept", "Linear", -1, -1, layout="run")
+for _ in range(8):
+    model(torch.ones(64, 64)).sum().backward()
+print("trained")
+"""
+    done = subprocess.run(
+        [warm_python, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "trained\n"
+    assert done.stderr.count("saving hook stopped") == 1

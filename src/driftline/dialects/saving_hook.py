@@ -10,6 +10,7 @@ differs from the original, and why, is in docs/seed-differences.md.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import re
 import sys
@@ -332,9 +333,15 @@ class _Run:
         from driftline.runs.writer import RunWriter
 
         rank, world_size = _place(self.engine)
+        atexit.register(self._ended)  # before the writer's own, so that it is called after that
         self._writer = RunWriter(self.path, rank=rank, world_size=world_size)
         self._writer.describe(**self.engine.facts())
         return self._writer
+
+    def _ended(self) -> None:
+        """What waited for the disk may have failed after the last tensor was handed over."""
+        if self._writer.failure:
+            self.stopped("the end", OSError(self._writer.failure))
 
     def stopped(self, name: str, problem: Exception) -> None:
         if not self._told:
@@ -344,6 +351,7 @@ class _Run:
     def flush(self) -> None:
         if self._writer is not None:
             self._writer.flush()
+            self._ended()
 
     def finish_behind(self) -> None:
         return  # sealing waits for the disk: at exit
