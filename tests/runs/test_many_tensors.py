@@ -136,3 +136,35 @@ def test_a_tensor_more_takes_no_more_memory(tmp_path):
     (few, less), (many, more) = sorted(held.items())
     assert (many, few) == (120_000, 40_000)
     assert (more - less) / (many - few) < 150
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
+from driftline.cli.main import main
+sys.exit(main(["compare", *sys.argv[2:]]))
+"""
+
+
+def limited(files: int, *words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, str(files), *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_run_has_more_ranks_than_a_process_may_open_files(tmp_path):
+    pair = [write(tmp_path / side, ranks=300, per_rank=1) for side in "rc"]
+    done = limited(400, *pair)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "300 of 300 tensors compared" in done.stdout
+
+
+def test_files_that_cannot_be_opened_are_no_finding(tmp_path):
+    pair = [write(tmp_path / side, ranks=60, per_rank=1) for side in "rc"]
+    done = limited(40, *pair)
+    assert done.returncode == 2
+    assert "no more files can be opened: Too many open files" in done.stderr
+    assert "ulimit -n" in done.stderr and "Traceback" not in done.stderr

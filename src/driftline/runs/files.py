@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from driftline.runs.inside import open_inside, read_inside
 from driftline.runs.layout import INDEX
-from driftline.runs.shards import Shards
+from driftline.runs.shards import Mapped, Shards
 
 if TYPE_CHECKING:
     from driftline.runs.places import Files
@@ -38,6 +38,7 @@ class FolderFiles:
     def __init__(self, root: Path) -> None:
         """root: The run's folder, links followed."""
         self.root = root
+        self._mapped = Mapped()
 
     def open(self, name: str) -> BinaryIO:
         return os.fdopen(open_inside(self.root, self.root / name), "rb")
@@ -53,7 +54,7 @@ class FolderFiles:
             return []
 
     def shards(self, folder: str) -> Shards:
-        return Shards(self.root, folder)
+        return Shards(self.root, folder, self._mapped)
 
     def is_written(self, folder: str) -> bool | None:
         from driftline.runs.liveness import is_held  # only of runs that were not closed

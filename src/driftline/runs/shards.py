@@ -5,16 +5,35 @@ Knows names and sizes of files, not what their bytes mean.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+from collections import deque
 from pathlib import Path
 
-from driftline.errors import BadFile
+from driftline.errors import BadFile, Unreachable
 from driftline.numerics.addresses import address_of
 from driftline.runs.inside import open_inside, reason_of
 from driftline.runs.layout import is_shard_name
 from driftline.runs.record import Record
 from driftline.runs.run import Memory
+
+MOST_MAPPED = 128
+"""Files of a run that are mapped at a time: each is an open file, of which a process often may have
+1024, and a run has one for each of its ranks at least."""
+
+
+class Mapped:
+    """Which shards of a run are mapped, in all its folders; of too many the oldest is let go."""
+
+    def __init__(self) -> None:
+        self._names: deque[tuple[Shards, str]] = deque()
+
+    def add(self, shards: Shards, name: str) -> None:
+        self._names.append((shards, name))
+        while len(self._names) > MOST_MAPPED:
+            oldest, its = self._names.popleft()
+            oldest.forget(its)
 
 
 class Shards:
@@ -23,11 +42,13 @@ class Shards:
     Args:
         root: The run, which no name leads out of.
         name: Its folder in there.
+        mapped: What all folders of the run share.
     """
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Path, name: str, mapped: Mapped) -> None:
         self.root = root
         self.name = name
+        self._mapped = mapped
         self._maps: dict[str, mmap.mmap | bytes] = {}
         self._places: dict[str, tuple[memoryview, int]] = {}
 
@@ -74,6 +95,11 @@ class Shards:
         self._places.clear()
         self._maps.clear()
 
+    def forget(self, shard: str) -> None:
+        """As `release`, of one of them."""
+        self._places.pop(shard, None)
+        self._maps.pop(shard, None)
+
     def _map(self, shard: str) -> mmap.mmap | bytes:
         found = self._maps.get(shard)
         if found is None:
@@ -82,6 +108,7 @@ class Shards:
             try:
                 file = open_inside(self.root, self.root / self.name / shard)
             except OSError as error:
+                _require_files(error)
                 known = _sent_to(self.root, f"{self.name}/{shard}")
                 if known is not None:
                     raise BadFile(f"{self.name}/{shard} was sent to {known[0]}") from None
@@ -90,10 +117,27 @@ class Shards:
                 found = (
                     mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
                 )
+            except OSError as error:
+                _require_files(error)
+                raise
             finally:
                 os.close(file)
             self._maps[shard] = found
+            self._mapped.add(self, shard)
         return found
+
+
+def _require_files(error: OSError) -> None:
+    """A process that may not open another file can say nothing about any tensor.
+
+    Raises:
+        Unreachable: It may not.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise Unreachable(
+            f"no more files can be opened: {error.strerror}",
+            hint="ulimit -n 1024 lets this shell's programs have as many as is usual",
+        ) from None
 
 
 def check_inside(record: Record, size: int) -> None:
