@@ -141,7 +141,7 @@ def test_outputs_gradients_and_weights_are_bitwise_what_they_are_without(kind):
     plain, _ = trained(kind, lambda model: nullcontext())
     watched, capture = trained(kind, Captured)
     assert [a.tobytes() for a in plain] == [a.tobytes() for a in watched]
-    assert capture.rows and not capture.said("capture-fault")
+    assert capture.rows and not capture.said("capture-fault") and not capture.said("refused")
     assert {key.step for key in capture.keys} == {0, 1}
 
 

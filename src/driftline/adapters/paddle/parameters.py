@@ -78,6 +78,8 @@ class ParameterTap:
             for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 if tensor is None or self._is_written(tensor):
                     continue
+                if not tensor._is_initialized():  # an LSTM has a buffer that is never filled
+                    continue
                 self._written[id(tensor)] = weakref.ref(tensor)
                 session.emit(site, "param", name, tensor, class_name=class_name, step=step)
         self._done.add(root)
