@@ -18,6 +18,7 @@ from driftline.alignment.rank_mesh import Coordinate, Placed
 from driftline.alignment.recipe import Recipe, Source, joined
 from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.numerics.sketch import sketch
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -133,37 +134,57 @@ def ways(
     return found
 
 
-def values_of(run: Run, source: Source) -> F64 | None:
-    """What a record or a recipe of joins holds; None where that cannot be had."""
+def values_of(run: Run, source: Source, *, sketched: bool = False) -> F64 | None:
+    """What a record or a recipe of joins holds; None where that cannot be had.
+
+    Args:
+        run: Where it lies.
+        source: What.
+        sketched: Its sketch instead, which is linear in the values: summaries have no more.
+    """
     try:
-        return _values(run, source)
+        return _values(run, source, sketched)
     except (DriftlineError, OSError, ValueError):
         return None
 
 
-def _values(run: Run, source: Source) -> F64:
+def _values(run: Run, source: Source, sketched: bool) -> F64:
     if isinstance(source, Record):
-        if source.kept != "full" or run.lost(source) or math.prod(source.shape) > _LARGEST:
-            raise BadInput("no values")
-        dtype = DTYPES[source.dtype]
-        if dtype.kind in ("complex", "bits") or dtype.bits < 8:
-            raise BadInput("no plain numbers")
-        numbers: Any = to_float64(run.raw(source), dtype, math.prod(source.shape))
-        return cast("F64", numbers.reshape(source.shape))
-    parts = [_values(run, each) for each in source.sources]
+        return _sketch(run, source) if sketched else _numbers(run, source)
+    parts = [_values(run, each, sketched) for each in source.sources]
     found: Any = parts[0]
     for step in source.steps:
-        if step.kind == "concat":
-            found = np.concatenate(parts, axis=step.axis)
-        elif step.kind in ("sum", "mean"):
+        if step.kind in ("sum", "mean"):
             found = np.sum(parts, axis=0) / (len(parts) if step.kind == "mean" else 1)
         elif step.kind == "times":
             found = found * step.factor
+        elif sketched:
+            raise BadInput("sketches of parts are none of the whole")
+        elif step.kind == "concat":
+            found = np.concatenate(parts, axis=step.axis)
         elif step.kind == "select":
             found = np.take(found, step.numbers, axis=step.axis)
         else:
             raise BadInput("no join")
     return cast("F64", found)
+
+
+def _numbers(run: Run, record: Record) -> F64:
+    if record.kept != "full" or run.lost(record) or math.prod(record.shape) > _LARGEST:
+        raise BadInput("no values")
+    dtype = DTYPES[record.dtype]
+    if dtype.kind in ("complex", "bits") or dtype.bits < 8:
+        raise BadInput("no plain numbers")
+    numbers: Any = to_float64(run.raw(record), dtype, math.prod(record.shape))
+    return cast("F64", numbers.reshape(record.shape))
+
+
+def _sketch(run: Run, record: Record) -> F64:
+    if record.summary is None:
+        return sketch(_numbers(run, record))
+    if not record.summary.sketch:
+        raise BadInput("no sketch")
+    return np.array(record.summary.sketch)
 
 
 def distance(ours: F64, theirs: F64) -> float:

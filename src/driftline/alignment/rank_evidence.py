@@ -53,7 +53,14 @@ class Evidence:
         self.decided = True
         self.notes: list[str] = []
         self._rows: dict[int, tuple[int, ...]] = {}
-        self._find_rows()
+        self._sketched = any(
+            record.kept == "summary"
+            for run in (layouts.run, layouts.other)
+            if run is not None
+            for record in run.records
+        )
+        if not self._sketched:
+            self._find_rows()
         self.averaged = self._convention() if layouts.other is not None else averaged
         self.terms = self._find_terms()
 
@@ -147,6 +154,7 @@ class Evidence:
 
     def _find_terms(self) -> dict[TensorKey, set[int]]:
         suspects: dict[TensorKey, set[int]] = {}
+        taken: set[TensorKey] = set()
         for group in self._layouts.groups:
             placed, _ = self._layouts.lie(group)
             whole = self._layouts.wholes.get(group.key)
@@ -159,8 +167,20 @@ class Evidence:
             axes -= self.data_terms(group, placed)
             if axes and self._is_sum(group, placed, axes, whole):
                 suspects[group.key] = axes
+            elif axes and self._sketched and self._is_shared_gradient(group, axes):
+                suspects[group.key] = axes
+                taken.add(group.key)
         reduced = self._reduced_later(suspects) if suspects else set[TensorKey]()
+        reduced |= {key for key in suspects if key in taken}
         return {key: axes for key, axes in suspects.items() if key in reduced}
+
+    def _is_shared_gradient(self, group: Group, axes: set[int]) -> bool:
+        """Whether ranks share a part: each one's own heads give it its gradient.
+
+        Values would show whether the sum agrees; summaries of several parts cannot.
+        """
+        gradient = group.key.port in (*ACTIVATION_GRADIENTS, "param_grad")
+        return gradient and axes <= self._layouts.shared(group)
 
     def _is_sum(
         self, group: Group, placed: Sequence[Placed], axes: set[int], whole: Record
@@ -216,11 +236,34 @@ class Evidence:
         whole = self._layouts.wholes.get(group.key)
         if all(how.kind != "shard" for how in placed) or whole is None:
             return True
-        made, wanted = self._joined(group, placed), self._whole(whole)
-        if made is None or wanted is None:
-            return False
         many = self.rows_apart(group, placed) if group.key.port in ACTIVATION_GRADIENTS else 1
-        return distance(wanted, made / many if self.averaged else made) < _AGREE
+        many = many if self.averaged else 1
+        made, wanted = self._joined(group, placed), self._whole(whole)
+        if made is not None and wanted is not None:
+            return distance(wanted, made / many) < _AGREE
+        return self._sketched and self._has_the_size_of(group, placed, whole, many)
+
+    def _has_the_size_of(
+        self, group: Group, placed: Sequence[Placed], whole: Record, many: int
+    ) -> bool:
+        """Whether shards of which only summaries were kept are together as large as the whole."""
+        try:
+            source = join(group.parts, placed)[0]
+        except DoesNotFit:
+            return False
+        other = self._layouts.other
+        origin: object = whole
+        if isinstance(other, SeenRun):
+            origin = origins_of(other).get(whole.key, whole)
+            origin = origin.recipe if isinstance(origin, Gathered) else origin
+        wanted = _size(origin) if isinstance(origin, Record | Recipe) else math.nan
+        if (
+            other is not None
+            and math.isnan(wanted)
+            and (all_of_it := values_of(other, whole)) is not None
+        ):
+            wanted = float(np.linalg.norm(all_of_it.reshape(-1)))
+        return wanted > 0 and abs(_size(source) / many / wanted - 1) < _AGREE
 
     # --- values
 
@@ -229,7 +272,8 @@ class Evidence:
             source = join(group.parts, placed)[0]
         except DoesNotFit:
             return None
-        return values_of(self._layouts.run, self.in_order(group, source, placed))
+        source = self.in_order(group, source, placed)
+        return values_of(self._layouts.run, source, sketched=self._sketched)
 
     def _added(self, record: Record) -> F64 | None:
         """The sum of what the other run's ranks hold, where they may hold terms as well."""
@@ -239,7 +283,9 @@ class Evidence:
         origin = origins_of(other).get(record.key)
         if not isinstance(origin, Copies) or len(origin.sources) < 2:
             return None
-        found = [values_of(other.whole, source) for source in origin.sources]
+        found = [
+            values_of(other.whole, source, sketched=self._sketched) for source in origin.sources
+        ]
         known = [each for each in found if each is not None]
         if len(known) < len(found) or len({each.shape for each in known}) > 1:
             return None
@@ -248,14 +294,25 @@ class Evidence:
     def _whole(self, record: Record) -> F64 | None:
         """Values of the other run, also where that is itself gathered from ranks."""
         other = self._layouts.other
-        if not isinstance(other, SeenRun):
-            return None if other is None else values_of(other, record)
-        origin = origins_of(other).get(record.key, record)
+        if other is None:
+            return None
+        origin: object = record
+        if isinstance(other, SeenRun):
+            origin, other = origins_of(other).get(record.key, record), other.whole
         if isinstance(origin, Gathered):
-            return values_of(other.whole, origin.recipe)
-        if isinstance(origin, Copies):
-            return values_of(other.whole, origin.sources[0])
-        return values_of(other.whole, origin) if isinstance(origin, Record) else None
+            origin = origin.recipe
+        elif isinstance(origin, Copies):
+            origin = origin.sources[0]
+        if not isinstance(origin, Record | Recipe):
+            return None
+        return values_of(other, origin, sketched=self._sketched)
+
+
+def _size(source: Source) -> float:
+    """The norm of shards by their summaries; nan where one has none."""
+    parts = source.records if isinstance(source, Recipe) else (source,)
+    sizes = [math.nan if part.summary is None else part.summary.l2 for part in parts]
+    return math.nan if any(map(math.isnan, sizes)) else math.hypot(*sizes)
 
 
 def _is_float(record: Record) -> bool:

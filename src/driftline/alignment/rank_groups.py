@@ -49,9 +49,11 @@ class Bytes:
         self._made: dict[TensorKey, str] = {}
 
     def of(self, record: Record) -> str:
-        """A name for a tensor's bytes; empty where they are not known."""
+        """A name for a tensor's bytes, or for what was kept of them; empty where nothing was."""
         if record.digest:
             return record.digest
+        if record.kept == "summary" and record.summary is not None:
+            return repr(record.summary)
         found = self._made.get(record.key)
         if found is None:
             try:

@@ -77,6 +77,13 @@ class Layouts:
         """How a tensor lies, by axis of its places, and what says so; None where nothing does."""
         return self._placed[group.key]
 
+    def shared(self, group: Group) -> set[int]:
+        """The axes of a group's places along which ranks share the parts of its site, if any do."""
+        if (copies := self._copies.get(group.key)) is not None:
+            return {copies}
+        cut = self._cut_by_site.get(group.key.site)
+        return set() if not cut else set(range(len(self.mesh.names))) - cut
+
     def possible(self) -> dict[TensorKey, dict[Shape, int]]:
         """Every shape that the parts of a tensor could make, and how strange that would be."""
         return {group.key: self._possible(group) for group in self.groups}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from driftline.alignment.plan import Pair
@@ -123,13 +124,15 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
     names = [_digest(source) for source in copies.sources]
     if all(names) and len(set(names)) == 1:
         return
-    values = [_values(copies.many, source, sample=True) for source in copies.sources]
+    sketched = any(record.kept == "summary" for source in copies.sources for record in _all(source))
+    read = _sketch if sketched else partial(_values, sample=True)
+    values = [read(copies.many, source) for source in copies.sources]
     if any(each is None for each in values) or len({each.shape for each in values}) != 1:
         return
     clusters = _clusters(values)
     if len(clusters) == 1:
         return
-    whole = _values(copies.one, copies.whole, sample=True)
+    whole = read(copies.one, copies.whole)
     if whole is not None and whole.shape != values[0].shape:
         whole = None
     held = [_ranks_of(source) for source in copies.sources]
@@ -289,6 +292,21 @@ def _values(run: Run, source: Source, *, sample: bool = False) -> Any:
         return None
 
 
+def _sketch(run: Run, source: Source) -> Any:
+    """The sketch of a source: linear in its values, so sums and distances are those of sketches."""
+    import numpy as np
+
+    from driftline.comparison.valueless import summary_of
+
+    if isinstance(source, Recipe):
+        return None  # sketches of parts are none of the whole
+    try:
+        summary = summary_of(run, source)
+    except (DriftlineError, OSError, ValueError):
+        return None
+    return np.array(summary.sketch) if summary is not None and summary.sketch else None
+
+
 def _distance(right: Any, found: Any) -> float:
     from driftline.alignment.joining import distance
 
@@ -310,8 +328,11 @@ def _first(source: Source) -> Record:
 
 def _ranks_of(source: Source) -> list[int]:
     """The ranks of which a copy is made, in order."""
-    records = source.records if isinstance(source, Recipe) else (source,)
-    return sorted({record.key.rank for record in records})
+    return sorted({record.key.rank for record in _all(source)})
+
+
+def _all(source: Source) -> Sequence[Record]:
+    return source.records if isinstance(source, Recipe) else (source,)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ def row_without_values(reference: Run, candidate: Run, pair: Pair, row: Row) -> 
     known_apart = _digests(ours, theirs)
     if known_apart is False:
         return row.measured("digest", dict(_SAME))
-    here, there = _summary(reference, ours), _summary(candidate, theirs)
+    here, there = summary_of(reference, ours), summary_of(candidate, theirs)
     lost = reference.lost(ours) or candidate.lost(theirs)
     if lost and (here is None or there is None):
         return row._replace(status="incomparable", reason=f"{LOST}: {lost}")
@@ -65,7 +65,7 @@ def _digests(ours: Record, theirs: Record) -> bool | None:
     return ours.digest != theirs.digest
 
 
-def _summary(run: Run, record: Record) -> Summary | None:
+def summary_of(run: Run, record: Record) -> Summary | None:
     """The summary that was kept, or one made now from values that were."""
     if record.summary is not None:
         return record.summary
