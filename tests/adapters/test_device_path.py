@@ -115,15 +115,15 @@ def test_memory_that_runs_out_in_capture_leaves_summaries_and_the_program_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = iter(range(100))
-    plain = Transfers.take
+    plain = Transfers.open
 
-    def scarce(self: Transfers, *args: Any, **kwargs: Any) -> Any:
+    def scarce(self: Transfers, region: Any) -> Any:
         if next(calls) >= 2:
             raise torch.OutOfMemoryError("planted")
-        return plain(self, *args, **kwargs)
+        return plain(self, region)
 
-    monkeypatch.setattr(Transfers, "take", scarce)
-    made = run("full")
+    monkeypatch.setattr(Transfers, "open", scarce)
+    made = run("full", budgets=Budgets(host=700))
     assert torch.equal(made.results[0], run("full", pretend=False).results[0])
     assert [r.kept for r in made.records] == ["full"] * 2 + ["summary"] * 4
     (said,) = [e for e in made.events() if e["kind"] == "degraded"]

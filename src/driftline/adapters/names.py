@@ -212,8 +212,8 @@ class ModuleNames:
             module: The module.
             caller: The place of the module whose forward calls it, if any.
         """
-        place = self.known(module)
-        if place is not None:
+        place = self._places.get(id(module))
+        if place is not None and place.ref() is module:
             return place
         if self.family.is_foreign(module, called_by_module=caller is not None):
             return None

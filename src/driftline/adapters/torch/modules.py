@@ -168,8 +168,7 @@ def enter(
     """A module is about to run: name it, count it, take its inputs."""
     if not session.running or is_unwelcome():
         return None
-    names = session.names
-    place = names.known(module) or names.of(module, stack[-1].place if stack else None)
+    place = session.names.of(module, stack[-1].place if stack else None)
     if place is None:
         return None
     recompute = _graph_task() != -1
@@ -191,7 +190,7 @@ def enter(
     stack.append(frame)
     session.steps_seen.add(step)
     session.execution_order.setdefault(place.site)
-    if is_compiled(module):
+    if module._compiled_call_impl is not None or (place.wraps and is_compiled(module)):
         _explain_compiled(session, place)
     look = place.look
     taps = session.taps
@@ -214,7 +213,10 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
         wanted = session.selection.takes_step(frame.step)
         if look.inputs_after and wanted and frame.inputs:
             _take_all(session, frame, "input", frame.inputs, "after")
-        found = flatten.outputs(result, cache_part(frame.module, stack))
+        if isinstance(result, torch.Tensor):
+            found = [("0", "", result)]
+        else:
+            found = flatten.outputs(result, cache_part(frame.module, stack))
         if look.outputs and wanted and found:
             _take_all(session, frame, "output", found, "after")
         for tap in taps:

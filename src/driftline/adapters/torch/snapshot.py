@@ -237,26 +237,26 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
     )
 
 
-def is_alike(tensor: torch.Tensor, dtype: torch.dtype, shape: object, device: int) -> bool:
-    """Whether a tensor of a device is plain, contiguous, and like one described before.
+def address_alike(tensor: torch.Tensor, dtype: torch.dtype, shape: object, device: int) -> int:
+    """Where the values of a plain tensor of a device lie that is like one described before.
 
-    Whether a CUDA graph is being recorded is not asked.
+    0 if it is another kind of tensor. Those without memory of their own (of vmap, of a graph that
+    is traced, sparse ones) have no address, and say so or raise. Whether a CUDA graph is being
+    recorded is not asked.
+
+    Raises:
+        RuntimeError: It has no single address, or no single shape.
     """
-    return (
+    if (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
         and tensor.shape == shape
-        and tensor.layout is _STRIDED
         and tensor.get_device() == device
         and tensor.is_contiguous()
-        and not (
-            tensor.is_neg()
-            or tensor.is_nested
-            or _is_wrapped(tensor)
-            or _is_functional(tensor)
-            or is_zero(tensor)
-        )
-    )
+        and not tensor.is_neg()
+    ):
+        return tensor.data_ptr()
+    return 0
 
 
 def as_before(tensor: torch.Tensor, shot: Snapshot, dtype: torch.dtype) -> bool:

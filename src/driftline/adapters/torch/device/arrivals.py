@@ -20,11 +20,11 @@ from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Refusal, Snapshot
 from driftline.adapters.torch import snapshot as snapshots
-from driftline.adapters.torch.device.delivery import Delivery, Waiting
+from driftline.adapters.torch.device.delivery import Delivery, Repeat, Waiting
 from driftline.adapters.torch.device.desk import Desk, Ticket
 from driftline.adapters.torch.device.flights import Constant
 from driftline.adapters.torch.device.sheets import Reading, Sheet, kind_of
-from driftline.adapters.torch.device.transfers import Parcel
+from driftline.adapters.torch.device.transfers import Parcel, Transfers
 from driftline.adapters.torch.placed import placement_of_plain
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
@@ -45,10 +45,12 @@ class _Alike(NamedTuple):
     shape: torch.Size
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody looks things up in it
     stream: int
-    sheet: Sheet
-    reading: Reading
-    constant: Constant
     alias: str
+    constant: Constant
+    sheet: Sheet
+    reading: Reading | None  # None: its bytes are kept
+    transfers: Transfers
+    size: int
 
 
 class Arrivals:
@@ -105,25 +107,47 @@ class Arrivals:
         self, frame: Frame, port: str, slot: str, alias: str, tensor: torch.Tensor, moment: str
     ) -> bool:
         known = self.alike.get((frame.site, port, slot, moment, frame.phase))
+        if known is None or known.alias != alias:
+            return False
+        index = known.index
+        try:
+            address = snapshots.address_alike(tensor, known.dtype, known.shape, index)
+        except RuntimeError:
+            return False
+        stream = _stream(index) if index >= 0 else 0
         if (
-            known is None
-            or not snapshots.is_alike(tensor, known.dtype, known.shape, known.index)
-            or known.alias != alias
+            not address
+            or address & 15
+            or stream != known.stream
+            or (tensor.grad_fn is not None and placement_of_plain(tensor))
         ):
             return False
-        address, index = tensor.data_ptr(), known.index
-        stream = _stream(index) if index >= 0 else 0
-        if address & 15 or stream != known.stream or placement_of_plain(tensor):
-            return False
-        if index >= 0 and not known.reading.at and snapshots.recording():
-            return False  # the driver is asked at its launch otherwise
         with self._lock:
+            if known.reading is None:
+                return self._carried_again(known, tensor, address, frame)
+            if index >= 0 and not known.reading.at and snapshots.recording():
+                return False  # the driver is asked at its launch otherwise
             sheet = known.sheet
             taken = sheet.take_known(known.reading, stream, address)
             if taken < 0:
                 return False
             group = self.delivery.group_of(sheet.flight, taken)
             group.add(known.constant, frame.step, frame.visit)
+        return True
+
+    def _carried_again(
+        self, known: _Alike, tensor: torch.Tensor, address: int, frame: Frame
+    ) -> bool:
+        """Copy the bytes of a tensor like the last one aside; False if no crate has room."""
+        assert self.desk is not None
+        if self.desk.degraded:
+            return False
+        # What torch copies would become part of a graph that is being recorded.
+        insist = known.index < 0
+        parcel = known.transfers.put(tensor, address, known.size, known.stream, insist=insist)
+        if parcel is None:
+            return False
+        self.delivery.add(Repeat(known.constant, frame.step, frame.visit, parcel))
         return True
 
     def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
@@ -172,7 +196,14 @@ class Arrivals:
         """The same place mostly gives the same kind of tensor: next time it is taken at once."""
         kept = self._reduction.kept
         kind = kind_of(shot.dtype)
-        if kind is None or kind.reals > 1 or shot.placement or kept not in ("summary", "digest"):
+        if (
+            kind is None
+            or kind.reals > 1
+            or shot.placement
+            or not shot.elements
+            or kept not in ("full", "summary", "digest")
+            or desk.degraded
+        ):
             return
         device = desk.device_of(tensor)
         sheet = device.sheet()
@@ -189,10 +220,12 @@ class Arrivals:
             tensor.shape,
             device.place.index,
             device.place.stream(),
-            sheet,
-            sheet.reading(kind, shot.elements),
-            Constant(key, shot, alias, class_name, kept, kind.width),
             alias,
+            Constant(key, shot, alias, class_name, kept, kind.width),
+            sheet,
+            None if kept == "full" else sheet.reading(kind, shot.elements),
+            device.transfers,
+            shot.elements * kind.width,
         )
 
     def _taken(
@@ -208,17 +241,19 @@ class Arrivals:
         what: Ticket | Parcel | None = None
         stride, lost = 1, ""
         if kept in ("full", "sample") and not desk.degraded:
-            whole, owned = tensor, False
+            whole = tensor
             if kept == "sample":
                 stride = self._reduction.stride(shot.elements)
                 if stride > 1:
-                    whole, owned = tensor.reshape(-1)[::stride].contiguous(), True
-            carried = desk.carry(whole, self.send, owned=owned)
+                    whole = tensor.reshape(-1)[::stride].contiguous()
+            size = whole.numel() * whole.element_size()
+            carried = desk.carry(whole, size, self.send)
             if isinstance(carried, str):
                 lost = carried
             elif carried is not None:
                 what = carried
                 self.delivery.in_background()
+                self._remember(desk, key, shot, tensor, alias, class_name)
         if what is None and not lost:
             if kept in ("full", "sample"):
                 kept, stride = "summary", 1

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from driftline.adapters.torch.device.desk import Ticket
-from driftline.adapters.torch.device.flights import Flight, Group
+from driftline.adapters.torch.device.flights import Constant, Flight, Group
 from driftline.adapters.torch.device.places import Mark
 from driftline.adapters.torch.device.transfers import Parcel
 from driftline.numerics.kernel import bytes_at
@@ -53,6 +53,15 @@ class Waiting(NamedTuple):
     what: Ticket | Parcel | Bytes | None
 
 
+class Repeat(NamedTuple):
+    """A whole tensor like one that came before: its record is made when its bytes are here."""
+
+    constant: Constant
+    step: int
+    visit: int
+    parcel: Parcel
+
+
 class Delivery:
     """The queue, and who empties it.
 
@@ -74,7 +83,7 @@ class Delivery:
         self._hand_over_group = hand_over_group
         self._shielded = shielded
         self._pressed = pressed
-        self._queue: deque[Waiting | Group | Callable[[], None]] = deque()
+        self._queue: deque[Waiting | Repeat | Group | Callable[[], None]] = deque()
         self._tail: Group | None = None
         self._changed = threading.Condition(threading.Lock())
         self._emptying = threading.Lock()
@@ -85,7 +94,7 @@ class Delivery:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, waiting: Waiting | Group | Callable[[], None]) -> None:
+    def add(self, waiting: Waiting | Repeat | Group | Callable[[], None]) -> None:
         """Queue a tensor, or something to be done when all before it is handed over."""
         self._queue.append(waiting)
         self._tail = None
@@ -189,6 +198,13 @@ class Delivery:
             self._queue.popleft()
             self._shielded("summaries", self._hand_over_group, first)
             return True
+        if isinstance(first, Repeat):
+            if not self._here(first.parcel.mark, wait=wait):
+                return False
+            self._queue.popleft()
+            record = first.constant.recorded(first.step, first.visit)
+            self._shielded(record.key.site, self._deliver_bytes, record, first.parcel)
+            return True
         if not isinstance(first, Waiting):
             self._queue.popleft()
             self._shielded("delivery", first)
@@ -219,15 +235,11 @@ class Delivery:
         (key, dtype, shape, alias, class_name, device, kept, digest, stride, summary) = waiting[:10]
         data: Bytes | None = None
         what = waiting.what
-        region = None
         if isinstance(what, Ticket):
             digest, summary = what.flight.result(what.slot, what.count, what.width)
             if kept == "digest":
                 summary = None
-        elif isinstance(what, Parcel):
-            region = what.region
-            data = bytes_at(region.memory.data_ptr(), region.size)
-        elif what is not None:
+        elif what is not None and not isinstance(what, Parcel):
             data = what
         record = Record(
             key,
@@ -245,8 +257,13 @@ class Delivery:
             waiting.placement,
             waiting.lost,
         )
-        try:
+        if isinstance(what, Parcel):
+            self._deliver_bytes(record, what)
+        else:
             self._hand_over(record, data)
+
+    def _deliver_bytes(self, record: Record, parcel: Parcel) -> None:
+        try:
+            self._hand_over(record, bytes_at(parcel.address, parcel.size))
         finally:
-            if region is not None:
-                region.give_back()
+            parcel.done()

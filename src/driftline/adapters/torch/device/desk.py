@@ -116,29 +116,39 @@ class Desk:
     # --- whole tensors
 
     def carry(
-        self, tensor: torch.Tensor, progress: Callable[[], None], *, owned: bool = False
+        self, tensor: torch.Tensor, size: int, progress: Callable[[], None]
     ) -> Parcel | str | None:
         """Have a tensor's bytes copied to the host.
 
         Args:
             tensor: On a device.
+            size: Bytes of it.
             progress: Called before anything is waited for: what was taken so far must go its way.
-            owned: It is a copy already.
 
         Returns:
             The parcel; why it was dropped; or None when only its summary can be kept.
         """
         device = self.device_of(tensor)
-        size = tensor.numel() * tensor.element_size()
+        transfers, stream = device.transfers, device.place.stream()
         try:
             if not tensor.is_contiguous():
-                tensor, owned = tensor.contiguous(), True
-            region = self._lend(device, size, progress)
+                tensor = tensor.contiguous()
+            address = tensor.data_ptr()
+            parcel = transfers.put(tensor, address, size, stream, insist=True)
+            if parcel is not None:
+                return parcel
+            self._leave_room(device)
+            crate = transfers.room_for(size, self.budgets.host)
+            region = self._lend(device, crate or size, progress)
             if isinstance(region, str) or region is None:
                 return region
-            self._leave_room(device)
             try:
-                return device.transfers.take(tensor, region, owned=owned)
+                if crate:
+                    transfers.open(region)
+                    parcel = transfers.put(tensor, address, size, stream, insist=True)
+                    assert parcel is not None
+                    return parcel
+                return transfers.take_direct(tensor, region)
             except BaseException:
                 region.give_back()
                 raise
@@ -235,8 +245,6 @@ class Desk:
 
 def _on(place: Place, stream: int) -> Any:
     """Work of this thread goes to a queue of a device meanwhile."""
-    if stream == place.stream():
+    if stream == place.stream() or not isinstance(place, CudaPlace):
         return nullcontext()
-    if not stream:
-        return torch.cuda.stream(torch.cuda.default_stream(place.index))
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=place.index))
+    return torch.cuda.stream(place.queue(stream))

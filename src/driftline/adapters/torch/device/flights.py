@@ -108,12 +108,15 @@ class Constant:
         self._words = native.Words(head, tail, len(head), len(tail), self.count, width, brief)
         self.at = ctypes.addressof(self._words)
 
-    def recorded(self, step: int, visit: int, digest: str, summary: Summary) -> Record:
+    def recorded(
+        self, step: int, visit: int, digest: str = "", summary: Summary | None = None
+    ) -> Record:
         """The record of one of them."""
         one = self.record
-        key = one.key._replace(step=step, visit=visit)
+        site, port, slot, _, _, rank, process, phase, moment = one.key
+        key = TensorKey(site, port, slot, step, visit, rank, process, phase, moment)
         kept = summary if one.kept == "summary" else None
-        return one._replace(key=key, digest=digest, summary=kept)
+        return Record(key, *one[1:8], digest, None, 1, kept)
 
 
 class Group:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 _ABI = 1
 NUMBERS = 10
 """Arguments of the kernel that reads a tensor."""
@@ -91,6 +93,15 @@ def driver() -> Driver | None:
     if found is None or found.driftline_open_driver():
         return None
     return Driver(found.driftline_launch, found.driftline_copy, found.driftline_context)
+
+
+def context_of(device: int) -> int:
+    """The driver's context of a device; 0 without one."""
+    found = driver()
+    if found is None or device < 0:
+        return 0
+    with torch.cuda.device(device):
+        return found.context()
 
 
 def lines(notes: array[int], rows: int, order: int) -> bytes | None:

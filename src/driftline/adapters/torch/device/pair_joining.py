@@ -1,6 +1,6 @@
 """The rows that the programs of a pair left, joined; and positions looked up, as a Triton kernel.
 
-A position is looked for only in the part that it must lie in, by sixteen programs.
+A position is looked for only in the part that it must lie in, by many programs.
 """
 
 # Kernels are compiled from their text; types mean something else in them.
@@ -27,12 +27,13 @@ def joined_pair(
     each: tl.int64,
     rows_at: tl.int64,
     many: tl.int64,
+    shares: tl.int64,
     R: tl.constexpr,
     C: tl.constexpr,
     R_LOWEST: tl.constexpr,
     C_LOWEST: tl.constexpr,
 ):
-    """Row 0 from the others. Program 0 joins figures, sixteen each look one position up.
+    """Row 0 from the others. Program 0 joins figures, `shares` each look one position up.
 
     Fields 0 to 25 are sums, 26 to 30 greatest, 31 and 32 least values, 33 and 34 means; 35 to 39
     the positions (whole numbers) of the greatest error, the first difference, the first element
@@ -41,8 +42,8 @@ def joined_pair(
     rows = rows_at.to(tl.pointer_type(tl.float64)) + 40
     out = rows_at.to(tl.pointer_type(tl.float64))
     program = tl.program_id(0)
-    what = (program + 15) // 16  # 0 for the first one, then sixteen of each
-    share = (program + 15) % 16
+    what = (program + shares - 1) // shares  # 0 for the first one, then `shares` of each
+    share = (program + shares - 1) % shares
     lane = tl.arange(0, 256)  # rows that are looked at together
     if what == 0:
         field = tl.arange(0, 64)[None, :]
@@ -112,8 +113,11 @@ def joined_pair(
                 hit = bad > 0.0
             part = tl.minimum(part, tl.where(there & hit, at + lane, never))
         chosen = tl.min(part, 0)
-        begin = chosen * each * 65536 + share * each * 4096
-        end = tl.where(chosen < many, tl.minimum(begin + each * 4096, count), begin)
+        length = each * 65536
+        piece = (length + shares - 1) // shares
+        begin = chosen * length + share * piece
+        end = tl.minimum(tl.minimum(begin + piece, (chosen + 1) * length), count)
+        end = tl.where(chosen < many, end, begin)
         spot = tl.zeros([2048], tl.int64) + count
         for at in range(begin, end, 2048):
             flat = at + tl.arange(0, 2048)

@@ -21,7 +21,9 @@ from driftline.numerics.moments import PairMoments
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_MOST_PROGRAMS = 1024
+_MOST_PROGRAMS = 528
+_MOST_SHARES = 128
+"""Programs that look one position up."""
 _ROW = 40
 
 
@@ -74,7 +76,8 @@ def pair_on_device(
     kernels = _kernels(KINDS[ours.dtype], KINDS[theirs.dtype])
     where = ours.data_ptr(), theirs.data_ptr(), count, each, rows.data_ptr()
     kernels.rows(programs, index, *where, _bits(rtol), _bits(atol))
-    kernels.join(81, index, *where, programs)
+    shares = min(_MOST_SHARES, -(-min(count, each * 65536) // 4096))
+    kernels.join(1 + 5 * shares, index, *where, programs, shares)
     return rows[0]
 
 
@@ -137,12 +140,12 @@ def moments_of(row: torch.Tensor, count: int) -> PairMoments:
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    tensor = tensor.contiguous()
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.data_ptr() & 15:
+        return tensor
+    tensor = tensor.detach().resolve_neg().contiguous()
     return tensor.clone() if tensor.data_ptr() & 15 else tensor
 
 
+@functools.cache
 def _bits(value: float) -> int:
     return struct.unpack("<q", struct.pack("<d", value))[0]

@@ -60,8 +60,8 @@ class Place(Protocol):
         """Copy in the current queue: what comes after it there waits."""
         ...
 
-    def copy_aside(self, copies: Copies) -> Mark:
-        """Copy beside the current queue, once it has come as far as it is now."""
+    def copy_aside(self, copies: Copies, stream: int) -> Mark:
+        """Copy beside a queue, once it has come as far as it is now."""
         ...
 
     def room(self) -> int:
@@ -103,7 +103,8 @@ class HostPlace:
             host.copy_(device)
         return _Reached()
 
-    copy_aside = copy_here
+    def copy_aside(self, copies: Copies, stream: int) -> Mark:
+        return self.copy_here(copies)
 
     def room(self) -> int:
         return 1 << 40
@@ -141,11 +142,11 @@ class CudaPlace:
             host.copy_(device, non_blocking=True)
         return self.mark()
 
-    def copy_aside(self, copies: Copies) -> Mark:
+    def copy_aside(self, copies: Copies, stream: int) -> Mark:
         if self._aside is None:
             self._aside = torch.cuda.Stream(self._device)
         so_far = torch.cuda.Event()
-        so_far.record(torch.cuda.current_stream(self._device))
+        so_far.record(self.queue(stream))
         self._aside.wait_event(so_far)
         with torch.cuda.stream(self._aside):
             for host, device in copies:
@@ -153,6 +154,14 @@ class CudaPlace:
             done = torch.cuda.Event(blocking=True)
             done.record(self._aside)
         return done
+
+    def queue(self, stream: int) -> torch.cuda.Stream:
+        """The queue that goes by a number."""
+        if stream == self.stream():
+            return torch.cuda.current_stream(self._device)
+        if not stream:
+            return torch.cuda.default_stream(self._device)
+        return torch.cuda.ExternalStream(stream, device=self._device)
 
     def room(self) -> int:
         """Free memory of the card, and what torch's allocator holds without a user."""

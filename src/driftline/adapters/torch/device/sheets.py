@@ -154,14 +154,13 @@ class Reading:
         self.at = 0
         self._launch: Launch | None = None
         made = kernel.made(tables.index)
-        driver = native.driver()
-        if made is None or driver is None:
+        if made is None or native.driver() is None:
             return
         rows, meta = where
         numbers = (0, count, self.each, rows, 0, meta, 0, tables.signs, tables.flips, 0)
         self._launch = Launch(
             made.function,
-            driver.context(),
+            native.context_of(tables.index),
             self.programs,
             made.threads,
             made.shared,

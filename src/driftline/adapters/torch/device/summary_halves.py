@@ -59,8 +59,6 @@ def summary_of_halves(
     For the arguments see `summary_kernels.summary_rows`.
     """
     FLOAT: tl.constexpr = KIND == "bf16" or KIND == "f16"
-    # Squares of bfloat16 have 16 bits, and as many of them as a thread adds fit into float32.
-    BRIEF: tl.constexpr = KIND == "bf16"
     PACKED: tl.constexpr = LEVEL > 1 and FLOAT  # extremes of two at a time
     SELDOM: tl.constexpr = LEVEL > 2 and PACKED  # zeros are counted only where there are any
     TILE: tl.constexpr = 2048  # elements: 32 groups
@@ -116,15 +114,6 @@ def summary_of_halves(
         for chunk in range(begin, whole):
             a = tl.zeros([32, 8], tl.uint64)
             b = tl.zeros([32, 8], tl.uint64)
-            if BRIEF:
-                p_0 = tl.zeros([32, 8], tl.float32)
-                p_1 = tl.zeros([32, 8], tl.float32)
-                p_2 = tl.zeros([32, 8], tl.float32)
-                p_3 = tl.zeros([32, 8], tl.float32)
-                p_4 = tl.zeros([32, 8], tl.float32)
-                p_5 = tl.zeros([32, 8], tl.float32)
-                p_6 = tl.zeros([32, 8], tl.float32)
-                p_7 = tl.zeros([32, 8], tl.float32)
             for tile in range(chunk * TILES, tl.minimum((chunk + 1) * TILES, last)):
                 # The next words are asked for now, and where those after them lie.
                 after = tl.minimum(tile + 1, final)
@@ -137,7 +126,6 @@ def summary_of_halves(
                 w_0, w_1, w_2, w_3 = in_order(w_0, w_1, w_2, w_3, flip)
                 a, b = hashed(a, b, w_0, w_1, w_2, w_3)
                 few = tl.zeros([32, 8], tl.float32)
-                square = tl.zeros([32, 8], tl.float32)
                 for k in tl.static_range(4):
                     if k == 0:
                         word = w_0
@@ -161,57 +149,28 @@ def summary_of_halves(
                     if not SELDOM:
                         zeros += (even == 0.0).to(tl.int32) + (odd == 0.0).to(tl.int32)
                     few += even + odd
-                    if BRIEF:
-                        square += even * even
-                        square += odd * odd
-                        even = signed(even, signs, 2 * k)
-                        odd = signed(odd, signs, 2 * k + 1)
-                        if k == 0:
-                            p_0 += even
-                            p_1 += odd
-                        elif k == 1:
-                            p_2 += even
-                            p_3 += odd
-                        elif k == 2:
-                            p_4 += even
-                            p_5 += odd
-                        else:
-                            p_6 += even
-                            p_7 += odd
+                    even = signed(even, signs, 2 * k).to(tl.float64)
+                    odd = signed(odd, signs, 2 * k + 1).to(tl.float64)
+                    sum_2 += even * even
+                    sum_2 += odd * odd
+                    if k == 0:
+                        s_0 += even
+                        s_1 += odd
+                    elif k == 1:
+                        s_2 += even
+                        s_3 += odd
+                    elif k == 2:
+                        s_4 += even
+                        s_5 += odd
                     else:
-                        even = signed(even, signs, 2 * k).to(tl.float64)
-                        odd = signed(odd, signs, 2 * k + 1).to(tl.float64)
-                        sum_2 += even * even
-                        sum_2 += odd * odd
-                        if k == 0:
-                            s_0 += even
-                            s_1 += odd
-                        elif k == 1:
-                            s_2 += even
-                            s_3 += odd
-                        elif k == 2:
-                            s_4 += even
-                            s_5 += odd
-                        else:
-                            s_6 += even
-                            s_7 += odd
+                        s_6 += even
+                        s_7 += odd
                 sum_1 += few.to(tl.float64)  # eight of 16 bits: float32 holds that
-                if BRIEF:
-                    sum_2 += square.to(tl.float64)
                 w_0, w_1, w_2, w_3 = n_0, n_1, n_2, n_3
                 flip, signs, next_flip = next_flip, next_signs, far_flip
             spot = mixed((thread + chunk * 256 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
             digest_a += mixed(a ^ spot)
             digest_b += mixed(b + spot)
-            if BRIEF:
-                s_0 += p_0.to(tl.float64)
-                s_1 += p_1.to(tl.float64)
-                s_2 += p_2.to(tl.float64)
-                s_3 += p_3.to(tl.float64)
-                s_4 += p_4.to(tl.float64)
-                s_5 += p_5.to(tl.float64)
-                s_6 += p_6.to(tl.float64)
-                s_7 += p_7.to(tl.float64)
 
     if PACKED:
         low = tl.minimum(low_half(low, KIND), high_half(low, KIND))
@@ -219,18 +178,11 @@ def summary_of_halves(
     finite = tl.minimum(whole * CHUNK, count) - begin * CHUNK
     bad = False
     if FLOAT:
-        # What is not finite leaves a trace in the sums; a sentinel is the least there is; squares
-        # of very small numbers are nothing in float32.
-        odd_one = (sum_1 - sum_1 != 0.0) | (sum_2 - sum_2 != 0.0)
+        # What is not finite leaves a trace in the sum; a sentinel is the least there is.
+        odd_one = sum_1 - sum_1 != 0.0
         if LOWEST != 0.0:
             odd_one = odd_one | (low <= LOWEST)
-        size = tl.maximum(tl.abs(low), tl.abs(high))
-        size = tl.where(odd_one | ~(size < 1e30), 1e30, size)
-        size = tl.where(low > high, 0.0, size)
-        most = tl.max(tl.reshape(size, [256]), 0)
-        bad = most >= 1e30
-        if BRIEF:
-            bad = bad | ((most > 0.0) & (most < 1e-15))
+        bad = tl.max(tl.reshape(odd_one.to(tl.int32), [256]), 0) > 0
     if SELDOM:
         some = ((smallest & 0xFFFF) == 0) | ((smallest >> 16) == 0)
         if tl.max(tl.reshape(some.to(tl.int32), [256]), 0) > 0:
