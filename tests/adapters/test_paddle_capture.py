@@ -141,8 +141,10 @@ def test_outputs_gradients_and_weights_are_bitwise_what_they_are_without(kind):
     plain, _ = trained(kind, lambda model: nullcontext())
     watched, capture = trained(kind, Captured)
     assert [a.tobytes() for a in plain] == [a.tobytes() for a in watched]
-    assert capture.rows and not capture.said("capture-fault") and not capture.said("refused")
+    assert capture.rows and not capture.said("capture-fault")
     assert {key.step for key in capture.keys} == {0, 1}
+    # Only the gradient of a sparse embedding: the buffer that an LSTM never fills is no loss.
+    assert len(capture.said("refused")) == (kind is Mixture)
 
 
 def test_every_tensor_is_what_a_hook_that_copies_it_sees():
