@@ -76,6 +76,37 @@ def test_an_operator_that_nobody_knows_is_named(tmp_path: Path) -> None:
         assert "[ONNXRuntimeError]" not in str(error)
 
 
+def test_inputs_of_other_kinds_are_said(tmp_path: Path) -> None:
+    texts = zoo.write(
+        tmp_path / "texts.onnx",
+        [helper.make_node("Shape", ["words"], ["y"])],
+        [helper.make_tensor_value_info("words", TensorProto.STRING, ["n"])],
+        ["y"],
+    )
+    error = refused(texts, {"words": np.ones(3, np.float32)})
+    assert "is float32, the model takes texts" in str(error)
+    assert "has the shape [1, 1]" in str(refused(texts, {"words": np.array([["a"]])}))
+    listed = zoo.write(
+        tmp_path / "list.onnx",
+        [helper.make_node("ConcatFromSequence", ["s"], ["y"], axis=0)],
+        [helper.make_tensor_sequence_value_info("s", zoo.F32, ["n", 4])],
+        ["y"],
+    )
+    error = refused(listed, {"s": np.ones((2, 4), np.float32)})
+    assert "is a seq(tensor(float)), which cannot be given from here" in str(error)
+
+
+def test_what_onnxruntime_says_is_said_without_its_source_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = onnx.load(str(zoo.gelu_mlp(tmp_path / "m.onnx")))
+    model.ir_version = 99
+    (tmp_path / "new.onnx").write_bytes(model.SerializeToString())
+    error = refused(tmp_path / "new.onnx", {"x": zoo.some_x()})
+    assert "'new.onnx': Unsupported model IR version: 99" in str(error)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_newer_opset_than_this_version_knows_is_said(tmp_path: Path) -> None:
     model = onnx.load(str(zoo.gelu_mlp(tmp_path / "m.onnx")))
     model.opset_import[0].version = 9000
@@ -125,7 +156,7 @@ def test_weights_that_are_missing_or_elsewhere_are_refused(tmp_path: Path) -> No
         ({"threads": -1}, "threads is a number of threads"),
         ({"custom_ops": ["nowhere.so"]}, "no library of operators 'nowhere.so'"),
         ({"sites": "frst"}, "no site of the model matches 'frst'"),
-        ({"steps": "4"}, "no step is selected; there are 0"),
+        ({"steps": "4"}, "no step is selected; the steps are 0"),
         ({"keep": "half"}, "no reduction 'half'"),
         ({"ports": "param"}, "port 'param' is not seen"),
     ],

@@ -294,6 +294,73 @@ def test_what_cannot_be_recorded_is_said(tmp_path: Path) -> None:
     assert any("a sequence, map or optional value is no tensor" in message for message in said)
     assert run.get("either").shape == (4, 8)
     assert result.faithful
+    assert result.notes == (
+        "the inside of 1 If is not seen, only what goes in and comes out",
+        "1 value not recorded, because only tensors of numbers are: list",
+    )
+
+
+def test_texts_are_handed_on_and_what_becomes_of_them_is_recorded(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Identity", ["words"], ["same"]),
+        helper.make_node("Shape", ["same"], ["sizes"]),
+        helper.make_node("Cast", ["sizes"], ["count"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["count", "factor"], ["y"]),
+    ]
+    given = [
+        helper.make_tensor_value_info("words", TensorProto.STRING, ["n"]),
+        helper.make_tensor_value_info("factor", zoo.F32, [1]),
+    ]
+    path = zoo.write(tmp_path / "m.onnx", nodes, given, ["same", "y"])
+    np.savez(tmp_path / "x.npz", words=np.array(["one", "two"]), factor=np.float32([3]))
+    run, result = captured(path, tmp_path / "x.npz", optimize="none")
+    assert run.get("y").numpy().tolist() == [6.0]
+    assert result.faithful
+    assert result.notes == (
+        "2 values not recorded, because only tensors of numbers are: same, words",
+    )
+
+
+def test_a_model_without_inputs_needs_none_and_constant_outputs_are_recorded(
+    tmp_path: Path,
+) -> None:
+    constants = [numpy_helper.from_array(np.float32([1, -2]), "c")]
+    path = zoo.write(
+        tmp_path / "m.onnx", [helper.make_node("Neg", ["c"], ["y"])], [], ["y"], constants
+    )
+    for level in ("none", "all"):  # at the higher one nothing is left to compute
+        run, result = captured(path, [], optimize=level)
+        assert run.get("(root)").numpy().tolist() == [-1.0, 2.0]
+        assert result.faithful
+
+
+def test_products_that_lie_as_matrices_are_recorded_with_all_their_axes(tmp_path: Path) -> None:
+    """A product and its bias become a Gemm, whose reshape is merged with that of the heads."""
+    rng = np.random.default_rng(0)
+    make = helper.make_node
+    nodes = [
+        make("Tanh", ["x"], ["t"], "/norm/Tanh"),
+        make("MatMul", ["t", "w"], ["p"], "/q_proj/MatMul"),
+        make("Add", ["b", "p"], ["/q_proj/Add_output_0"], "/q_proj/Add"),
+        make("Reshape", ["/q_proj/Add_output_0", "heads"], ["h"], "/Reshape"),
+        make("Softmax", ["h"], ["y"], "/Softmax"),
+    ]
+    constants = [
+        zoo.weights(rng, "w", 8, 8),
+        zoo.weights(rng, "b", 8),
+        numpy_helper.from_array(np.int64([2, 3, 2, 4]), "heads"),
+    ]
+    given = [helper.make_tensor_value_info("x", zoo.F32, [2, 3, 8])]
+    path = zoo.write(tmp_path / "m.onnx", nodes, given, ["y"], constants)
+    x = rng.standard_normal((2, 3, 8)).astype(np.float32)
+    plain, _ = captured(path, {"x": x}, optimize="none")
+    fused, _ = captured(path, {"x": x}, optimize="all")
+    if not any(record.class_name == "Gemm" for record in fused.records):
+        pytest.skip("this ONNX Runtime makes no Gemm of it")
+    for how in ({}, {"values_at_once": 1}):
+        fused, _ = captured(path, {"x": x}, optimize="all", **how)
+        assert fused.get("q_proj").shape == (2, 3, 8)
+        assert np.allclose(fused.get("q_proj").numpy(), plain.get("q_proj").numpy(), atol=1e-6)
 
 
 def test_a_model_that_draws_numbers_is_said_to_differ(tmp_path: Path) -> None:

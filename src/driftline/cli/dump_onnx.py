@@ -102,15 +102,16 @@ def dump_onnx(
     quiet: bool,
 ) -> int:
     """Run the model and say what was captured."""
+    from driftline.adapters.onnxruntime.arguments import NOTHING_TAKEN
     from driftline.adapters.onnxruntime.door import capture_onnx
     from driftline.formats.opening import open_run
 
     if not words.model:
         raise BadInput("there is no model to run", hint="--model m.onnx")
-    if not words.inputs:
+    if not words.inputs and (takes := _takes(words.model)) != NOTHING_TAKEN:
         raise BadInput(
             "there are no inputs to run the model with",
-            hint=f"--inputs x.npz, or a run whose inputs are taken; {_takes(words.model)}",
+            hint=f"--inputs x.npz, or a run whose inputs are taken; {takes}",
         )
     place, url = dump_words.place_of_run(output, stage)
     if not url:
@@ -243,11 +244,12 @@ def _held(words: OnnxWords) -> str:
 
 def _summary(captured: OnnxCapture, words: OnnxWords, place: str) -> list[str]:
     steps = len(captured.steps)
-    nodes = f"{captured.nodes} nodes"
+    nodes = f"{captured.nodes} node{'s' if captured.nodes != 1 else ''}"
     if captured.nodes != captured.exported_nodes:
         nodes += f" (the file has {captured.exported_nodes})"
     lines = [
-        f"driftline: {captured.tensors} tensors, {say_size(captured.bytes)}, {nodes}, "
+        f"driftline: {captured.tensors} tensor{'s' if captured.tensors != 1 else ''}, "
+        f"{say_size(captured.bytes)}, {nodes}, "
         f"{steps} step{'s' if steps != 1 else ''} in {place}"
     ]
     if captured.executions > 1:

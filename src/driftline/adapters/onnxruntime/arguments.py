@@ -8,7 +8,6 @@ run, and every refusal says what the model takes.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
-import math
 import os
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from driftline.adapters.onnxruntime.graph import sizes_in
-from driftline.adapters.onnxruntime.snapshot import TYPES, AnyArray, HostTensor, dtype_in
+from driftline.adapters.onnxruntime.snapshot import (
+    TYPES,
+    AnyArray,
+    HostTensor,
+    TextTensor,
+    dtype_in,
+)
 from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.reader import open_run
@@ -26,6 +31,8 @@ from driftline.runs.record import Record
 from driftline.runs.run import Run
 
 ROOTS = ("(root)", "")
+_TEXTS = "tensor(string)"
+NOTHING_TAKEN = "the model takes no inputs"
 Source = Mapping[str, Any] | str | os.PathLike[str] | Run
 
 
@@ -49,7 +56,7 @@ class Wanted(NamedTuple):
         return f"{self.name}: {self.dtype or self.kind} [{sizes}]"
 
 
-Feed = dict[str, HostTensor]
+Feed = dict[str, HostTensor | TextTensor]
 
 
 def wanted_by(session: Any) -> list[Wanted]:
@@ -68,7 +75,9 @@ def declared(model: Any) -> str:
         if one.name not in weights:
             told = one.type.tensor_type
             shape = tuple(sizes_in(told.shape))
-            found.append(Wanted(one.name, TYPES.get(told.elem_type, ""), shape, "no tensor"))
+            kind = (one.type.WhichOneof("value") or "value").removesuffix("_type")
+            kind = "texts" if kind == "tensor" else kind
+            found.append(Wanted(one.name, TYPES.get(told.elem_type, ""), shape, kind))
     return _takes(found)
 
 
@@ -81,6 +90,8 @@ def feeds_of(
         DriftlineError: One cannot be read, or is not what the model takes.
     """
     many = [sources] if isinstance(sources, (str, os.PathLike, Mapping, Run)) else list(sources)
+    if not many and not wanted:
+        return [(0, {})]
     if not many:
         raise BadInput("no inputs were given", hint=_takes(wanted))
     found: list[tuple[int, Feed]] = []
@@ -119,7 +130,10 @@ def _from_file(path: Path, wanted: Sequence[Wanted]) -> Mapping[str, Any]:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise BadFile(f"cannot read the inputs in '{path}': {error}") from None
+        raise BadFile(
+            f"cannot read the inputs in '{path}': {error}",
+            hint=f"write plain arrays with numpy.savez; {_takes(wanted)}",
+        ) from None
 
 
 def _from_run(run: Run, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[str, Any], str]]:
@@ -219,12 +233,14 @@ def checked(arrays: Mapping[str, Any], wanted: Sequence[Wanted], where: str) -> 
     return {one.name: _one(arrays[one.name], one, where) for one in wanted}
 
 
-def _one(given: Any, one: Wanted, where: str) -> HostTensor:
+def _one(given: Any, one: Wanted, where: str) -> HostTensor | TextTensor:
+    if one.kind == _TEXTS and not isinstance(given, HostTensor):
+        return _texts(given, one, where)
     tensor = given if isinstance(given, HostTensor) else _array(given, one, where)
     if not one.dtype or DTYPES[one.dtype].bits < 8:
         raise BadInput(
             f"the input '{one.name}' is a {one.kind}, which cannot be given from here",
-            hint="only tensors of numbers can",
+            hint="tensors of numbers and of texts can",
         )
     if tensor.dtype != one.dtype:
         raise BadInput(
@@ -238,6 +254,20 @@ def _one(given: Any, one: Wanted, where: str) -> HostTensor:
             hint=_takes([one]),
         )
     return tensor
+
+
+def _texts(given: Any, one: Wanted, where: str) -> TextTensor:
+    array: AnyArray = np.asarray(given)
+    if array.dtype.kind not in "US" and not all(isinstance(text, str) for text in array.flat):
+        raise BadInput(
+            f"input '{one.name}' of {where} is {array.dtype.name}, the model takes texts",
+            hint="such as numpy.array(['one', 'two'])",
+        )
+    if not _shape_fits(array.shape, one):
+        raise BadInput(
+            f"input '{one.name}' has the shape {list(array.shape)} in {where}", hint=_takes([one])
+        )
+    return TextTensor(array.astype(str))
 
 
 def _array(given: Any, one: Wanted, where: str) -> HostTensor:
@@ -254,7 +284,7 @@ def _array(given: Any, one: Wanted, where: str) -> HostTensor:
 
 def _takes(wanted: Sequence[Wanted]) -> str:
     shown = "; ".join(map(str, wanted[:6])) + (" and more" if len(wanted) > 6 else "")
-    return f"the model takes {shown}" if wanted else "the model takes no inputs"
+    return f"the model takes {shown}" if wanted else NOTHING_TAKEN
 
 
 def _near(name: str, known: Mapping[str, Wanted]) -> str:
@@ -264,7 +294,3 @@ def _near(name: str, known: Mapping[str, Wanted]) -> str:
 
 def _list(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
-
-
-def bytes_in(feed: Feed) -> int:
-    return sum(DTYPES[one.dtype].byte_count(math.prod(one.shape)) for one in feed.values())

@@ -150,7 +150,7 @@ def capture_onnx(
         feeds = [(step, feed) for step, feed in every if chosen.takes_step(step)]
         if not feeds:
             raise BadInput(
-                f"no step is selected; there are {', '.join(str(step) for step, _ in every)}",
+                f"no step is selected; the steps are {', '.join(str(step) for step, _ in every)}",
                 hint="each set of inputs is a step",
             )
         taken = work.choose(chosen, shown)
@@ -183,7 +183,7 @@ def capture_onnx(
 
 
 def _notes(sink: Sink, work: Work, *, faithful: bool) -> tuple[str, ...]:
-    notes: list[str] = []
+    notes = work.unseen()
     if whole := work.integer_nodes():
         notes.append(
             f"{whole} nodes compute with integers: against a float model their values are taken "

@@ -14,6 +14,8 @@ from driftline.adapters.onnxruntime.modules import MERGED, ModuleCall
 from driftline.adapters.onnxruntime.names import ROOT
 from driftline.adapters.onnxruntime.recording import Seen, slot_of
 
+_PLUMBING = ("ReorderInput", "ReorderOutput", "Cast", "Transpose")
+"""Nodes that only lay out again, or widen, what they take."""
 Place = tuple[str, int, str]
 """A module, which call of it, and the port."""
 Tensor = tuple[str, int, str, str]
@@ -58,8 +60,26 @@ def fusions(seen: Seen) -> list[Fusion]:
             tuple(dict.fromkeys(place for value in values for place in at.get(value, ()))),
         )
         for number, held in sorted(holds.items())
-        if (values := seen.placed.gives[number])
+        if (values := seen.placed.gives[number]) and _is_whole(number, seen)
     ]
+
+
+def _is_whole(number: int, seen: Seen) -> bool:
+    """Whether a node takes nothing but values of the exported graph.
+
+    One that takes a value of another name computes less than it seems: who made that did the rest.
+    """
+    graph = seen.optimised
+    for value in graph.data_inputs(graph.nodes[number]):
+        while value not in seen.exported.maker and value not in graph.inputs:
+            maker = graph.maker.get(value)
+            if maker is None or graph.nodes[maker].op not in _PLUMBING:
+                return False
+            before = graph.data_inputs(graph.nodes[maker])
+            if not before:  # a weight that was widened
+                break
+            value = before[0]
+    return True
 
 
 def _folded(call: ModuleCall, seen: Seen) -> Iterator[tuple[Place, int]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from driftline.adapters.onnxruntime.graph import Graph
 
-_LAYOUTS = ("ReorderOutput", "ReorderInput")
+_LAYOUTS = ("ReorderOutput", "ReorderInput", "Cast")
 
 
 class Placed(NamedTuple):

@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+
 from driftline.adapters.onnxruntime import loading
+from driftline.adapters.onnxruntime.snapshot import HostTensor, TextTensor
 from driftline.errors import BadFile, BadInput, DriftlineError
 
 Level = Literal["none", "basic", "extended", "all"]
@@ -28,9 +31,12 @@ _LEVELS = {
     "all": "ORT_ENABLE_ALL",
 }
 _ENDING = "ExecutionProvider"
-_ERRORS_ONLY = 3
+_SILENT = 4
+"""What ONNX Runtime has to say of a failure is in the error that it raises."""
 _NO_OPERATOR = ("not a registered", "no op registered", "not implemented", "could not find an impl")
 _LOADING = re.compile(r"^Load model from .*? failed:\s*")
+_SOURCE = re.compile(r"/\S+\.(?:h|cc|cpp):\d+ .*?\)(?: const)?(?:::<lambda\(\)>)? (?=[A-Z])")
+"""Where in its own sources it noticed something."""
 _WEIGHTS = "weights.bin"
 
 
@@ -163,7 +169,7 @@ def capturing(path: Path, plan: SessionPlan, name: str) -> Any:
 def _options(plan: SessionPlan, level: str) -> Any:
     ort = loading.engine()
     options = ort.SessionOptions()
-    options.log_severity_level = _ERRORS_ONLY
+    options.log_severity_level = _SILENT
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     if plan.threads:
         options.intra_op_num_threads = plan.threads
@@ -199,8 +205,9 @@ def _refused(error: Exception, name: str) -> BadFile:
     lower = text.lower()
     if kind == "NotImplemented" or any(words in lower for words in _NO_OPERATOR):
         hint = (
-            "this ONNX Runtime has no such operator: export for an older opset, use a newer "
-            "onnxruntime, or give the library that holds it with --custom-ops"
+            "this ONNX Runtime has no such operator, or none for these types: export for another "
+            "opset or type, use a newer onnxruntime, or give the library that holds it with "
+            "--custom-ops"
         )
     elif "opset" in lower or "ir version" in lower or "ir_version" in lower:
         hint = "the file is newer than this onnxruntime: install a newer one, or export again"
@@ -217,7 +224,7 @@ def said(error: Exception) -> str:
     parts = text.split(" : ")
     if text.startswith("[ONNXRuntimeError]") and len(parts) > 2:
         text = " : ".join(parts[3:] or parts[2:])
-    return _LOADING.sub("", text)[:400] or type(error).__name__
+    return _SOURCE.sub("", _LOADING.sub("", text))[:400] or type(error).__name__
 
 
 def run(session: Any, outputs: Sequence[str], feed: Mapping[str, Any], name: str) -> list[Any]:
@@ -227,9 +234,28 @@ def run(session: Any, outputs: Sequence[str], feed: Mapping[str, Any], name: str
         DriftlineError: The model failed; says what ONNX Runtime says.
     """
     try:
+        if any(isinstance(value, np.ndarray) for value in feed.values()):
+            return _run_with_texts(session, outputs, feed)
         return list(session.run_with_ort_values(list(outputs), dict(feed)))
     except Exception as error:
         raise BadInput(
             f"'{name}' failed: {said(error)}",
             hint="it fails without driftline too; are the inputs the right ones?",
         ) from None
+
+
+def _run_with_texts(session: Any, outputs: Sequence[str], feed: Mapping[str, Any]) -> list[Any]:
+    """By way of arrays: no value of ONNX Runtime is made of texts."""
+    arrays = {
+        name: value if isinstance(value, np.ndarray) else value.numpy()
+        for name, value in feed.items()
+    }
+    return [_wrapped(value) for value in session.run(list(outputs), arrays)]
+
+
+def _wrapped(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value  # a list or a map, which `look` refuses
+    if value.dtype.kind in "OUS":
+        return TextTensor(value)
+    return HostTensor(value, value.dtype.name, value.shape)

@@ -26,6 +26,8 @@ _NORM = "_bn"
 _WIDENED = "InsertedPrecisionFreeCast_"
 """How ONNX Runtime calls what it computes in 32 bits because it has no kernel for 16."""
 _SUMS = ("Add", "Sum")
+_BIASED = "/MatMulAddFusion"
+"""How ONNX Runtime calls a product with its bias."""
 _FUSED_MOST = 3
 _IMAGES = 4
 
@@ -37,11 +39,13 @@ class Stored(NamedTuple):
         name: Its name in the optimised graph.
         channels: How many of its channels are real, if it lies in blocks; 0 if it does not.
         channels_last: Its channels are its last axis, not its second.
+        like: If it lies as a matrix: a value that has all its axes, and its sizes but the last.
     """
 
     name: str
     channels: int = 0
     channels_last: bool = False
+    like: str = ""
 
 
 def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
@@ -83,9 +87,38 @@ def widened_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
     return found
 
 
+def flat_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
+    """Value of the exported graph → the matrix that holds it.
+
+    A product and the sum with a bias after it become one Gemm, which knows matrices only; the
+    reshape behind it may have been merged with another one.
+    """
+    products = {node.name: node for node in exported.nodes if node.op == "MatMul" and node.name}
+    found: dict[str, Stored] = {}
+    for node in optimised.nodes:
+        product = products.get(node.name.removesuffix(_BIASED))
+        if node.op != "Gemm" or not node.name.endswith(_BIASED) or product is None:
+            continue
+        after = exported.readers.get(product.outputs[0], [])
+        sums = [exported.nodes[n].outputs[0] for n in after if exported.nodes[n].op in _SUMS]
+        if len(after) != 1 or not sums or sums[0] in optimised.maker:
+            continue
+        like = _made_flat(node.inputs[0], optimised)
+        if like in exported.maker and node.outputs[0] not in exported.maker:
+            found[sums[0]] = Stored(node.outputs[0], like=like)
+    return found
+
+
+def _made_flat(value: str, optimised: Graph) -> str:
+    """What a value was before it was made a matrix; empty if it was not."""
+    maker = optimised.maker.get(value)
+    is_reshape = maker is not None and optimised.nodes[maker].op == "Reshape"
+    return optimised.nodes[maker].inputs[0] if maker is not None and is_reshape else ""
+
+
 def _named(node: Node, exported: Graph) -> str:
     """The value that a node of blocks has its name from."""
-    name = node.name.removesuffix(_SUFFIX)
+    name = node.name.removesuffix(_SUFFIX).removeprefix(_WIDENED)
     return name if name in exported.maker else name.removesuffix(_NORM)
 
 
@@ -103,7 +136,7 @@ def _which(start: str, node: Node, exported: Graph, optimised: Graph, plain: dic
     """
     wanted: set[str] = set()
     for value in optimised.data_inputs(node):
-        known = plain.get(value, value)
+        known = plain.get(value, value).removeprefix(_WIDENED)
         if not exported.known(known):
             return ""
         wanted.add(known)
@@ -191,12 +224,21 @@ def block_size() -> int:
     return int(session.run(None, {"x": given})[0][0, 0, 0, 1])
 
 
-def usual(value: Any, stored: Stored, block: int) -> Any:
-    """A value as the exported graph has it; itself where it lies so already."""
-    if not stored.channels and not stored.channels_last:
+def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) -> Any:
+    """A value as the exported graph has it; itself where it lies so already.
+
+    Args:
+        value: As ONNX Runtime gave it.
+        stored: How it lies.
+        block: How many channels lie together on this machine.
+        like: Shape of the value that it is like.
+    """
+    if not stored.channels and not stored.channels_last and not stored.like:
         return value
     array: AnyArray = value.numpy()
-    if stored.channels_last:
+    if stored.like:
+        turned = array.reshape(*like[:-1], array.shape[-1])
+    elif stored.channels_last:
         turned = np.moveaxis(array, -1, 1) if array.ndim == _IMAGES else array
     else:
         batch, padded, *rest = array.shape

@@ -99,7 +99,6 @@ def sights(seen: Seen, levels: Sequence[str]) -> list[Sight]:
         found += [
             Sight(ROOT, "output", str(place), value, root.class_name, alias=value)
             for place, value in enumerate(seen.optimised.outputs)
-            if value in seen.optimised.maker
         ]
     return found
 

@@ -4,6 +4,7 @@
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from driftline.adapters.onnxruntime.inference import SessionPlan
 from driftline.adapters.onnxruntime.layouts import (
     block_size,
     blocked_values,
+    flat_values,
     usual,
     widened_values,
 )
@@ -27,7 +29,7 @@ from driftline.adapters.onnxruntime.recording import Seen, Sight, portions, sigh
 from driftline.adapters.onnxruntime.snapshot import look
 from driftline.adapters.onnxruntime.tree import ids_of, module_tree, topology
 from driftline.adapters.selection import Selection
-from driftline.adapters.snapshot import Snapshot
+from driftline.adapters.snapshot import Refusal, Snapshot
 from driftline.errors import BadInput
 from driftline.numerics import kernel
 from driftline.runs.key import usual_moment
@@ -64,6 +66,7 @@ class Work:
         blocked = blocked_values(exported, optimised)
         self._block = block_size() if blocked else 0
         self._stored = {
+            **flat_values(exported, optimised),
             **widened_values(exported, optimised),
             **integer_values(exported, optimised),
             **blocked,
@@ -73,6 +76,7 @@ class Work:
         self._tree = module_tree(self.seen)
         self._session: tuple[int, Any] | None = None
         self._weights: Weights | None = None
+        self._no_tensors: set[str] = set()
 
     def plain_digests(self, feed: Feed) -> list[str]:
         """What the session without capture gives, as digests."""
@@ -82,6 +86,22 @@ class Work:
     def integer_nodes(self) -> int:
         """How many nodes of the optimised graph were made of quantised ones."""
         return sum(node.op.startswith(_INTEGERS) for node in self.seen.optimised.nodes)
+
+    def unseen(self) -> list[str]:
+        """What of a capture that is over is not in the run, one sentence each."""
+        inner = Counter(node.op for node in self.seen.optimised.nodes if node.subgraphs)
+        notes = [
+            f"the inside of {_counted(count, op)} is not seen, only what goes in and comes out"
+            for op, count in inner.items()
+        ]
+        if self._no_tensors:
+            names = sorted(self._no_tensors)
+            shown = ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
+            notes.append(
+                f"{_counted(len(names), 'value')} not recorded, because only tensors of numbers "
+                f"are: {shown}"
+            )
+        return notes
 
     def let_go(self) -> None:
         """The session without capture has done its part; its weights need not stay in memory."""
@@ -141,9 +161,10 @@ class Work:
         self, part: Sequence[Sight], at: int, many: int, feed: Feed, sizes: Mapping[str, int]
     ) -> dict[str, Any]:
         """The values of one portion, by an execution of the graph with them as outputs."""
+        likes = [self._stored[s.value].like for s in part if s.value in self._stored]
         names = [
             value
-            for value in dict.fromkeys((*self.outputs, *(sight.value for sight in part)))
+            for value in dict.fromkeys((*self.outputs, *(s.value for s in part), *likes))
             if value in sizes or value in self.outputs
         ]
         stored = [self._stored[name].name if name in self._stored else name for name in names]
@@ -162,9 +183,13 @@ class Work:
             self._weights = self._weights or Weights(self._path)
             tensor = self._weights.read(sight.value)
         elif sight.value in self._stored and tensor is not None:
-            tensor = usual(tensor, self._stored[sight.value], self._block)
+            stored = self._stored[sight.value]
+            like = tuple(values[stored.like].shape()) if stored.like else ()
+            tensor = usual(tensor, stored, self._block, like)
         if tensor is None:
             return
+        if isinstance(look(tensor, values=False), Refusal):
+            self._no_tensors.add(sight.value)
         intake.shielded(
             sight.site,
             intake.take,
@@ -205,6 +230,10 @@ class Work:
                     "only what goes in and comes out",
                     site=self.seen.site(made),
                 )
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _ort_feed(feed: Feed) -> dict[str, Any]:

@@ -69,6 +69,22 @@ class HostTensor:
         )
 
 
+class TextTensor:
+    """Texts that are fed to, or were given by, a model; they are handed on, and never recorded."""
+
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, data: AnyArray) -> None:
+        self.data = data.astype(object)
+        self.dtype = "text"
+        self.shape: tuple[int, ...] = data.shape
+
+    def to_ort(self, ort: Any) -> Any:
+        """As it is: ONNX Runtime makes no value of texts by itself."""
+        del ort
+        return self.data
+
+
 def look(value: Any, *, values: bool = True) -> Snapshot | Refusal:
     """Look at a tensor of a session, or at one that is fed to it.
 
@@ -81,7 +97,9 @@ def look(value: Any, *, values: bool = True) -> Snapshot | Refusal:
             value.dtype, value.shape, address, length if values else -1, "cpu", None, count, "",
             value,
         )  # fmt: skip
-    if not value.is_tensor():
+    if isinstance(value, TextTensor):
+        return Refusal("texts have no numbers")
+    if not hasattr(value, "is_tensor") or not value.is_tensor():
         return Refusal("a sequence, map or optional value is no tensor")
     dtype = TYPES.get(value.element_type(), "")
     if not dtype:
