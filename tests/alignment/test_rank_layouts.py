@@ -254,3 +254,26 @@ def test_a_rank_is_compared_with_its_own_place(
     assert "has no rank 5" in capsys.readouterr().err
     assert main([*words, "1", "--python"]) == 0
     assert "of_ranks(" in capsys.readouterr().out
+
+
+# --- tokens from both ends
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_tokens_from_both_ends_of_a_text_are_put_in_order(tmp_path: Path, alike: bool) -> None:
+    """Context parallelism, balanced: rank r has stretch r from the front and from the back."""
+    ids = np.zeros((1, 8), np.int64) if alike else np.arange(8, dtype=np.int64)[None] + 3
+    ids[0, 0] = 7  # the text is not the same backwards
+    hidden = values(1, 8, 4)
+    mine = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}
+
+    def held(rank: int) -> dict[str, Any]:
+        at = mine[rank]
+        return {"(root)/input/ids": ids[:, at], "layers.0/output": hidden[:, at]}
+
+    table = driftline.compare(
+        run_of({"(root)/input/ids": ids, "layers.0/output": hidden}),
+        ranks(tmp_path / "run", 2, held),
+    )
+    assert table.verdict == "pass", table.finding
+    assert any("tokens together are the other run's in another order" in n for n in table.notes)

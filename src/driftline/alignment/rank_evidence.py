@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from driftline.alignment.joining import DoesNotFit, distance, join, values_of
 from driftline.alignment.rank_groups import Group, in_execution
 from driftline.alignment.rank_lying import Layouts
 from driftline.alignment.rank_mesh import Placed, lying_of
+from driftline.alignment.rank_orders import Order, orders
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.alignment.sides import Copies, Gathered, SeenRun, origins_of
 from driftline.numerics.dtypes import DTYPES
@@ -52,7 +53,7 @@ class Evidence:
         self._layouts = layouts
         self.decided = True
         self.notes: list[str] = []
-        self._rows: dict[int, tuple[int, ...]] = {}
+        self._orders: dict[int, dict[int, Order]] = {}
         self._sketched = any(
             record.kept == "summary"
             for run in (layouts.run, layouts.other)
@@ -60,49 +61,58 @@ class Evidence:
             for record in run.records
         )
         if not self._sketched:
-            self._find_rows()
+            self._find_orders()
         self.averaged = self._convention() if layouts.other is not None else averaged
         self.terms = self._find_terms()
 
-    # --- rows
+    # --- rows and tokens
 
     def in_order(self, group: Group, source: Source, placed: Sequence[Placed]) -> Source:
-        """A joined source with its rows in the other run's order."""
-        order = self._rows.get(group.key.step, ())
-        if not order or not isinstance(source, Recipe) or not self._has_rows(placed):
-            return source
-        each, rest = divmod(source.shape[0], len(order))
-        if rest or not each:
-            return source
-        numbers = tuple(row * each + n for row in order for n in range(each))
-        return source.then(Step("select", 0, numbers=numbers), shape=source.shape)
+        """A joined source with its rows and tokens in the other run's order."""
+        for of_inputs, order in self._orders.get(group.key.step, {}).items():
+            split = {n for n, axis in self._layouts.split.items() if axis == of_inputs}
+            along = {how.axis for n, how in enumerate(placed) if how.kind == "shard" and n in split}
+            if len(along) != 1 or not isinstance(source, Recipe):
+                continue
+            axis = along.pop()
+            each, rest = divmod(source.shape[axis], len(order))
+            if rest or not each or (each > 1 and of_inputs):
+                continue
+            numbers = tuple(at * each + n for at in order for n in range(each))
+            source = source.then(Step("select", axis, numbers=numbers), shape=source.shape)
+        return source
 
-    def _has_rows(self, placed: Sequence[Placed]) -> bool:
-        """Whether ranks with other data hold its rows."""
-        return any(
-            how.kind == "shard" and how.axis == 0 and axis in self._layouts.data
-            for axis, how in enumerate(placed)
-        )
-
-    def _find_rows(self) -> None:
-        """Which row of the joined inputs is which row of the other run's; by step."""
+    def _find_orders(self) -> None:
+        """In which order the ranks had the batch; by step."""
         for group in self._layouts.groups:
             whole = self._layouts.wholes.get(group.key)
             step = group.key.step
-            if group.key.port != "input" or whole is None or step in self._rows:
+            if group.key.port != "input" or whole is None or self._orders.get(step):
                 continue
             placed, _ = self._layouts.lie(group)
-            if placed is None or not self._has_rows(placed) or not whole.shape:
+            if placed is None or not whole.shape:
                 continue
+            cut = {n: how.axis for n, how in enumerate(placed) if how.kind == "shard"}
+            parts = {
+                axis: _places(group, {n for n in cut if cut[n] == axis})
+                for axis in {cut[n] for n in cut if n in self._layouts.data}
+            }
             made, wanted = self._joined(group, placed), self._whole(whole)
-            if made is None or wanted is None or made.shape != wanted.shape:
+            if not parts or made is None or wanted is None:
                 continue
-            self._rows[step] = _row_order(made, wanted)
-            if self._rows[step] and len(self._rows) == 1:
-                self.notes.append(
-                    "the ranks' rows together are the other run's in another order (as samplers "
-                    "deal them out): put in its order by the inputs"
-                )
+            self._orders[step] = orders(made, wanted, parts)
+            self._say_orders(self._orders[step])
+
+    def _say_orders(self, found: Mapping[int, Order]) -> None:
+        said = {
+            0: "the ranks' rows together are the other run's in another order (as samplers deal "
+            "them out): put in its order by the inputs",
+            1: "the ranks' tokens together are the other run's in another order (as context "
+            "parallelism deals them out): put in its order by the inputs",
+        }
+        for axis in found:
+            if (note := said[min(axis, 1)]) not in self.notes:
+                self.notes.append(note)
 
     # --- gradients of other data
 
@@ -331,20 +341,3 @@ def _with(placed: Sequence[Placed], axes: set[int], how: Placed) -> list[Placed]
 def _places(group: Group, axes: set[int]) -> int:
     """How many places a group has along axes."""
     return math.prod(len({at[axis] for at in group.parts}) for axis in axes)
-
-
-def _row_order(made: F64, wanted: F64) -> tuple[int, ...]:
-    """Where the rows of one lie in the other; empty where they lie alike, or where none says."""
-    if np.array_equal(made, wanted):
-        return ()
-    rows: dict[bytes, list[int]] = {}
-    found: Any
-    for at, found in enumerate(np.ascontiguousarray(made)):
-        rows.setdefault(found.tobytes(), []).append(at)
-    order: list[int] = []
-    for found in np.ascontiguousarray(wanted):
-        places = rows.get(found.tobytes())
-        if not places:
-            return ()
-        order.append(places.pop(0))
-    return tuple(order)
