@@ -73,6 +73,15 @@ def test_what_is_not_there_for_paddle_is_said(dump, workshop, warm_paddle):
     assert "of paddle programs there is no such list" in dumped.err
     dumped = dump("--layout", "ait", "-o", "tree", argv=[warm_paddle, "alone.py"])
     assert dumped.code == 2 and "--layout ait holds what torch programs compute" in dumped.err
+    assert "could not start" not in dumped.err
+    for words, said in (
+        (("--level", "ops"), "--level ops sees operators of torch programs"),
+        (("--type", "op"), "--type op lists what torch programs do"),
+        (("--engine", "torch"), "the program imported paddle, and --engine looks at another one"),
+    ):
+        dumped = dump(*words, "-o", "none", argv=[warm_paddle, "alone.py"])
+        assert dumped.code == 2 and f"nothing was captured: {said}" in dumped.err
+        assert "filters left" not in dumped.err
     (workshop / "static.py").write_text(
         "import paddle\n"
         "paddle.enable_static()\n"

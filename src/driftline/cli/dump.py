@@ -23,7 +23,8 @@ from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.launch.atb_harvest import AtbHarvest
 from driftline.launch.plan import FRAMEWORKS, CapturePlan, DumpType, Layout, Level, LogLevel
-from driftline.launch.run import Outcome, run_command, say_steps
+from driftline.launch.reasons import say_steps
+from driftline.launch.run import Outcome, run_command
 from driftline.launch.sizes import say_size, size_of
 
 _WHICH = "Which tensors"

@@ -26,7 +26,7 @@ from driftline import settings
 from driftline.adapters.reduction import Reduction
 from driftline.errors import BadInput
 from driftline.launch.marks import MOST_PLACES, Place, ProcessReport
-from driftline.launch.plan import CapturePlan
+from driftline.launch.plan import TORCH_LISTS, CapturePlan
 from driftline.launch.sinks import Late, Limited, Nowhere
 from driftline.launch.wake import leave_mark
 from driftline.launch.watch_plan import WatchPlan, is_watch_plan
@@ -59,8 +59,6 @@ EXPERIMENTS = {
 }
 """What may be done to a program besides looking at it; the same holds for these."""
 
-TORCH_LISTS = ("op", "kernel", "cpu_profiling", "onnx")
-"""Types of a dump that only torch's operators and its profiler can fill."""
 TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
 _LONGEST_GOODBYE = 2.0  # seconds: a signal handler may leave while its own thread is writing
 _SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
@@ -80,6 +78,7 @@ def begin(plan_path: str, framework: str) -> None:
     else:
         plan = CapturePlan.from_json(text)
         if framework not in plan.frameworks:
+            leave_mark(plan_path, "unasked", framework)
             return
         if framework != "torch" and plan.experiment:
             leave_mark(plan_path, "apart", framework)
@@ -112,7 +111,10 @@ class Launched:
 
     def __init__(self, plan: CapturePlan, plan_path: str, framework: str = "torch") -> None:
         if framework != "torch" and plan.layout != "run":
-            raise BadInput(f"--layout {plan.layout} holds what torch programs compute")
+            raise BadInput(
+                f"--layout {plan.layout} holds what torch programs compute, and this one uses "
+                f"{framework}; without --layout it becomes a run"
+            )
         self.plan = plan
         self.plan_path = plan_path
         self.framework = framework
@@ -169,7 +171,11 @@ class Launched:
             text = f"--type {' '.join(lists)} lists what torch programs do"
             self.sink.event("type", f"{text}; of {self.framework} programs there is no such list")
         if self.plan.graph:
-            self.sink.event("graph", f"--graph {self.plan.graph} sees what torch.compile makes")
+            self.sink.event(
+                "graph",
+                f"--graph {self.plan.graph} sees what torch.compile makes; of "
+                f"{self.framework} programs layers are captured",
+            )
 
     def start(self) -> None:
         self.session.start()

@@ -27,7 +27,7 @@ from driftline.launch.child import require_command, run_child
 from driftline.launch.doorstep import build_doorstep
 from driftline.launch.marks import LARGEST_MARK, Marks, read_marks
 from driftline.launch.plan import LOG_LEVELS
-from driftline.launch.run import why_not_begun
+from driftline.launch.reasons import why_not_begun
 from driftline.launch.watch_plan import WatchPlan
 
 _RESULTS = ("ait_overflow_res_*.txt", "msit_overflow_res_*.txt")

@@ -84,6 +84,7 @@ class Marks:
         frameworks: Those that were imported, with capture running; torch where none is named.
         apart: Frameworks that were imported and that this command cannot do its work with.
         absent: Frameworks that were asked for and are not installed.
+        unasked: Frameworks that were imported and that nobody asked to look at.
     """
 
     woken: int = 0
@@ -95,6 +96,7 @@ class Marks:
     frameworks: tuple[str, ...] = ("torch",)
     apart: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
 
     @property
     def places(self) -> set[Place]:
@@ -120,6 +122,7 @@ def read_marks(folder: Path) -> Marks:
         frameworks=tuple(sorted(set(filter(None, texts.get("began", []))))) or ("torch",),
         apart=tuple(sorted(set(texts.get("apart", [])))),
         absent=tuple(sorted(set(texts.get("absent", [])))),
+        unasked=tuple(sorted(set(texts.get("unasked", [])))),
     )
 
 

@@ -26,6 +26,8 @@ GraphEngine = Literal["", "fx", "inductor"]
 Engine = Literal["torch", "atb"]
 FRAMEWORKS = ("torch", "paddle")
 """What is captured where a program imports it."""
+TORCH_LISTS: tuple[DumpType, ...] = ("op", "kernel", "cpu_profiling", "onnx")
+"""Types of a dump that only torch's operators and its profiler can fill."""
 LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)

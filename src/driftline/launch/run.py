@@ -26,14 +26,13 @@ from driftline.launch.doorstep import build_doorstep
 from driftline.launch.harvest import Harvest, gather
 from driftline.launch.marks import Marks, Place, read_marks
 from driftline.launch.plan import CapturePlan
+from driftline.launch.reasons import why_nothing
 from driftline.launch.sheets import Sheets, draw_atb, finish_sheets
 from driftline.runs.layout import MANIFEST
 from driftline.runs.liveness import hold_path
 
 if TYPE_CHECKING:
     from driftline.remote.sending import Sending, Sent
-
-SHOWN_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,138 +257,8 @@ def judge(
     return Outcome(plan, status, harvest, marks, skipped, unmatched, reason, hint, sheets=sheets)
 
 
-def why_nothing(
-    plan: CapturePlan, marks: Marks, skipped: Sequence[int], unmatched: Sequence[str]
-) -> tuple[str, str]:
-    """The reason of an empty dump, and what to try: the first thing on the way that stopped it."""
-    if marks.began == 0:
-        return why_not_begun(marks)
-    if sum(report.calls for report in marks.reports) == 0:
-        if len(marks.reports) < marks.began:
-            return (
-                "nothing was captured: the program ended before it captured anything",
-                "its own messages above say why it ended",
-            )
-        if "ops" in plan.levels:
-            return (
-                f"nothing was captured: {_imported(marks)}, but no module was called and no "
-                "operator ran",
-                "is this the command that runs the model?",
-            )
-        return (
-            f"nothing was captured: {_imported(marks)}, but no module was called",
-            "--level ops also sees operators that run in no torch.nn.Module"
-            if marks.frameworks == ("torch",)
-            else "a static graph calls no layers; is this a dynamic program, and its command?",
-        )
-    wanted = [report for report in marks.reports if plan.selection.takes_rank(report.rank)]
-    handed_over = sum(report.tensors for report in wanted)
-    if handed_over and plan.wants_tensors:
-        return (
-            f"nothing was captured: none of {handed_over} tensors could be written",
-            f"is the disk of '{plan.output}' full, or was the folder taken away?",
-        )
-    if unmatched:
-        return (
-            f"nothing was captured: {unmatched[0]}",
-            "driftline dump --type model lists every name",
-        )
-    taken = any(report.steps_taken for report in marks.reports)
-    if skipped and not taken:
-        ran = say_steps(skipped)
-        return (
-            f"nothing was captured: {ran} ran, and none of them is selected",
-            f"select one of them: -er {skipped[0]},{skipped[-1]}",
-        )
-    ranks = sorted({report.rank for report in marks.reports})
-    if not any(plan.selection.takes_rank(rank) for rank in ranks):
-        return (
-            f"nothing was captured: --rank selects none of the ranks {', '.join(map(str, ranks))}",
-            "leave --rank out to capture all of them",
-        )
-    if plan.levels == ("gradients",):
-        return (
-            "nothing was captured: modules were called, and no backward pass came through them",
-            "--level gradients sees training only; leave it out to see what the modules compute",
-        )
-    filters = _filters_in_words(plan)
-    return (
-        "nothing was captured: modules were called, and the filters left no "
-        f"{'tensor' if plan.wants_tensors else 'call'} of them"
-        f" ({filters})",
-        "leave one filter out at a time to see which one it is",
-    )
-
-
-def _imported(marks: Marks) -> str:
-    verb = "was" if len(marks.frameworks) == 1 else "were"
-    return f"{' and '.join(marks.frameworks)} {verb} imported"
-
-
-def why_not_begun(marks: Marks) -> tuple[str, str]:
-    """Why no process of a program came so far as to begin, and what to try."""
-    if marks.failed:
-        return (
-            f"nothing was captured: capture could not start ({marks.failed[0]})",
-            "the environment of the program needs Python 3.11, numpy, and torch 2.4 or Paddle 3.0 "
-            "or newer",
-        )
-    if marks.too_old:
-        return (
-            f"nothing was captured: the program runs on {marks.too_old[0]}",
-            "driftline captures programs on Python 3.11 or newer",
-        )
-    if marks.woken == 0:
-        return (
-            "nothing was captured: no Python process could be reached",
-            "does the command start Python here, without `env -i`, `python -S` or a container? "
-            "Installed in the program's own environment, driftline also reaches `python -I` and "
-            "scripts that set PYTHONPATH",
-        )
-    if marks.apart:
-        return (
-            f"nothing was captured: the program imported {' and '.join(marks.apart)}, not torch",
-            "this command works on torch programs; dump and compare work on Paddle's too",
-        )
-    if marks.absent:
-        extras = " ".join(f"'driftline[{name}]'" for name in marks.absent)
-        return (
-            f"nothing was captured: the program looked for {' and '.join(marks.absent)}, which "
-            f"{'is' if len(marks.absent) == 1 else 'are'} not installed in its environment",
-            f"pip install {extras} there",
-        )
-    some = "1 Python process" if marks.woken == 1 else f"{marks.woken} Python processes"
-    return (
-        f"nothing was captured: {some} ran, none imported torch or paddle",
-        "is this the command that runs the model?",
-    )
-
-
 def _unmatched(plan: CapturePlan, places: Iterable[Place]) -> Iterable[str]:
     seen = [(place.site, place.class_name, place.ids) for place in places]
     for kind, pattern, hint in plan.selection.unmatched(seen):
         option = {"site": "--site", "class": "--class", "ids": "-ids", "opname": "-opname"}[kind]
         yield f"{option} '{pattern}' matches no module" + (f"; {hint}" if hint else "")
-
-
-def _filters_in_words(plan: CapturePlan) -> str:
-    chosen = plan.selection.to_json()
-    words = [f"{name} {value}" for name, value in chosen.items()]
-    return "; ".join(words) or "none were given"
-
-
-def say_steps(steps: Sequence[int]) -> str:
-    """Steps in words, ranges closed up.
-
-    >>> say_steps([1, 2, 3, 7]), say_steps([0])
-    ('steps 1-3, 7', 'step 0')
-    """
-    spans: list[list[int]] = []
-    for step in sorted(steps):
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
-        else:
-            spans.append([step, step])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:SHOWN_STEPS]]
-    more = ", ..." if len(spans) > SHOWN_STEPS else ""
-    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown) + more
