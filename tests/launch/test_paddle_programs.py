@@ -79,7 +79,7 @@ def test_what_is_not_there_for_paddle_is_said(dump, workshop, warm_paddle):
         (("--type", "op"), "--type op lists what torch programs do"),
         (("--engine", "torch"), "the program imported paddle, and --engine looks at another one"),
     ):
-        dumped = dump(*words, "-o", "none", argv=[warm_paddle, "alone.py"])
+        dumped = dump(*words, "-o", "none", "--force", argv=[warm_paddle, "alone.py"])
         assert dumped.code == 2 and f"nothing was captured: {said}" in dumped.err
         assert "filters left" not in dumped.err
     (workshop / "static.py").write_text(
