@@ -18,7 +18,7 @@ PROGRAM = """
 import sys
 from driftline.cli.main import main
 code = main(sys.argv[1:])
-print(sorted({"msgspec", "numpy", "pyarrow", "torch"} & set(sys.modules)), code)
+print(sorted({"inspect", "msgspec", "numpy", "pyarrow", "shutil", "torch"} & set(sys.modules)), code)
 """
 
 
@@ -31,7 +31,7 @@ def test_two_runs_are_compared_without_loading_numpy(tmp_path: Path) -> None:
         values = (np.linspace(-1, 1, 64, dtype=np.float32) * np.float32(1 + shift)).view(np.uint8)
         writer.put(Record(TensorKey.of("a", "output"), 1, "float32", (8, 8)), values)
         writer.close()
-    words = ["compare", str(tmp_path / "ref"), str(tmp_path / "cand"), "--quiet"]
+    words = ["compare", str(tmp_path / "ref"), str(tmp_path / "cand")]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words, "--csv", str(tmp_path / "rows.csv")],
         capture_output=True,

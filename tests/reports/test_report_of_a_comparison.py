@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 
@@ -98,7 +97,7 @@ def test_long_lists_are_bounded_and_all_means_all() -> None:
 
 
 def test_what_a_run_lost_is_said() -> None:
-    hurt = dataclasses.replace(planted(), candidate=Side("cand", {}, ("rank0: was not closed",)))
+    hurt = planted().changed(candidate=Side("cand", {}, ("rank0: was not closed",)))
     assert "candidate run: rank0: was not closed" in painted(hurt)
 
 

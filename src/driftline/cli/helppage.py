@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from driftline.cli.commands import COMMANDS, EXIT_CODES
-from driftline.cli.parsing import Argument, arguments_of, load
+from driftline.cli.parsing import REQUIRED, Argument, arguments_of, load
 
 WIDEST = 100
 INDENT = 26
@@ -95,6 +95,6 @@ def _value_word(argument: Argument) -> str:
 
 
 def _default(argument: Argument) -> str:
-    if argument.default in (None, False, inspect.Parameter.empty, ""):
+    if argument.default in (None, False, REQUIRED, ""):
         return ""
     return str(argument.default)

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -153,7 +152,7 @@ def _row_by_row(stream: TextIO, source: str) -> Table | None:
         first = head.get("first_row")
         if text.tail().rstrip() != "]}":
             return None
-        return replace(table, rows=rows, first=None if first is None else rows[first])
+        return table.changed(rows=rows, first=None if first is None else rows[first])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, BadFile):
         return None
 

@@ -7,7 +7,6 @@ the table's `first_site`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from driftline.comparison.row import Row
@@ -107,7 +106,7 @@ def judge_by(table: Table, tolerance: Tolerance) -> Table:
     silent = sum(row.reason.startswith(NO_THRESHOLD) for row in judged.rows)
     if silent:
         notes.append(f"{_NOTE}{silent} tensors that were compared have none, and are not judged")
-    return replace(judged, notes=tuple(notes))
+    return judged.changed(notes=tuple(notes))
 
 
 def _forgotten(row: Row) -> Row:

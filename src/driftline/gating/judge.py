@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from driftline.comparison.rank_words import GAP, SAME
 from driftline.comparison.row import Column, Row, Verdict
@@ -56,10 +55,10 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
         for row in rows:
             tally.take(row)
         if BEYOND in tally.deciding and BEYOND not in columns:
-            table = replace(table, columns=(*table.columns, BEYOND_COLUMN))
+            table = table.changed(columns=(*table.columns, BEYOND_COLUMN))
     if SUMMED not in columns and _has(rows, SUMMED):
-        table = replace(table, columns=(*table.columns, SUMMED_COLUMN))
-    coverage = replace(table, rows=rows).coverage
+        table = table.changed(columns=(*table.columns, SUMMED_COLUMN))
+    coverage = table.changed(rows=rows).coverage
     first, first_site, finding = find_divergence(rows, ordered=ordered, tally=tally)
     verdict: Verdict = "pass"
     if not coverage.compared:
@@ -85,8 +84,7 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
             f"{tally.unread} tensor{'' if one else 's'} could not be read, '{unread.key.site}' "
             f"{unread.key.port}{'' if one else ' for one'}; what was compared agrees"
         )
-    return replace(
-        table,
+    return table.changed(
         rows=rows,
         verdict=verdict,
         first=first,

@@ -8,7 +8,6 @@ metric needs every value at once, it steps aside and both are captured instead.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +122,7 @@ def compared_in_step(
     if rows is None:
         return None
     empty = measure(plan._replace(pairs=()), ours, theirs, metrics=wanted)
-    table = dataclasses.replace(empty, rows=tuple(rows))
+    table = empty.changed(rows=tuple(rows))
     if tolerance.thresholds is None:
         return judge(table, tolerance)
     from driftline.gating.checking import judge_by

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from driftline.comparison.row import Column, Row
 from driftline.errors import BadInput, did_you_mean
@@ -31,7 +30,6 @@ _LAYER_METRICS = {"abs_diff": "mean_abs_error", "cos_sim": "cosine"}
 """What the averages of layer files are called in a comparison table."""
 
 
-@dataclass(frozen=True, slots=True)
 class Tolerance:
     """Everything that was allowed for one comparison.
 
@@ -46,14 +44,23 @@ class Tolerance:
         slack: How many times its threshold a tensor may reach.
     """
 
-    limits: tuple[Limit, ...] = ()
-    rtol: float | None = None
-    atol: float | None = None
-    min_coverage: float = 0.0
-    thresholds: Thresholds | None = None
-    slack: float = 1.0
+    __slots__ = ("atol", "limits", "min_coverage", "rtol", "slack", "thresholds")
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        limits: tuple[Limit, ...] = (),
+        rtol: float | None = None,
+        atol: float | None = None,
+        min_coverage: float = 0.0,
+        thresholds: Thresholds | None = None,
+        slack: float = 1.0,
+    ) -> None:
+        self.limits: Final = limits
+        self.rtol: Final = rtol
+        self.atol: Final = atol
+        self.min_coverage: Final = min_coverage
+        self.thresholds: Final = thresholds
+        self.slack: Final = slack
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):
             if value is not None and not value >= 0.0:
                 raise BadInput(f"{name} is {value}; it must be 0 or more")
