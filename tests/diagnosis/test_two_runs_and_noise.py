@@ -108,7 +108,7 @@ def test_a_broken_noise_run_is_left_out_and_named(trusted: dict[str, Any]) -> No
     early = run_of(_scaled_embedding(reference), ids, name="early")
     found = diagnose(ours, candidate, noise=[*noise, early])
     assert [e["run"] for e in found.evidence["noise_runs"]["excluded"]] == ["early"]
-    assert any("'early' was left out" in need for need in found.needs)
+    assert any("'early', which was left out" in need for need in found.needs)
     assert found.first_site == "model.layers.2.mlp.up_proj"
 
 

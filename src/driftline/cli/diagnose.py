@@ -103,16 +103,19 @@ def diagnose(
         if repro is not None:
             from driftline.diagnosis.repro import write_repro
 
-            written = script.step(
-                "written",
-                write_repro,
-                found,
-                ours,
-                theirs,
-                repro,
-                replay=replay,
-                force=force,
-            )
+            try:
+                written = script.step(
+                    "written",
+                    write_repro,
+                    found,
+                    ours,
+                    theirs,
+                    repro,
+                    replay=replay,
+                    force=force,
+                )
+            except BadInput as nothing:  # the finding stands, and so does its exit code
+                written = f"{nothing}; nothing is written to {repro}"
             script.end(found, written)
             print(f"driftline: {written}", file=sys.stderr)
     script.end(found)

@@ -184,6 +184,7 @@ def _noise(told: Any) -> Effect:
     nan = math.nan
     return NOTHING._replace(
         rows=int(fields.get("rows", 0)),
+        elements=int(fields.get("elements", 0)),
         error=float(fields.get("error", nan)),
         projection=float(fields.get("projection", nan)),
         projection_se=float(fields.get("projection_se", nan)),

@@ -43,7 +43,7 @@ def needs(
         said.append(f"noise runs tell what the number format alone does: {_NOISE}")
     if floor is not None:
         for name, why in floor.excluded:
-            said.append(f"the noise run '{name}' was left out: {why}")
+            said.append(f"another noise run for '{name}', which was left out: {why}")
         if len(floor.used) == 1:
             said.append(f"one noise run gives no interval; two or more do: {_NOISE}")
     unknown = [found for found in judged.values() if found.trouble]

@@ -29,10 +29,10 @@ def some_rows(tensor: torch.Tensor) -> torch.Tensor:
 class _Sums:
     """Of exact values r and errors e, over rows that are independent of each other."""
 
-    __slots__ = ("ee", "er", "er_er", "er_rr", "rows", "rr", "rr_rr")
+    __slots__ = ("ee", "elements", "er", "er_er", "er_rr", "rows", "rr", "rr_rr")
 
     def __init__(self) -> None:
-        self.rows = 0
+        self.rows = self.elements = 0
         self.rr = self.er = self.ee = self.er_er = self.er_rr = self.rr_rr = 0.0
 
     def add(self, exact: torch.Tensor, made: torch.Tensor) -> None:
@@ -41,6 +41,7 @@ class _Sums:
         if not all(map(math.isfinite, sums[2])):  # no sum of squares is, where an element is not
             finite = torch.isfinite(e)
             sums = _by_row(torch.where(finite, r, 0.0), torch.where(finite, e, 0.0))
+        self.elements += r.numel()
         for rr, er, ee in zip(*sums, strict=True):
             self.rows += 1
             self.rr += rr
@@ -56,7 +57,8 @@ class _Sums:
 
     def to_json(self) -> dict[str, Any]:
         p = self.er / self.rr if self.rr > 0.0 else 0.0
-        found: dict[str, Any] = {"rows": self.rows, "error": self.error, "projection": p}
+        size = {"rows": self.rows, "elements": self.elements}
+        found: dict[str, Any] = {**size, "error": self.error, "projection": p}
         if self.rr > 0.0 and self.rows > 1:
             spread = self.er_er - 2.0 * p * self.er_rr + p * p * self.rr_rr
             spread = max(spread, 0.0) * self.rows / (self.rows - 1)

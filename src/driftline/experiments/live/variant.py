@@ -18,6 +18,7 @@ from torch import nn
 
 from driftline.adapters.torch.repeating import copied
 from driftline.adapters.torch.rounding import dithered, rounded_once
+from driftline.errors import BadInput, DriftlineError
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.session import CaptureSession
@@ -69,7 +70,9 @@ class LiveVariant:
             return self._moved(result) if self._is_table(module) else result
         try:
             args, kwargs = self._prepared(frame, args, kwargs)
-        except Exception as problem:  # told at the end; the program goes on as it is
+        except DriftlineError as reason:  # told at the end; the program goes on as it is
+            self._problem = self._problem or str(reason)
+        except Exception as problem:
             self._problem = self._problem or f"{type(problem).__name__}: {problem}"
         with self._around():
             return call(module, *args, **kwargs)
@@ -126,7 +129,7 @@ class LiveVariant:
     def _make_eager(self, root: nn.Module) -> None:
         switch = getattr(root, "set_attn_implementation", None)
         if switch is None:
-            raise TypeError(f"{type(root).__name__} has no other attention to switch to")
+            raise BadInput(f"{type(root).__name__} has no other attention to switch to")
         switch("eager")
         self._done.add("attention")
 
