@@ -214,10 +214,25 @@ def test_a_product_of_rounded_inputs_is_low_precision_although_its_output_is_not
 ):
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((4, 32, 96)), rng.standard_normal((96, 64))
-    for name in ("bfloat16", "float16", "float8_e4m3fn"):
+    for name in ("bfloat16", "float16", "tf32", "float8_e4m3fn"):
         c = rounded(x, name) @ rounded(w, name)
         found, _ = best_clue(case(x @ w, c, inputs={"input": x}, class_name="Linear"))
         assert found is not None, name
+        assert found.cause == "low-precision"
+
+
+def test_sums_kept_in_bfloat16_are_low_precision() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((4, 32, 96)), rng.standard_normal((96, 64))
+    total = np.zeros((4, 32, 64))
+    for at in range(0, 96, 8):
+        piece = rounded(x[..., at : at + 8] @ w[at : at + 8], "bfloat16")
+        total = rounded(total + piece, "bfloat16")
+    for bias in (0.0, rng.standard_normal(64)):  # with a bias its results lie on no grid
+        found, all_of_them = best_clue(
+            case(x @ w + bias, total + bias, inputs={"input": x}, class_name="Linear")
+        )
+        assert found is not None, all_of_them
         assert found.cause == "low-precision"
 
 
@@ -385,6 +400,26 @@ def test_a_mistake_inside_an_attention_is_recomputed_and_named(
     assert found is not None, all_of_them
     assert found.cause == cause, all_of_them
     assert found.detail == "attention"
+
+
+@pytest.mark.parametrize(("one", "other"), [("q", "k"), ("k", "v")])
+def test_exchanged_queries_keys_and_values_are_a_permutation(one: str, other: str) -> None:
+    made = _attention(rope=one == "q")
+    right = replace(made, q=made.q[:, :, :2])  # as many heads of each
+    wrong = replace(right, **{one: getattr(right, other), other: getattr(right, one)})
+    found, all_of_them = best_clue(_attention_case(right, wrong.output()))
+    assert found is not None, all_of_them
+    assert found.cause == "permutation", all_of_them
+    assert "exchanged" in found.sentence
+
+
+def test_a_cache_that_is_one_token_late_is_a_shift() -> None:
+    right = _attention()
+    behind = np.tri(24, k=-1, dtype=bool)
+    behind[0, 0] = True
+    found, all_of_them = best_clue(_attention_case(right, replace(right, seen=behind).output()))
+    assert found is not None, all_of_them
+    assert found.cause == "shift", all_of_them
 
 
 def test_an_attention_without_causal_mask_or_rotation_is_recomputed_too() -> None:
