@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import random
 import re
 import time
@@ -29,6 +30,8 @@ _CREDENTIALS = re.compile(
     r"|\b401\b|DefaultCredentialsError",
     re.IGNORECASE,
 )
+_DENIED = re.compile(r"\bForbidden\b|\bAccessDenied\b")
+_NO_REPOSITORY = re.compile(r"RepositoryNotFound|repository not found", re.IGNORECASE)
 _NO_BUCKET = re.compile(
     r"NoSuchBucket|bucket does not exist|bucket.{0,40}not found|RepositoryNotFound", re.IGNORECASE
 )
@@ -71,7 +74,8 @@ class Store:
         self.url = url
         self.name = shown(url)
         self.scheme = url.partition(":")[0].lower()
-        self._tries = tries
+        # gcsfs has patience of its own, half a minute of it, which cannot be taken from it.
+        self._tries = 1 if self.scheme in ("gs", "gcs") else tries
         self._fs, root = _file_system(url, self.scheme, self.name)
         self._root = str(root).rstrip("/")
 
@@ -163,7 +167,7 @@ class Store:
         """
         place = self.path(name)
         self._parent_of(place)
-        self._trying(lambda: self._fs.pipe_file(place, content))
+        self._writing(lambda: self._fs.pipe_file(place, content))
 
     def put_new(self, name: str, content: bytes) -> bool:
         """Write a file that is not there yet; False where there is one.
@@ -194,7 +198,7 @@ class Store:
                 self._fs.pipe_file(place, content)  # a store that knows no such condition
             return True
 
-        written = self._trying(write)
+        written = self._writing(write)
         if written:
             return True
         # A lost answer is asked again, and then it is our own file that stands in the way.
@@ -220,7 +224,7 @@ class Store:
             if arrived is not None and int(arrived) != size:
                 raise ConnectionError(f"{arrived} of {size} bytes arrived")
 
-        self._trying(copy)
+        self._writing(copy)
         return size
 
     def remove(self, name: str) -> None:
@@ -240,6 +244,19 @@ class Store:
         with contextlib.suppress(Exception):
             self._fs.makedirs(place.rpartition("/")[0], exist_ok=True)
 
+    def _writing(self, act: Callable[[], T]) -> T:
+        """As `_trying`: what a file is put into must be there."""
+        try:
+            return self._trying(act)
+        except Gone as trouble:
+            raise self._no_bucket() from trouble
+
+    def _no_bucket(self) -> BadRun:
+        return BadRun(
+            f"{self.name}: there is no '{self._root.partition('/')[0] or self.name}'",
+            hint="buckets are not made by driftline: make it, or check its name",
+        )
+
     def _trying(self, act: Callable[[], T]) -> T:
         wait = _FIRST_WAIT
         for left in range(self._tries - 1, -1, -1):
@@ -252,8 +269,7 @@ class Store:
                 if not left:
                     raise Unreachable(
                         f"{self.name} cannot be reached: {_in_words(trouble)}",
-                        hint=f"it was tried {self._tries} times; is the address right, and the "
-                        "network up?",
+                        hint=f"{_tried(self._tries)}is the address right, and the network up?",
                     ) from trouble
             time.sleep(wait * (0.5 + random.random()))  # so that ranks do not come back at once
             wait = min(2 * wait, _LONGEST_WAIT)
@@ -262,29 +278,51 @@ class Store:
     def _raise_if_final(self, trouble: Exception) -> None:
         """Raise in a sentence what trying again will not change."""
         words = f"{type(trouble).__name__}: {trouble}"
-        if _NO_BUCKET.search(words):
-            where = self._root.partition("/")[0] or self.name
+        code = _status_of(trouble)
+        gone = isinstance(trouble, FileNotFoundError)  # of a file: the hub's number is 404, too
+        if self.scheme == "hf" and (
+            _NO_REPOSITORY.search(words) or (code in (401, 404) and not gone)
+        ):
+            # The hub says the same of what is not there and of what one may not see.
             raise BadRun(
-                f"{self.name}: there is no '{where}'",
-                hint="buckets are not made by driftline: make it, or check its name",
+                f"{self.name}: there is no such repository, or only for those with a token",
+                hint="`hf repo create` makes one; for a private one set HF_TOKEN, or hf auth login",
             ) from trouble
-        if _CREDENTIALS.search(words):
+        if _NO_BUCKET.search(words):
+            raise self._no_bucket() from trouble
+        if code == 401 or _CREDENTIALS.search(words):
             known = _SECRETS_OF.get(self.scheme.replace("s3a", "s3").replace("gcs", "gs"))
             raise BadRun(
                 f"{self.name}: no credentials that are accepted there were found",
                 hint=f"set {known}" if known else "see how fsspec is told them for this store",
             ) from trouble
-        if isinstance(trouble, PermissionError):
+        if code == 403 or isinstance(trouble, PermissionError) or _DENIED.search(words):
             raise BadRun(
                 f"{self.name}: access was denied",
                 hint="may these credentials read, list and write there?",
             ) from trouble
-        if isinstance(trouble, FileNotFoundError):
+        if code == 404 or gone:
             raise Gone(2, "is not there") from trouble
         if isinstance(trouble, (TypeError, AttributeError, NotImplementedError)):
             raise BadInput(
                 f"{self.name}: this kind of store cannot do what is needed ({_in_words(trouble)})",
             ) from trouble
+
+
+def _tried(times: int) -> str:
+    return f"it was tried {times} times; " if times > 1 else ""
+
+
+def _status_of(trouble: BaseException) -> int | None:
+    """The number of an answer of HTTP, wherever in a chain of causes a library keeps it."""
+    link: BaseException | None = trouble
+    while link is not None:
+        answer = getattr(link, "response", None)
+        for code in (getattr(answer, "status_code", None), getattr(link, "code", None)):
+            if isinstance(code, int) and 400 <= code < 500:
+                return code
+        link = link.__cause__
+    return None
 
 
 def _in_words(trouble: BaseException) -> str:
@@ -330,4 +368,7 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
         raise BadInput(f"{name} cannot be opened: {_in_words(trouble)}") from None
     if scheme in ("s3", "s3a"):
         system.retries = 1
+    if scheme in ("gs", "gcs"):
+        # It logs the traceback of whatever fails; what that means is said in a sentence.
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
     return system, root

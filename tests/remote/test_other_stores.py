@@ -1,0 +1,129 @@
+"""Stores other than S3: what is missing, and what is refused, is a sentence with a way out."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import ClassVar
+
+import fsspec.config
+import numpy as np
+import pytest
+
+import driftline as api
+from driftline.errors import BadRun, NotInstalled, Unreachable
+from driftline.remote.store import Gone, Store
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.writer import RunWriter
+
+
+class _Refusing(http.server.BaseHTTPRequestHandler):
+    code = 401
+    headers_of: ClassVar[dict[str, str]] = {}
+
+    def do_GET(self) -> None:
+        content = b'{"error": "no"}'
+        self.send_response(self.code)
+        for name, value in {**self.headers_of, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Refusing]]:
+    """A hub on loopback that refuses everything."""
+    handler = type("Handler", (_Refusing,), {})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setitem(
+        fsspec.config.conf, "hf", {"endpoint": address, "skip_instance_cache": True}
+    )
+    yield handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("code", [401, 404])
+def test_a_repository_that_cannot_be_seen_may_want_a_token(hub, code):
+    hub.code, hub.headers_of = code, {"X-Error-Code": "RepoNotFound"}
+    for act in (lambda store: store.sizes(), lambda store: store.put("a", b"x")):
+        with pytest.raises(BadRun, match="there is no such repository, or only for those") as found:
+            act(Store("hf://datasets/me/run/x", tries=2))
+        assert "HF_TOKEN" in found.value.hint
+
+
+def test_what_may_not_be_looked_at_is_denied_at_once(hub):
+    hub.code = 403
+    with pytest.raises(BadRun, match="access was denied"):
+        Store("hf://datasets/me/run/x").sizes()
+
+
+@pytest.mark.parametrize(
+    ("url", "package"), [("gs://b/run", "gcsfs"), ("az://b/run", "adlfs"), ("abfs://b/r", "adlfs")]
+)
+def test_a_store_whose_package_is_missing_names_it(url, package):
+    with pytest.raises(NotInstalled, match=f"need the package {package}") as found:
+        api.open_run(url)
+    assert found.value.hint == f"pip install '{package}'"
+
+
+class _Answer(Exception):
+    """As gcsfs keeps the number of an answer."""
+
+    def __init__(self, code: int, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "words"),
+    [
+        (_Answer(401, "Anonymous caller does not have access"), BadRun, "no credentials"),
+        (_Answer(403, "no"), BadRun, "access was denied"),
+        (OSError("Forbidden: b/bucket/o"), BadRun, "access was denied"),
+        (_Answer(404, "The specified bucket does not exist."), BadRun, "there is no 'b'"),
+        (_Answer(404, "No such object"), Gone, "is not there"),
+        (_Answer(503, "busy"), Unreachable, "cannot be reached: busy"),
+    ],
+)
+def test_answers_of_a_store_are_told_by_their_number(trouble, kind, words):
+    store = Store("memory://b/run", tries=1)
+    store._root = "b/run"
+
+    def act() -> None:
+        raise trouble
+
+    with pytest.raises(kind, match=words):
+        store._trying(act)
+    if kind is Gone:
+        with pytest.raises(BadRun, match="there is no 'b'"):
+            store._writing(act)
+
+
+def test_runs_and_tables_in_memory_are_those_of_a_folder(tmp_path):
+    values = np.arange(12, dtype=np.float32)
+    for name, factor in (("ref", 1.0), ("cand", 1.5)):
+        writer = RunWriter(tmp_path / name, seal_at_exit=False)
+        record = Record(TensorKey.of("layer", "output"), 0, "float32", (12,))
+        writer.put(record, (values * np.float32(factor)).view(np.uint8))
+        writer.close()
+        api.push(tmp_path / name, f"memory://stores-{tmp_path.name}/{name}")
+    base = f"memory://stores-{tmp_path.name}"
+    table = api.compare(f"{base}/ref", f"{base}/cand")
+    assert table.verdict == "fail" and len(table.rows) == 1
+    table.write(f"{base}/table")
+    again = api.open_table(f"{base}/table")
+    assert again.as_json()["rows"] == table.as_json()["rows"]
+    local = api.compare(tmp_path / "ref", tmp_path / "cand")
+    assert list(local.rows) == list(table.rows)
