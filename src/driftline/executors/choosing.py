@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from driftline.errors import BadInput, did_you_mean
-from driftline.executors.work import Executor
+
+if TYPE_CHECKING:
+    from driftline.executors.work import Executor
 
 _KNOWN = ("local", "ray", "ray://HOST:PORT")
 MOST_JOBS = 4096

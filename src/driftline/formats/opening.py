@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -127,6 +126,8 @@ def _open(path: StrPath) -> Run:
         return reader.open_run(place)
     except BadRun as not_ours:
         if place.is_dir():
+            import shlex
+
             if (place / "table.json").is_file():
                 raise BadRun(
                     f"{place} is a comparison table, not a run",

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from driftline.alignment.compiled import Graphs, Value, graphs_of
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Column, Row
 from driftline.comparison.unmeasured import paired
@@ -23,6 +23,9 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
+
+if TYPE_CHECKING:
+    from driftline.alignment.compiled import Graphs, Value
 
 SUMMED = "summed_l2"
 SUMMED_COLUMN = Column(SUMMED, "none", "norm of what was added up to get the reference")
@@ -107,6 +110,8 @@ class _Side:
 
     def _in_graph(self, record: Record) -> Iterator[Record]:
         if self._values is None:
+            from driftline.alignment.compiled import graphs_of
+
             self._values = {
                 value.record.key: (graphs, value)
                 for graphs in graphs_of(self._run).values()

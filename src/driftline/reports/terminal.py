@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -83,22 +82,30 @@ def paint(view: View, *, width: int = 100, colour: bool = False) -> str:
     return "".join(line.rstrip() + "\n" for line in parts)
 
 
+def _wrapped(text: str, width: int, *, break_long_words: bool = True) -> list[str]:
+    if 0 < len(text) <= width and text.isprintable() and not text[0].isspace():
+        return [text.rstrip()]  # most texts; nothing needs to be loaded for them
+    import textwrap
+
+    return textwrap.wrap(text, width, break_long_words=break_long_words)
+
+
 def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
     if isinstance(block, Sentence):
-        for line in textwrap.wrap(printable(block.text), width, break_long_words=False) or [""]:
+        for line in _wrapped(printable(block.text), width, break_long_words=False) or [""]:
             yield _toned(line, block.tone, colour)
     elif isinstance(block, Facts):
         longest = max((len(name) for name, _ in block.pairs), default=0)
         for name, value in block.pairs:
             room = max(20, width - longest - 2)
-            said = textwrap.wrap(shorten(printable(value), _FACT_LINES * room), room) or [""]
+            said = _wrapped(shorten(printable(value), _FACT_LINES * room), room) or [""]
             yield f"{_toned(name.ljust(longest), 'quiet', colour)}  {said[0]}"
             for line in said[1:]:
                 yield f"{' ' * longest}  {line}"
     elif isinstance(block, Grid):
         yield from _grid(block, width, colour)
     elif isinstance(block, Curve):
-        for line in textwrap.wrap(block.title, width):
+        for line in _wrapped(block.title, width):
             yield _toned(line, "quiet", colour)
         yield from curve(block, width)
     else:
@@ -175,7 +182,7 @@ def _tone_of(severity: float) -> Tone:
 
 def columns(text: str) -> int:
     """How many columns a text takes; Chinese and Japanese signs take two."""
-    if text.isascii():
+    if text.isascii() or text.translate(_ASCII).isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
 
@@ -192,7 +199,7 @@ def _right(text: str, width: int) -> str:
 
 def _grid(grid: Grid, width: int, colour: bool) -> Iterator[str]:
     if grid.title:
-        for line in textwrap.wrap(printable(grid.title), width):
+        for line in _wrapped(printable(grid.title), width):
             yield _toned(line, "strong", colour)
     texts = [[_text(value) for value in line.values] for line in grid.lines]
     titles = [heading.title for heading in grid.headings]
