@@ -263,7 +263,7 @@ def test_a_rank_is_compared_with_its_own_place(
 def test_tokens_from_both_ends_of_a_text_are_put_in_order(tmp_path: Path, alike: bool) -> None:
     """Context parallelism, balanced: rank r has stretch r from the front and from the back."""
     ids = np.zeros((1, 8), np.int64) if alike else np.arange(8, dtype=np.int64)[None] + 3
-    ids[0, 0] = 7  # the text is not the same backwards
+    ids[0, -1] = 7
     hidden = values(1, 8, 4)
     mine = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}
 
@@ -277,3 +277,16 @@ def test_tokens_from_both_ends_of_a_text_are_put_in_order(tmp_path: Path, alike:
     )
     assert table.verdict == "pass", table.finding
     assert any("tokens together are the other run's in another order" in n for n in table.notes)
+
+
+def test_an_argument_that_one_side_knows_by_place_only_is_joined_all_the_same(
+    tmp_path: Path,
+) -> None:
+    """Wrappers of a tensor parallel library call `forward(*args)`."""
+    whole = values(2, 8)
+    reference = run_of({"o_proj/input/input": whole}, aliases={"o_proj/input/input": "0"})
+    parts = np.split(whole, 4, axis=1)
+    many = ranks(tmp_path / "run", 4, lambda rank: {"o_proj/input/0": parts[rank]})
+    table = driftline.compare(reference, many)
+    assert table.verdict == "pass", table.finding
+    assert [row.candidate_recipe for row in table.rows] == ["concat(axis 1) of 4 ranks"]

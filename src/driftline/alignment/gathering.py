@@ -159,7 +159,7 @@ class Gathering:
     def _fused_parts(self, key: TensorKey) -> tuple[int, ...]:
         other = self._layouts.other
         for group in self.groups if other is not None else ():
-            at, whole = group.key, self._layouts.wholes.get(group.key)
+            at, whole = group.key, self._layouts.whole(group)
             placed, _ = self._layouts.lie(group)
             if at.site != key.site or at.port != "output" or whole is None or placed is None:
                 continue

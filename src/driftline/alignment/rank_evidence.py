@@ -85,7 +85,7 @@ class Evidence:
     def _find_orders(self) -> None:
         """In which order the ranks had the batch; by step."""
         for group in self._layouts.groups:
-            whole = self._layouts.wholes.get(group.key)
+            whole = self._layouts.whole(group)
             step = group.key.step
             if group.key.port != "input" or whole is None or self._orders.get(step):
                 continue
@@ -138,7 +138,7 @@ class Evidence:
             if sum(votes.values()) >= _VOTES:
                 break
             placed, _ = self._layouts.lie(group)
-            whole = self._layouts.wholes.get(group.key)
+            whole = self._layouts.whole(group)
             if placed is None or whole is None:
                 continue
             axes = self.data_terms(group, placed)
@@ -167,7 +167,7 @@ class Evidence:
         taken: set[TensorKey] = set()
         for group in self._layouts.groups:
             placed, _ = self._layouts.lie(group)
-            whole = self._layouts.wholes.get(group.key)
+            whole = self._layouts.whole(group)
             if placed is None or whole is None or group.key.port in ("input", "param"):
                 continue
             says = lying_of(group.first)
@@ -243,7 +243,7 @@ class Evidence:
             return False
         if _whole_axes(placed) & self._layouts.bytes.differ_along(group):
             return False
-        whole = self._layouts.wholes.get(group.key)
+        whole = self._layouts.whole(group)
         if all(how.kind != "shard" for how in placed) or whole is None:
             return True
         many = self.rows_apart(group, placed) if group.key.port in ACTIVATION_GRADIENTS else 1

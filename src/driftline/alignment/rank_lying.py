@@ -38,7 +38,7 @@ class Layouts:
     Attributes:
         mesh: Where the ranks stand.
         groups: The tensors.
-        wholes: What the other run has of each.
+        wholes: What the other run has, by every name of its slots.
         data: Axes of the mesh along which the first inputs differ; the axis of micro-batches.
         split: Of those, the axis of the inputs that is cut.
         notes: What was concluded about the run as a whole.
@@ -63,6 +63,9 @@ class Layouts:
         self.wholes: dict[TensorKey, Record] = {}
         if other is not None:
             self.wholes = {record.key: record for record in other.records}
+            for record in other.records:
+                if record.alias:
+                    self.wholes.setdefault(record.key._replace(slot=record.alias), record)
         self.bytes = Bytes(run)
         self._targets = targets
         self._known_ways: dict[object, list[Way]] = {}
@@ -72,6 +75,13 @@ class Layouts:
         self.groups = [self._told_apart(group) for group in self.groups]
         self.data, self.split = self._data_axes()
         self._placed = {group.key: self._lie(group) for group in self.groups}
+
+    def whole(self, group: Group) -> Record | None:
+        """What the other run has of a group, which may know its slot by the other of two names."""
+        found = self.wholes.get(group.key)
+        if found is None and (alias := group.first.alias):
+            found = self.wholes.get(group.key._replace(slot=alias))
+        return found
 
     def lie(self, group: Group) -> tuple[Way | None, str]:
         """How a tensor lies, by axis of its places, and what says so; None where nothing does."""
@@ -138,7 +148,7 @@ class Layouts:
     def _target(self, group: Group) -> Shape | None:
         """The shape that the parts of a group should make."""
         target = self._targets.get(group.key)
-        if target is None and (whole := self.wholes.get(group.key)) is not None:
+        if target is None and (whole := self.whole(group)) is not None:
             target = whole.shape
         return target
 

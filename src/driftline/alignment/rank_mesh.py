@@ -94,7 +94,8 @@ class Mesh(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return " x ".join(f"{n} {size}" for n, size in zip(self.names, self.sizes, strict=True))
+        axes = list(zip(self.names, self.sizes, strict=True))
+        return " x ".join(f"{n} {size}" for n, size in [a for a in axes if a[1] > 1] or axes)
 
 
 class Placed(NamedTuple):
