@@ -3,6 +3,8 @@
     python -m benchmarks scale                    all of it
     python -m benchmarks.scale bytes 1 10         some of it, in GB of both sides together
     python -m benchmarks.scale tensors 1000 10000
+    python -m benchmarks.scale output 100000      tensors, with every way to write the table
+    python -m benchmarks.scale jobs 2             what --jobs 2 gives, against threads
     python -m benchmarks.scale disk               what the disk and a cold page cache give
 
 Bytes: tensors of 256 MiB of float32. Each side is one file of 1 GiB, which a large run has many
@@ -12,6 +14,10 @@ says what reading adds. Tensors: of 64 floats, 2000 per rank, so a million are 5
 Seconds are those of the processor (user and system, both cores together), which neighbours disturb
 least, and of the wall. Memory is what the process holds beside mapped files (RssAnon), its page
 tables, and the mapped pages, each at its largest, every 20 ms.
+
+Jobs: the ratio is that of the walls, so it means something on a machine with as many free cores
+only. What can be said on any: processor seconds of one process, of all together, and of
+the process that shares the work out, which nobody can help.
 """
 
 from __future__ import annotations
@@ -53,11 +59,13 @@ class Measured(NamedTuple):
     memory: int
     tables: int
     mapped: int
+    own: float
+    """Processor seconds of the first process alone."""
 
 
 def run() -> list[dict[str, Any]]:
     """All figures; see the module's text."""
-    return [*_grown("GB", SIZES), *_grown("tensors", COUNTS)]
+    return [*_grown("GB", SIZES), *_grown("tensors", COUNTS), *jobs(2)]
 
 
 def _grown(unit: str, amounts: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -181,7 +189,7 @@ def measured(reference: Path, candidate: Path, *options: str) -> Measured:
     if code not in (0, 1):
         raise SystemExit(f"benchmarks: {' '.join(words)} ended with {code}")
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Measured(wall, processor, watch.memory, watch.tables, watch.mapped)
+    return Measured(wall, processor, watch.memory, watch.tables, watch.mapped, watch.own)
 
 
 class _Watch(threading.Thread):
@@ -190,7 +198,10 @@ class _Watch(threading.Thread):
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._status = Path(f"/proc/{pid}/status")
+        self._stat = Path(f"/proc/{pid}/stat")
+        self._tick = 1 / os.sysconf("SC_CLK_TCK")
         self.over = False
+        self.own = 0.0
         self.memory = self.tables = self.mapped = 0
 
     def run(self) -> None:
@@ -205,10 +216,101 @@ class _Watch(threading.Thread):
                 self.memory = max(self.memory, kilobytes["RssAnon"])
                 self.tables = max(self.tables, kilobytes["VmPTE"])
                 self.mapped = max(self.mapped, kilobytes["RssFile"])
+                times = self._stat.read_text().rpartition(")")[2].split()[11:13]
+                self.own = sum(map(int, times)) * self._tick
             time.sleep(0.02)
 
 
-def disk(gigabytes: int = 4) -> None:
+WAYS: dict[str, list[str]] = {
+    "-q": ["-q"],
+    "to a terminal": [],
+    "-o DIR": ["-q", "-o", str(OUTPUT / "table"), "--force"],
+    "--csv FILE": ["-q", "--csv", str(OUTPUT / "rows.csv"), "--force"],
+    "--format json": ["--format", "json"],
+    "all rows fail": ["--max", "relative_l2=1e-12"],
+    "--jobs 2": ["-q", "--jobs", "2"],
+    "--shard 1/2": ["--shard", "1/2", "-o", str(OUTPUT / "parts"), "--force"],
+    "--site": ["--site", "*.layers.3.*"],
+}
+
+
+def output(count: int) -> list[dict[str, Any]]:
+    """What each way to write a table holds in memory."""
+    pair = make_tensors(count)
+    figures: list[dict[str, Any]] = []
+    for way, options in WAYS.items():
+        found = measured(*pair, *options)
+        note = f"{found.processor:.2f} s of processor, {found.wall:.1f} s of the wall"
+        what = f"compare, {count:,} tensors, {way}"
+        figures.append(_figure(what, found.memory / 1e6, None, "MB", note))
+    return figures
+
+
+class Shared(NamedTuple):
+    """Pairs that workers share."""
+
+    called: str
+    count: int
+    elements: int
+    options: tuple[str, ...]
+
+
+METRIC = """import numpy as np
+
+
+def spread(reference, candidate):
+    return float(np.median(np.abs(candidate - reference)))
+"""
+SHARED = (
+    Shared("800 pairs of 256 kB, --metric kl", 800, 1 << 15, ("--metric", "kl")),
+    Shared("4 000 pairs of 32 kB, a metric of one's own", 4_000, 1 << 12, ("--metric", "METRIC")),
+    Shared("20 000 pairs of 16 kB", 20_000, 1 << 11, ()),
+    Shared("100 000 pairs of 512 bytes", 100_000, 64, ()),
+)
+
+
+def jobs(workers: int) -> list[dict[str, Any]]:
+    """The wall of one process over that of several; see the module's text."""
+    figures: list[dict[str, Any]] = []
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    metric = OUTPUT / "own_metric.py"
+    metric.write_text(METRIC)
+    for work in SHARED:
+        pair = make_pairs(work.count, work.elements)
+        options = [word.replace("METRIC", f"{metric}:spread") for word in work.options]
+        one = measured(*pair, "-q", *options)
+        many = measured(*pair, "-q", "--jobs", str(workers), *options)
+        least = many.own + (many.processor - many.own) / workers
+        note = (
+            f"walls {one.wall:.2f} and {many.wall:.2f} s; processor {one.processor:.2f} s, with "
+            f"jobs {many.processor:.2f}, of that {many.own:.2f} in the first process: on "
+            f"{workers} free cores {one.processor / least:.2f}x of one core's work"
+        )
+        what = f"--jobs {workers}, {work.called}"
+        figures.append({**_figure(what, one.wall / many.wall, None, "x", note), "better": "higher"})
+        for path in pair:
+            shutil.rmtree(path, ignore_errors=True)
+    return figures
+
+
+def make_pairs(count: int, elements: int) -> tuple[Path, Path]:
+    """Two runs of one rank, of tensors of one size."""
+    sides = OUTPUT / "pairs_reference", OUTPUT / "pairs_candidate"
+    base = np.random.default_rng(0).standard_normal(elements + count, np.float32)
+    for number, place in enumerate(sides):
+        shutil.rmtree(place, ignore_errors=True)
+        writer = RunWriter(place, seal_at_exit=False)
+        for at in range(count):
+            values = base[at : at + elements] * np.float32(1 + 1e-7 * number)
+            key = TensorKey.of(f"model.part{at}", "output")
+            shape = (elements // 64, 64)
+            record = Record(key, at, "float32", shape, class_name="Linear")
+            writer.put(record, values.view(np.uint8))
+        writer.close()
+    return sides
+
+
+def disk() -> None:
     """Files that are in no cache: read plainly, and compared."""
     paths = OUTPUT / "one_reference", OUTPUT / "one_candidate"
     make_bytes(1)
@@ -248,6 +350,10 @@ def main() -> None:
         show(_grown("GB", amounts or SIZES))  # type: ignore[arg-type]
     elif words and words[0] == "tensors":
         show(_grown("tensors", amounts or COUNTS))  # type: ignore[arg-type]
+    elif words and words[0] == "output":
+        show(output(*(amounts or (100_000,))))  # type: ignore[arg-type]
+    elif words and words[0] == "jobs":
+        show(jobs(*(amounts or (2,))))  # type: ignore[arg-type]
     else:
         show(run())  # type: ignore[arg-type]
 
