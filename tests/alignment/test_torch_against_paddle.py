@@ -334,3 +334,58 @@ def test_nor_is_it_in_trees_of_the_saving_hook_which_hold_no_gradients_of_layers
     assert not table.failing and table.coverage.share == 1.0, table.finding
     rounding = {row.key.site for row in table.rows if "nothing but rounding" in row.reason}
     assert rounding == {"blocks.0.key", "blocks.1.key"}
+
+
+def pictures(framework):
+    """A small network of convolutions, in either framework."""
+    nn = {"torch": torch.nn, "paddle": paddle.nn}[framework]
+    conv, norm, pool = (
+        (nn.Conv2d, nn.BatchNorm2d, nn.AdaptiveAvgPool2d)
+        if framework == "torch"
+        else (nn.Conv2D, nn.BatchNorm2D, nn.AdaptiveAvgPool2D)
+    )
+    return nn.Sequential(
+        conv(3, 6, 3),
+        norm(6),
+        nn.ReLU(),
+        conv(6, 8, 3, stride=2),
+        norm(8),
+        nn.ReLU(),
+        pool(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-2])
+def test_a_network_of_convolutions_agrees_and_another_epsilon_is_named(tmp_path, epsilon):
+    torch.manual_seed(0)
+    ours, theirs = pictures("torch"), pictures("paddle")
+    called = {"running_mean": "_mean", "running_var": "_variance"}
+    weights = {}
+    for name, value in ours.state_dict().items():
+        place, _, slot = name.rpartition(".")
+        value = value.numpy()
+        weights[f"{place}.{called.get(slot, slot)}"] = value.T if name == "8.weight" else value
+    theirs.set_state_dict({n: paddle.to_tensor(v.copy()) for n, v in weights.items()})
+    theirs[4]._epsilon = epsilon
+    x = np.random.RandomState(0).randn(4, 3, 11, 11).astype("float32")
+    steps = torch.optim.Adam(ours.parameters(), 0.01)
+    with driftline.capture(ours, tmp_path / "torch", levels=LEVELS):
+        for _ in range(2):
+            ours(torch.tensor(x)).square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+    steps = paddle.optimizer.Adam(0.01, parameters=theirs.parameters())
+    with driftline.capture(theirs, tmp_path / "paddle", levels=LEVELS):
+        for _ in range(2):
+            theirs(paddle.to_tensor(x)).square().sum().backward()
+            steps.step()
+            steps.clear_grad()
+    table = driftline.compare(tmp_path / "torch", tmp_path / "paddle")
+    if epsilon != 1e-5:
+        assert (table.first.key.site, table.first.key.port) == ("4", "output")
+        return
+    assert not table.failing, table.finding
+    alone = {row.key.slot for row in table.rows if row.status != "pass"}
+    assert alone == {"num_batches_tracked"}

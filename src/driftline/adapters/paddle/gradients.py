@@ -180,28 +180,19 @@ class GradientTap(CallGradients):
                 for edge in edges
                 if edge.source == pointer
             }
+            is_part = len(given[pointer]) > 1
             for slot, alias, tensor in given[pointer] if own else ():
-                self._hook_total(call, slot, alias, tensor, pointer, own, len(given[pointer]) > 1)
+                self._hook_total(Rest(call, slot, alias, pointer, own, is_part=is_part), tensor)
 
-    def _hook_total(
-        self,
-        call: PassedCall[GradientTap],
-        slot: str,
-        alias: str,
-        tensor: Any,
-        source: int,
-        edges: set[tuple[int, int]],
-        is_part: bool,
-    ) -> None:
+    def _hook_total(self, rest: Rest, tensor: Any) -> None:
         now = node_of(tensor)
-        if now is None or now.node_ptr() != source:
-            self.without(call, "an input that was changed in place")
+        if now is None or now.node_ptr() != rest.source:
+            self.without(rest.call, "an input that was changed in place")
             return
-        rest = Rest(call, slot, alias, source, edges, is_part=is_part)
         handle = tensor.register_hook(rest)
         if tensor.is_leaf:  # which outlives this call's graph
-            self._on_leaves.append((call.step, handle))
-            while self._on_leaves[0][0] < call.step:
+            self._on_leaves.append((rest.call.step, handle))
+            while self._on_leaves[0][0] < rest.call.step:
                 self._on_leaves.pop(0)[1].remove()
         self._rests.add(rest)
 

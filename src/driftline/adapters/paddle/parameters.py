@@ -17,6 +17,9 @@ from driftline.adapters.backward import Contributions, Owner
 from driftline.adapters.paddle import optimizers
 from driftline.adapters.paddle.names import FAMILY
 
+_AS_ELSEWHERE = {"_mean": "running_mean", "_variance": "running_var"}
+"""What other frameworks call the buffers of a batch norm."""
+
 
 def layers_of(root: Any) -> Iterator[Any]:
     """A layer and all below it, each once, in the order of `named_sublayers`."""
@@ -81,7 +84,10 @@ class ParameterTap:
                 if not tensor._is_initialized():  # an LSTM has a buffer that is never filled
                     continue
                 self._written[id(tensor)] = weakref.ref(tensor)
-                session.emit(site, "param", name, tensor, class_name=class_name, step=step)
+                alias = _AS_ELSEWHERE.get(name, "")
+                session.emit(
+                    site, "param", name, tensor, alias=alias, class_name=class_name, step=step
+                )
         self._done.add(root)
 
     def _is_written(self, tensor: Any) -> bool:
