@@ -82,7 +82,7 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
         one = tally.unread == 1
         finding = (
             f"{tally.unread} tensor{'' if one else 's'} could not be read, '{unread.key.site}' "
-            f"{unread.key.port}{'' if one else ' for one'}; what was compared agrees"
+            f"{unread.key.port}{'' if one else ' for one'} ({unread.reason}); what was compared agrees"
         )
     return table.changed(
         rows=rows,

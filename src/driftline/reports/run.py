@@ -150,6 +150,22 @@ def sheet(run: Run, *, globs: Sequence[str] = (), statistics: bool = False) -> S
 _PROVENANCE = ("created", "framework", "python", "platform")
 
 
+def _where_ranks_stand(run: Run) -> Iterator[tuple[str, str]]:
+    """The mesh and the stages of a pipeline, where the processes of a job said them."""
+    if any(facts.get("meshes") for facts in run.processes()):
+        from driftline.alignment.rank_mesh import mesh_of
+
+        yield "mesh", str(mesh_of(run))
+    if any(facts.get("stages") for facts in run.processes()):
+        from driftline.alignment.stages import stages_said
+
+        shown = [
+            f"{', '.join(str(stage) for stage, _ in stages)} on rank {rank}"
+            for rank, stages in sorted(stages_said(run).items())
+        ]
+        yield "stages", "; ".join(shown if len(shown) <= 8 else [*shown[:7], "...", shown[-1]])
+
+
 def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     # What the launched process said of itself goes before what its launcher said.
     processes = run.processes()
@@ -175,10 +191,8 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " "), str(cast(object, known))
     ranks = {(record.key.rank, record.key.process) for record in records}
     yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
-    if len(ranks) > 1 and any(facts.get("meshes") for facts in run.processes()):
-        from driftline.alignment.rank_mesh import mesh_of
-
-        yield "mesh", str(mesh_of(run))
+    if len(ranks) > 1:
+        yield from _where_ranks_stand(run)
     yield "steps", ranges(record.key.step for record in records)
     for name, counts in (
         ("ports", Counter(record.key.port for record in records)),
