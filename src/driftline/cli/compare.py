@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from driftline.cli import script
+from driftline.cli.beside import load_meanwhile, release
 from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
 from driftline.cli.table_output import refuse_overwriting, write
@@ -182,7 +183,6 @@ def compare(
                 print(printable(line))
             return EXIT_FINE
     from driftline.comparison.metrics.catalogue import limited, requested
-    from driftline.gating.judge import exit_code
     from driftline.tolerance.limits import limits_from
 
     if seed:
@@ -226,13 +226,15 @@ def compare(
         if not quiet and not script.asked() and log_level not in ("warning", "warn"):
             print(f"driftline: the report is in {written}", file=sys.stderr)
     if not script.asked():
-        _release(ours, theirs)
+        release(ours, theirs)
     write(table, output, csv, force, quiet)
     script.end(table)
     if not quiet and not (log_level in ("warning", "warn") and table.verdict == "pass"):
         from driftline.reports import emit
 
         emit.table(table, format, sys.stdout, everything=all)
+    from driftline.gating.judge import exit_code
+
     return exit_code(table)
 
 
@@ -309,15 +311,16 @@ def _telling(log_level: str | None, quiet: bool) -> Callable[[Plan], None]:
     """Says before tensors are read what will be set against what, as far as that was wanted."""
 
     def tell(plan: Plan) -> None:
-        from driftline.reports.terminal import printable
-
         if log_level == "debug":
+            from driftline.reports.terminal import printable
+
             for line in plan.lines():
                 print(printable(line), file=sys.stderr)
         elif (
             log_level in (None, "info") and not quiet and not plan.ways.keys() <= {"name", "alias"}
         ):
             print(f"driftline: {plan}", file=sys.stderr)
+        load_meanwhile()
 
     return tell
 
@@ -345,20 +348,6 @@ def _save(plan: Plan, path: Path, ref: Path, cand: Path, quiet: bool) -> None:
     script.act(write_plan, plan, path, str(ref), str(cand))
     if not quiet and not script.asked():
         print(f"driftline: the plan is in {path}", file=sys.stderr)
-
-
-def _release(*runs: Run) -> None:
-    """Unmap the files while the report is written: 12 ms per gigabyte, which the exit would take.
-
-    The system does it without Python's lock, so on another core; the exit waits for the thread.
-    """
-    import threading
-
-    def let_go() -> None:
-        for run in runs:
-            run.release()
-
-    threading.Thread(target=let_go, name="driftline-release").start()
 
 
 def _two_paths(

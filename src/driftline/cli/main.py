@@ -28,6 +28,8 @@ def console() -> int:
     """A process that is nothing but one command: `driftline`, `python -m driftline`."""
     # It need not look for cycles while modules load.
     gc.set_threshold(100_000, 50, 100)
+    # Threads that measure hold Python's lock for microseconds, and must not wait milliseconds.
+    sys.setswitchinterval(2e-4)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with the stream closed: `driftline ... >&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - lives as long as we

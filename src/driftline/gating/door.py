@@ -7,14 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from driftline.alignment.door import AlignOptions, align_runs
+from driftline.alignment.door import UNMASKED, AlignOptions, align_runs
 from driftline.alignment.plan import Plan
 from driftline.comparison.engine import Elementwise, Progress, measure
 from driftline.comparison.metrics.catalogue import STANDARD, Metric, limited, requested
 from driftline.comparison.table import Table
 from driftline.executors.choosing import chosen
-from driftline.gating.evidence import with_evidence
-from driftline.gating.judge import judge
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.runs.uncollected import uncollected
@@ -74,7 +72,9 @@ def compare(
         maps: `REFERENCE=CANDIDATE` for sites that are called differently; see `align`.
         mapping: A file of such pairs; see `align`.
         placements: `SITE=shard(AXIS)`: how the tensors of a sharded run lie over its ranks.
-        masks: Files of the positions that count ([batch, tokens]), or `captured`.
+        masks: Files of the positions that count ([batch, tokens]), or `captured`. Without any, rows
+            that fail are measured again without the pads of the captured attention_mask; `none`
+            counts pads as everything else.
         step_map: Step of the reference → step of the candidate.
         plan: What `align` gave, or the path of a saved plan; nothing else is paired then.
         structural: Whether tensors that are called differently may be paired; see `align`.
@@ -126,12 +126,27 @@ def compare(
             from driftline.gating.conversions import with_conversions
 
             table = with_conversions(table, ours, theirs, wanted, each)
-        table = table.with_rows(with_evidence(table.rows, plan.pairs, ours, theirs))
-        if tolerance.thresholds is None:
-            return judge(table, tolerance)
-        from driftline.gating.checking import judge_by
+        from driftline.gating.evidence import with_evidence
 
-        return judge_by(table, tolerance)
+        table = table.changed(rows=with_evidence(table.rows, plan.pairs, ours, theirs))
+        judged = _judged(table, tolerance)
+        if judged.verdict != "fail" or masks:
+            return judged
+        from driftline.gating.pads import judged_without_pads
+
+        return judged_without_pads(
+            judged, table, plan, ours, theirs, wanted, each, lambda one: _judged(one, tolerance)
+        )
+
+
+def _judged(table: Table, tolerance: Tolerance) -> Table:
+    if tolerance.thresholds is None:
+        from driftline.gating.judge import judge
+
+        return judge(table, tolerance)
+    from driftline.gating.checking import judge_by
+
+    return judge_by(table, tolerance)
 
 
 def _loaded(thresholds: Thresholds | StrPath | None) -> Thresholds | None:
@@ -193,7 +208,7 @@ def align(
         placements: How tensors lie over ranks when one side is sharded, such as `attn.*=shard(1)`:
             shard(AXIS), replicate or partial(sum).
         masks: Files of the positions that count ([batch, tokens]), or `captured` for the
-            attention_mask that a run holds.
+            attention_mask that a run holds; `none` leaves nothing out.
         step_map: Step of the reference → step of the candidate, where the runs count differently.
         plan: A saved plan; it wins over every rule.
         structural: Whether tensors that are called differently may be paired by class, shape and
@@ -202,13 +217,14 @@ def align(
     Raises:
         DriftlineError: A path that is no run, a glob that matches nothing, nothing in common.
     """
+    given = [masks] if isinstance(masks, str | Path) else masks
     options = AlignOptions(
         sites=_words(sites),
         ports=_words(ports),
         maps=_words(maps),
         mapping_file=None if mapping is None else Path(mapping),
         placements=_words(placements),
-        masks=tuple(str(mask) for mask in ([masks] if isinstance(masks, str | Path) else masks)),
+        masks=tuple(str(mask) for mask in given if str(mask) != UNMASKED),
         step_map=tuple(f"{here}={there}" for here, there in (step_map or {}).items()),
         plan_file=None if plan is None else Path(plan),
         structural=structural,
