@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -154,16 +155,49 @@ def test_memory_that_runs_out_degrades_to_summaries_and_never_stops_the_program(
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
         used = torch.cuda.memory_reserved()
-        torch.cuda.set_per_process_memory_fraction((used + (12 << 20)) / total)
+        torch.cuda.set_per_process_memory_fraction((used + (14 << 20)) / total)
         try:
             with driftline.capture(model, tmp_path / "run"):
-                found = [model(x.clone()) for _ in range(2)]
+                found = [model(x.clone()) for _ in range(3)]
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
     assert all(torch.equal(wanted, one) for one in found)
     run = driftline.open_run(tmp_path / "run")
-    assert len(run.records) > 60
+    (said,) = [e for e in run.events() if e["kind"] == "degraded"]
+    assert "no memory left for copies" in said["message"]
     assert not [e for e in run.events() if e["kind"] == "capture-fault"]
+    assert len(run.records) == 3 * len([r for r in run.records if r.key.step == 0])
+    assert {r.kept for r in run.records[-20:]} == {"summary"} and not run.losses
+    with torch.no_grad(), driftline.capture(model, tmp_path / "after"):
+        assert torch.equal(model(x.clone()), wanted)
+    assert {r.kept for r in driftline.open_run(tmp_path / "after").records} == {"full"}
+
+
+class Slow(MemorySink):
+    def put(self, record: Any, data: Any) -> None:
+        time.sleep(0.01)
+        super().put(record, data)
+
+
+@pytest.mark.parametrize("when_full", ["wait", "drop"])
+def test_a_run_that_is_written_slowly_makes_the_program_wait_or_loses_tensors_with_a_count(
+    when_full: Any,
+) -> None:
+    model, x, sink = net(), given(), Slow()
+    with torch.no_grad():
+        wanted = model(x.clone())
+        with driftline.capture(model, sink, host_budget=2 << 20, when_full=when_full):
+            found = [model(x.clone()) for _ in range(3)]
+    assert all(torch.equal(wanted, one) for one in found)
+    run = sink.run()
+    events = {e["kind"]: e["details"] for e in run.events()}
+    per_step = len([r for r in run.records if r.key.step == 0])
+    assert len(run.records) == 3 * per_step
+    if when_full == "wait":
+        assert not run.losses and events["waited"]["times"] > 0
+    else:
+        assert len(run.losses) == events["dropped"]["tensors"] > 0
+        assert events["dropped"]["bytes"] > 0
 
 
 def test_several_streams_are_kept_apart(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,18 @@ class Net(nn.Module):
         return torch.softmax(self.down(self.act(self.up(x)) * 2), -1)
 
 
+@contextlib.contextmanager
+def no_caches() -> Iterator[None]:
+    """Graphs are compiled anew, as they are under capture."""
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    joint: Any = importlib.import_module("torch._functorch.config")
+    with (
+        inductor.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        joint.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_triton_kernels_are_recorded_and_change_nothing(tmp_path: Path, training: bool) -> None:
     metrics: Any = importlib.import_module("torch._inductor.metrics")
@@ -45,16 +59,19 @@ def test_triton_kernels_are_recorded_and_change_nothing(tmp_path: Path, training
 
     with driftline.capture(model, tmp_path / "modules"):
         run(model)
-    torch._dynamo.reset()
-    metrics.reset()
-    plain = run(torch.compile(model))
+    plain: list[torch.Tensor] = []
+    for _ in range(4):  # inductor tries kernels out, and does not always choose the same ones
+        torch._dynamo.reset()
+        metrics.reset()
+        with no_caches():
+            plain.append(run(torch.compile(model)))
     kernels = metrics.generated_kernel_count
     torch._dynamo.reset()
     metrics.reset()
     with driftline.capture(model, tmp_path / "inductor", graph="inductor"):
         seen = run(torch.compile(model))
     assert metrics.generated_kernel_count == kernels > 0
-    assert torch.equal(plain, seen)
+    assert any(torch.equal(one, seen) for one in plain)
     with driftline.capture(model, tmp_path / "fx", graph="fx"):
         run(torch.compile(model))
     torch._dynamo.reset()

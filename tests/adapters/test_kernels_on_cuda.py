@@ -109,5 +109,6 @@ def test_calls_are_listed_without_waiting_for_the_device(tmp_path: Path) -> None
 def test_a_program_that_leaves_the_device_alone_is_told_why_nothing_is_listed(
     tmp_path: Path,
 ) -> None:
-    done = dumped(tmp_path, "import torch\ntorch.ones(3) @ torch.ones(3)\n", "--type", "kernel")
+    program = "import torch\ntorch.ones(3) @ torch.ones(3)\n"
+    done = dumped(tmp_path, program, "--type", "kernel", status=2)
     assert "with CUDA_VISIBLE_DEVICES=" in done.stderr

@@ -40,10 +40,14 @@ class Elsewhere(Protocol):
 
     Attributes:
         under_way: Whether anything taken before now has not been handed over.
+        degraded: For lack of memory only summaries are kept from now on.
     """
 
     @property
     def under_way(self) -> bool: ...
+
+    @property
+    def degraded(self) -> bool: ...
 
     def takes(self, tensor: Any) -> bool:
         """Whether a tensor is its business."""
@@ -192,6 +196,8 @@ class Intake:
             address = (site, port, slot, step, visit, phase, moment, alias, class_name)
             if elsewhere.take(tensor, address, placement):
                 return
+            if elsewhere.degraded and kept in ("full", "sample"):
+                kept = "summary"
         shot = self._look(tensor, values=kept != "describe")
         if isinstance(shot, Pending):
             rest = (alias, class_name, visit, phase, moment, step, shot.placement)

@@ -102,10 +102,10 @@ class Place:
     """One module's name and everything that can be decided about it once.
 
     `look` is filled by whoever selects: a cached decision, so that a call costs a dictionary
-    lookup.
+    lookup. `last` is what an adapter keeps of the last call, to take the next one faster.
     """
 
-    __slots__ = ("class_name", "ids", "is_root", "look", "ref", "root", "site", "wraps")
+    __slots__ = ("class_name", "ids", "is_root", "last", "look", "ref", "root", "site", "wraps")
 
     def __init__(
         self,
@@ -126,6 +126,7 @@ class Place:
         self.is_root = is_root
         self.wraps = wraps
         self.look: Any = None
+        self.last: Any = None
 
 
 def unwrapped(family: Family, module: Any) -> Any:

@@ -257,8 +257,7 @@ class Journal:
                     lines[place] = encode_line(record, order, digest, None, self.failure)
                     self.lost += 1
         if lines:
-            made = [line if isinstance(line, str) else line[0].lines(line[1]) for line in lines]
-            self._write_index("\n".join((*made, "")).encode("ascii", "replace"))
+            self._write_index(b"".join(map(_encoded, lines)))
 
     def _write_index(self, text: bytes) -> None:
         """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""
@@ -294,3 +293,11 @@ class Journal:
             "disk",
             f"writing failed ({reason}): from here on tensors are listed without their values",
         )
+
+
+def _encoded(line: str | _Later) -> bytes:
+    """A line, or those of a group, with their ends."""
+    if isinstance(line, str):
+        return line.encode("ascii", "replace") + b"\n"
+    group, order = line
+    return group.lines(order)

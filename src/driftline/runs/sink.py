@@ -36,8 +36,8 @@ class Group(Protocol):
         """The records, one by one."""
         ...
 
-    def lines(self, order: int) -> str:
-        """Their index lines, the first with this order; may be called from any thread, once."""
+    def lines(self, order: int) -> bytes:
+        """Their index lines, the first with this order; may be called from any thread."""
         ...
 
 

@@ -171,7 +171,7 @@ class _Meeting:
 class _Side:
     """One model's tensors, on their way to the meeting; see `intake.Elsewhere`."""
 
-    under_way = False
+    under_way = degraded = False
 
     def __init__(self, meeting: _Meeting, side: Name, session: CaptureSession) -> None:
         self._meeting = meeting
@@ -302,7 +302,7 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What holds in this thread, to hold in another one: modes, autocast, the current stream."""
     inference = torch.is_inference_mode_enabled()
     modes = list(torch.overrides._get_current_function_mode_stack())
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
     casts = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
     ]

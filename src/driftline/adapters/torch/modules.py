@@ -91,6 +91,10 @@ def _watched(
     compiler = _set_eval_frame(None)
     stack = session.thread.stack
     depth = len(stack)
+    if compiler is None and depth:
+        place = session.names.known(self)
+        if place is not None and place.last is not None and _is_usual(session, self, depth):
+            return _watched_again(session, stack, place, call, self, args, kwargs)
     frame: Frame | None = None
     try:
         frame = enter(session, stack, self, args, kwargs)
@@ -116,12 +120,8 @@ def _watched(
         try:
             if room:
                 give_room_back(room)
-            if len(stack) == depth + 1:
-                session.shielded(frame.site, note_failure, session, frame, error)
+            _raised(session, stack, depth, frame, error)
         finally:
-            if frame.around is not None:
-                session.shielded(frame.site, frame.around.close)
-            del stack[depth:]
             _set_eval_frame(compiler)
         raise
     if compiler is not None:
@@ -139,6 +139,69 @@ def _watched(
         if compiler is not None:
             _set_eval_frame(compiler)
     return result
+
+
+def _is_usual(session: CaptureSession, module: nn.Module, depth: int) -> bool:
+    """Whether a call inside another one has nothing about it that its last one had not."""
+    return (
+        session.running
+        and not session.taps
+        and session.stand_in is None
+        and module._compiled_call_impl is None
+        and depth % DEEP != DEEP - 1
+        and _graph_task() == -1
+        and _tracing_state() is None
+    )
+
+
+def _watched_again(
+    session: CaptureSession,
+    stack: list[Frame],
+    place: Place,
+    call: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`_watched` for a module of which only the output is wanted, and was taken on a device."""
+    depth = len(stack)
+    step = place.root.step
+    visit = session.count_visit(place.site, step, recompute=False)
+    frame = Frame(place, module, visit, step, recompute=False)
+    stack.append(frame)
+    try:
+        result = call(module, *args, **kwargs)
+    except BaseException as error:
+        _raised(session, stack, depth, frame, error)
+        raise
+    try:
+        session.steps_seen.add(step)
+        if (
+            type(result) is not torch.Tensor
+            or _function_modes()
+            or _dispatch_modes()
+            or not session.selection.takes_step(step)
+            or not session.arrivals.take_last(place.last, frame, result)
+        ):
+            leave(session, stack, frame, result)
+    except Exception as error:
+        fault(session, module, error)
+    finally:
+        del stack[depth:]
+    return result
+
+
+def _raised(
+    session: CaptureSession, stack: list[Frame], depth: int, frame: Frame, error: BaseException
+) -> None:
+    """A module's call has ended with an exception, which goes on."""
+    try:
+        if len(stack) == depth + 1:
+            session.shielded(frame.site, note_failure, session, frame, error)
+    finally:
+        if frame.around is not None:
+            session.shielded(frame.site, frame.around.close)
+        del stack[depth:]
 
 
 def _unwatched(
@@ -207,8 +270,8 @@ def enter(
 
 def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any) -> None:
     """A module has run: take its outputs, and its inputs again where asked."""
-    look = frame.place.look
-    taps = session.taps
+    place = frame.place
+    look, taps = place.look, session.taps
     if look.outputs or look.inputs_after or taps:
         wanted = session.selection.takes_step(frame.step)
         if look.inputs_after and wanted and frame.inputs:
@@ -219,6 +282,8 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
             found = flatten.outputs(result, cache_part(frame.module, stack))
         if look.outputs and wanted and found:
             _take_all(session, frame, "output", found, "after")
+            if place.last is None and not (place.wraps or place.root.helper or frame.inputs):
+                place.last = session.arrivals.last_of(frame, found)
         for tap in taps:
             session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
     if len(stack) == 1:
@@ -343,7 +408,7 @@ def active() -> tuple[CaptureSession, ...]:
 
 def _hide_from_compiler() -> None:
     """Dynamo must not begin a graph at our wrapper; called inside a graph it is inlined."""
-    codes = (_call.__code__, _watched.__code__, _unwatched.__code__)
+    codes = (_call.__code__, _watched.__code__, _watched_again.__code__, _unwatched.__code__)
     for code in codes:
         if hasattr(_eval_frame, "set_code_exec_strategy"):
             action = _eval_frame._FrameAction

@@ -12,7 +12,7 @@ from driftline.runs.sink import JSON
 def facts() -> dict[str, JSON]:
     """Asking neither draws a random number nor wakes a device."""
     devices = ["cpu"]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         devices += [
             f"cuda:{index} {torch.cuda.get_device_name(index)}"
             for index in range(torch.cuda.device_count())

@@ -31,7 +31,7 @@ from driftline.runs.record import Record
 
 if TYPE_CHECKING:
     from driftline.adapters.frames import Frame
-    from driftline.adapters.intake import Intake
+    from driftline.adapters.intake import Intake, Tensors
     from driftline.runs.sink import Bytes
 
 _MOST_KNOWN = 100_000
@@ -51,6 +51,17 @@ class _Alike(NamedTuple):
     reading: Reading | None  # None: its bytes are kept
     transfers: Transfers
     size: int
+
+
+class Last:
+    """What the only output of a place was last, looked up again when anything has changed."""
+
+    __slots__ = ("changes", "key", "known")
+
+    def __init__(self, key: tuple[str, ...]) -> None:
+        self.key = key
+        self.known: _Alike | None = None
+        self.changes = -1
 
 
 class Arrivals:
@@ -91,6 +102,7 @@ class Arrivals:
         self._still = False
         self._replays = 0
         self.alike: dict[tuple[str, ...], _Alike] = {}
+        self._changes = 0
         self._known: dict[tuple[str, ...], tuple[Snapshot, torch.dtype]] = {}
 
     def _pressed(self) -> bool:
@@ -100,6 +112,10 @@ class Arrivals:
     def under_way(self) -> bool:
         return len(self.delivery) > 0
 
+    @property
+    def degraded(self) -> bool:
+        return self.desk is not None and self.desk.degraded
+
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda or self.pretends
 
@@ -107,8 +123,22 @@ class Arrivals:
         self, frame: Frame, port: str, slot: str, alias: str, tensor: torch.Tensor, moment: str
     ) -> bool:
         known = self.alike.get((frame.site, port, slot, moment, frame.phase))
-        if known is None or known.alias != alias:
-            return False
+        return known is not None and known.alias == alias and self._again(known, frame, tensor)
+
+    def last_of(self, frame: Frame, tensors: Tensors) -> Last | None:
+        """For `take_last`; None where an output was not taken in at once."""
+        key = (frame.site, "output", "0", "after", "forward")
+        known = self.alike.get(key) if len(tensors) == 1 else None
+        return Last(key) if known is not None and not known.alias else None
+
+    def take_last(self, last: Last, frame: Frame, tensor: torch.Tensor) -> bool:
+        """`take_again` for the only output of a forward call."""
+        if last.changes != self._changes:
+            last.changes, last.known = self._changes, self.alike.get(last.key)
+        known = last.known
+        return known is not None and self._again(known, frame, tensor)
+
+    def _again(self, known: _Alike, frame: Frame, tensor: torch.Tensor) -> bool:
         index = known.index
         try:
             address = snapshots.address_alike(tensor, known.dtype, known.shape, index)
@@ -122,13 +152,14 @@ class Arrivals:
             or (tensor.grad_fn is not None and placement_of_plain(tensor))
         ):
             return False
+        reading = known.reading
         with self._lock:
-            if known.reading is None:
+            if reading is None:
                 return self._carried_again(known, tensor, address, frame)
-            if index >= 0 and not known.reading.at and snapshots.recording():
+            if index >= 0 and not reading.at and snapshots.recording():
                 return False  # the driver is asked at its launch otherwise
             sheet = known.sheet
-            taken = sheet.take_known(known.reading, stream, address)
+            taken = sheet.take_known(reading, stream, address)
             if taken < 0:
                 return False
             group = self.delivery.group_of(sheet.flight, taken)
@@ -178,6 +209,7 @@ class Arrivals:
                 if len(self._known) > _MOST_KNOWN:
                     self._known.clear()
                     self.alike.clear()
+                    self._changes += 1
                 self._known[place] = shot._replace(owner=None), tensor.dtype
             tensor = shot.owner
         key = TensorKey(site, port, slot, step, visit, self._rank, self._process, phase, moment)
@@ -215,6 +247,7 @@ class Arrivals:
             and (known.dtype, known.shape, known.alias) == (tensor.dtype, tensor.shape, alias)
         ):
             return  # it was not taken at once for a reason that will pass
+        self._changes += 1
         self.alike[place] = _Alike(
             tensor.dtype,
             tensor.shape,

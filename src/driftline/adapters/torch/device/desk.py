@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from driftline.adapters.budgets import Budgets
-from driftline.adapters.torch.device import launching
+from driftline.adapters.torch.device import graph_watch, launching
 from driftline.adapters.torch.device.flights import Flight
 from driftline.adapters.torch.device.pinned import Region, Ring
 from driftline.adapters.torch.device.places import CudaPlace, HostPlace, Place
@@ -89,6 +89,8 @@ class Desk:
         device = self._devices.get(index)
         if device is None:
             place: Place = HostPlace() if index < 0 else CudaPlace(index)
+            if index >= 0:
+                graph_watch.watch_memory()
             device = self._devices[index] = Device(place, self.budgets)
         return device
 

@@ -150,12 +150,13 @@ class Group:
             found = self.flight.result(self._first + i, constant.count, constant.width)
             yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2], *found)
 
-    def lines(self, order: int) -> str:
-        """Their index lines, without the last line's end; only after the flight's arrival."""
+    def lines(self, order: int) -> bytes:
+        """Their index lines; only after the flight's arrival."""
         text = native.lines(self._notes, self.flight.row_at(self._first), order)
         if text is not None:
-            return text[:-1].decode("ascii")
-        return "\n".join(
+            return text
+        made = [
             encode_line(record, order + i, record.digest, None, "")
             for i, record in enumerate(self.records())
-        )
+        ]
+        return "\n".join([*made, ""]).encode("ascii", "replace")

@@ -25,12 +25,11 @@ _observed = False
 
 
 def watch(arrivals: Arrivals) -> None:
-    """Tell this one from now on."""
-    global _observed
+    """Tell this one from now on. No device is woken: a program may fork before it uses one."""
     with _lock:
         _watching.append(arrivals)
         kind: Any = getattr(torch.cuda, "CUDAGraph", None)
-        if kind is None or not torch.cuda.is_available():
+        if kind is None or not torch.backends.cuda.is_built():
             return
         if not _plain:
             for name, instead in _INSTEAD.items():
@@ -38,7 +37,13 @@ def watch(arrivals: Arrivals) -> None:
                 if method is not None:
                     _plain[name] = method
                     setattr(kind, name, instead)
-        observe = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+
+
+def watch_memory() -> None:
+    """A device is in use: be told when its memory runs out."""
+    global _observed
+    observe = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    with _lock:
         if observe is not None and not _observed:
             _observed = True  # it cannot be taken off again, and does nothing without sessions
             observe(_out_of_memory)

@@ -25,6 +25,8 @@ from driftline.numerics.dtypes import DTYPES
 
 ROWS = 32768
 """Rows of the arena: when they are used up, what is there is joined."""
+FEWEST_ROWS = 2048
+"""Where there is no memory for them: a megabyte, and still enough for the largest tensor."""
 SLOTS = 1024
 """Tensors of one flight."""
 MOST_PROGRAMS = 1024
@@ -179,7 +181,11 @@ class Sheet:
     def __init__(self, place: Place, tables: Tables) -> None:
         self._place = place
         self._tables = tables
-        self._rows = place.empty((ROWS, 80), torch.float64)
+        try:
+            self._rows = place.empty((ROWS, 80), torch.float64)
+        except torch.OutOfMemoryError:
+            self._rows = place.empty((FEWEST_ROWS, 80), torch.float64)
+        self._most = len(self._rows)
         self._meta = place.empty((SLOTS, 2), torch.int64)
         self._results = place.empty((SLOTS, 80), torch.float64)
         self._rows_at, self._meta_at = self._rows.data_ptr(), self._meta.data_ptr()
@@ -203,7 +209,7 @@ class Sheet:
         if self._known != tables.groups:
             self._meet_tables()
         each, programs = shares(count)
-        if self._row + programs > ROWS:
+        if self._row + programs > self._most:
             self._join()
         if self._slot >= SLOTS:
             self.send()
@@ -243,7 +249,7 @@ class Sheet:
         """
         slot, row = self._slot, self._row
         end = row + reading.programs
-        if slot >= SLOTS or end > ROWS:
+        if slot >= SLOTS or end > self._most:
             return -1
         if reading.at:
             if self._launch(reading.at, stream, address, row, slot):

@@ -20,7 +20,7 @@ from driftline.adapters.torch.device import native
 from driftline.adapters.torch.device.pinned import ALIGNMENT, Region
 from driftline.adapters.torch.device.places import Mark, Place
 
-CRATE = 16 << 20
+CRATE = 64 << 20
 """Bytes of copies that are gathered before they are sent."""
 _SHARE = 8
 """A budget is room for so many crates at least, each smaller then."""
