@@ -93,13 +93,21 @@ def test_every_node_is_recorded_with_its_module_its_line_and_its_value(tmp_path:
     assert (forward.kind, backward.kind) == ("forward", "backward")
     assert (forward.engine, forward.backend, forward.compile_id) == ("fx", "never", "0/0")
     kept = values(tmp_path / "fx")
-    weights = {"t", "t_1", "t_2", "t_3", "t_4", "t_8", "t_12"}  # transposed parameters
     for graph in (forward, backward):
         for node in graph.nodes:
-            recorded = (node.site, node.phase, "0", 0) in kept
-            parameter = node.target == "placeholder" and "primals_3" != node.name != "tangents_1"
-            assert recorded != (parameter or node.name in weights or node.target == "getitem"), node
+            where = (node.site, node.phase, "0")
+            if node.of is not None:  # a part of what another node gives
+                (whole,) = [one for one in graph.nodes if one.name == node.of[0]]
+                where = (whole.site, whole.phase, str(node.of[1]))
+            assert (*where, 0) in kept, node
     by_name = {node.name: node for node in forward.nodes}
+    parameters = {(n.module, n.parameter): n for n in forward.nodes if n.parameter}
+    assert parameters.keys() == {tuple(n.rsplit(".", 1)) for n, _ in model.named_parameters()}
+    weight = parameters["blocks.0.up", "weight"]
+    assert weight.target == "placeholder" and weight.site == f"blocks.0.up/{weight.name}"
+    assert torch.equal(kept[weight.site, "forward", "0", 0], model.blocks[0].up.weight)
+    transposed = kept["blocks.0.up/t", "forward", "0", 0]
+    assert torch.equal(transposed, model.blocks[0].up.weight.t())
     assert by_name["silu_1"].site == "blocks.1/silu_1"
     assert by_name["addmm_3"].calls == ("blocks.1", "blocks.1.down")
     assert by_name["add"].module == "(root)"
@@ -243,6 +251,64 @@ def test_nodes_are_set_against_modules_and_operators_of_a_plain_run(
     phases = {pair.reference.key.phase for pair in plan.pairs}
     assert phases == {"forward", "backward"}
     assert driftline.compare(tmp_path / "ops", tmp_path / "fx").verdict == "pass"
+
+
+def test_parameters_are_set_against_those_of_a_plain_run(tmp_path: Path) -> None:
+    model, x = made(), given()
+    with driftline.capture(model, tmp_path / "plain", levels="modules,params"), torch.no_grad():
+        model(x)
+    with torch.no_grad():
+        model.blocks[1].up.bias[3] += 1
+    with driftline.capture(model, tmp_path / "fx", graph="fx"), torch.no_grad():
+        torch.compile(model, backend="eager")(x)
+    table = driftline.compare(tmp_path / "plain", tmp_path / "fx")
+    rows = [row for row in table.rows if row.port == "param"]
+    assert len(rows) == 10 and all(row.compared for row in rows)
+    assert [(row.site, row.slot) for row in rows if row.status == "fail"] == [
+        ("blocks.1.up", "bias")
+    ]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cond(
+            x.sum() > 0,
+            lambda x: torch.sin(self.left(x)) + 1,
+            lambda x: torch.cos(self.right(x)) - 1,
+            (x,),
+        )
+
+        def going(n: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            return n < 3
+
+        def body(n: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return n + 1, torch.tanh(x) * 2
+
+        _, x = torch._higher_order_ops.while_loop(going, body, (torch.tensor(0), x))
+        return x * 2
+
+
+def test_bodies_of_control_flow_are_recorded_as_often_as_they_run(tmp_path: Path) -> None:
+    model, x = made(Branches), torch.ones(3, 8)
+    for name in ("one", "other"):
+        torch._dynamo.reset()
+        with driftline.capture(model, tmp_path / name, graph="fx"), torch.no_grad():
+            assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+    kept = values(tmp_path / "one")
+    inner = torch.sin(model.left(x))
+    assert torch.equal(kept["left/true_graph_0.addmm", "forward", "0", 0], model.left(x))
+    assert torch.equal(kept["(root)/true_graph_0.sin", "forward", "0", 0], inner)
+    assert torch.equal(kept["(root)/cond", "forward", "0", 0], inner + 1)
+    assert not [key for key in kept if "false_graph_0." in key[0]]  # it did not run
+    turns = [key[3] for key in kept if key[0] == "(root)/while_loop_body_graph_0.tanh"]
+    assert turns == [0, 1, 2]
+    plan = driftline.align(tmp_path / "one", tmp_path / "other")
+    assert not plan.missing and not plan.extra
+    assert driftline.compare(tmp_path / "one", tmp_path / "other").verdict == "pass"
 
 
 def test_a_model_that_fails_to_compile_gives_its_own_error_and_no_graph(tmp_path: Path) -> None:

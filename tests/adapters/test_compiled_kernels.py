@@ -124,6 +124,7 @@ def test_recording_changes_neither_kernels_nor_bits(desk: Desk) -> None:
     assert fused.node == "mul" and {"sigmoid", "mul"} <= set(fused.nodes)
     run = driftline.open_run(desk.path / "inductor")
     assert {r.key.site: r.class_name for r in run.records if "/" in r.key.site} == {
+        "(root)/arg2_1": "placeholder",
         "up/addmm": "extern_kernels.addmm",
         "gate/mul": "cpp_fused_mul_sigmoid_view_0",
         "down/addmm_1": "extern_kernels.addmm",
@@ -134,7 +135,7 @@ def test_a_fused_kernel_is_set_against_the_last_node_of_the_fusion(desk: Desk) -
     plan = driftline.align(desk.path / "fx", desk.path / "inductor")
     pairs = {p.reference.key.site: p for p in plan.pairs if p.by == "graph"}
     views = {"up/view_1", "down/view_2", "down/view_3"}  # of what those give
-    assert pairs.keys() - views == {"up/addmm", "gate/mul", "down/addmm_1"}
+    assert pairs.keys() - views == {"(root)/arg2_1", "up/addmm", "gate/mul", "down/addmm_1"}
     assert all(pair.confidence == 1 for pair in pairs.values())
     reasons = {key.site: why for (side, key), why in plan.reasons.items() if side == "reference"}
     assert reasons["gate.act/sigmoid"] == (
@@ -179,7 +180,8 @@ def test_every_row_of_a_node_has_its_line_and_a_saved_plan_keeps_it(desk: Desk) 
     path = desk.path
     table = driftline.compare(path / "fx", path / "wrong")
     lines = {row.site: row.line for row in table.rows if "/" in row.site}
-    assert {site for site, line in lines.items() if not line} == {"(root)/arg2_1"}, lines
+    inputs = {site for site in lines if "/arg" in site}
+    assert {site for site, line in lines.items() if not line} == inputs
     assert lines["gate.act/sigmoid"].startswith(f"{__file__}:")  # lone, inside the fusion
     table.write(path / "table")
     again = driftline.open_table(path / "table")
@@ -200,6 +202,45 @@ def test_without_fusion_every_node_has_a_kernel(desk: Desk) -> None:
         e for e in driftline.open_run(desk.path / "wrong_apart").events() if e["kind"] == "graphs"
     ]
     assert "not what the program runs otherwise" in event["message"]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.cond(
+            x.sum() > 0,
+            lambda x: torch.sin(self.left(x)) + 1,
+            lambda x: torch.cos(self.right(x)) - 1,
+            (x,),
+        )
+
+
+@pytest.mark.slow
+def test_kernels_inside_of_control_flow_are_set_against_their_nodes(tmp_path: Path) -> None:
+    with one_thread(), torch.no_grad():
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model, x = Branches(), torch.randn(3, 8)
+        plain = [torch.compile(model)(one) for one in (x, -x)]
+        for graph in ("fx", "inductor"):
+            torch._dynamo.reset()
+            with driftline.capture(model, tmp_path / graph, graph=graph, steps="*"):
+                call = torch.compile(model)
+                seen = [call(one) for one in (x, -x)]
+        torch._dynamo.reset()
+    assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+    plan = driftline.align(tmp_path / "fx", tmp_path / "inductor")
+    pairs = {(p.reference.key.step, p.reference.key.site): p for p in plan.pairs}
+    branch = {step: "true" if (x if step == 0 else -x).sum() > 0 else "false" for step in (0, 1)}
+    for step, side in ((0, branch[0]), (1, branch[1])):
+        module, last = ("left", "add") if side == "true" else ("right", "sub")
+        assert (step, f"{module}/{side}_graph_0.addmm") in pairs
+        assert "(root): " in pairs[step, f"(root)/{side}_graph_0.{last}"].fused
+        assert (step, "(root)/cond") in pairs
+    assert driftline.compare(tmp_path / "fx", tmp_path / "inductor").verdict == "pass"
 
 
 def test_settings_of_inductor_are_put_back(tmp_path: Path) -> None:

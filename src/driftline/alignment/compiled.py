@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from driftline.alignment.recipe import Recipe
 from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, read_graphs
+from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, Origin, read_graphs
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
+SAVED = "saved"
+"""In place of a phase: what the backward pass is given of the forward pass."""
 SHOWN = 6
 """So many nodes of a fusion are named in a reason."""
 VIEWS = frozenset(
@@ -97,7 +99,7 @@ class Graphs:
     """The graphs of one process of a run, and the tensors that are values of their nodes."""
 
     def __init__(self, graphs: Sequence[Graph], records: Sequence[Record]) -> None:
-        self.graphs = graphs
+        self.graphs = graphs = _counted_together(graphs)
         self.engine = graphs[0].engine if graphs else ""
         order = sorted({graph.piece for graph in graphs}, key=_natural)
         self._order = {piece: index for index, piece in enumerate(order)}
@@ -120,8 +122,8 @@ class Graphs:
         found = defaultdict(list)
         for graph in self.graphs:
             nodes = self._nodes[id(graph)]
-            if graph.engine == "fx":
-                for node in graph.nodes:
+            for node in graph.nodes:
+                if graph.engine == "fx" or node.target == "placeholder":
                     found[node.site].append((graph, None, None, node))
             for kernel in graph.kernels:
                 for kept in kernel.kept:
@@ -159,8 +161,12 @@ class Graphs:
 
     def places(self, graph: Graph, node: GraphNode) -> Iterator[Place]:
         piece = self.piece(graph)
+        # A body of control flow counts its calls for itself; what a backward graph is given was
+        # counted in the forward pass.
+        module = f"{node.module}/{node.body}" if node.body else node.module
+        phase = SAVED if is_saved(node) else node.phase
         for one in node.origins:
-            yield Place(piece, node.phase, node.module, one.name, one.nth, one.slot, one.total)
+            yield Place(piece, phase, module, one.name, one.nth, one.slot, one.total)
 
     @cached_property
     def by_node(self) -> dict[tuple[int, str, int, int], Value]:
@@ -257,12 +263,20 @@ class Graphs:
         return found
 
 
+def is_saved(node: GraphNode) -> bool:
+    """Whether a backward graph is given it by the forward pass, which computed it."""
+    given = node.target == "placeholder" and node.phase == "backward"
+    return given and not node.name.startswith(("primals_", "tangents_"))
+
+
 def is_view(node: GraphNode) -> bool:
     return node.target.rpartition(".")[0] in VIEWS or node.target == "getitem"
 
 
 def said_of(value: Value) -> str:
     """Why a kernel's result has no partner."""
+    if value.node is not None and is_saved(value.node):
+        return "saved by the forward pass, where it is compared"
     if value.kernel is None or value.kept is None:
         return ""
     if value.node is None:
@@ -275,6 +289,59 @@ def said_of(value: Value) -> str:
         whole = value.node.operator or "an operator"
         return f"part of {whole}, which was taken apart ({value.kernel.name})"
     return ""
+
+
+def _counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
+    """Graphs whose calls are counted by piece of the program, also where a piece was cut in parts.
+
+    The graph of a distributed model is cut at the buckets of its gradients, and each part is traced
+    by itself. Backward parts are executed from the last to the first.
+    """
+    parts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for at, graph in enumerate(graphs):
+        parts[graph.compile_id, graph.kind, graph.base].append(at)
+    found = list(graphs)
+    for group in parts.values():
+        if len(group) == 1:
+            continue
+        totals: dict[tuple[str, str, str], int] = defaultdict(int)
+        before: dict[int, dict[tuple[str, str, str], int]] = {}
+        for at in group:  # backward graphs are listed as they come: the last part first
+            before[at] = dict(totals)
+            for call, total in _calls_of(found[at]).items():
+                totals[call] += total
+        for at in group:
+            found[at] = _recounted(found[at], before[at], totals)
+    return found
+
+
+def _calls_of(graph: Graph) -> dict[tuple[str, str, str], int]:
+    """How often a graph calls each operator, by module and phase."""
+    return {
+        (node.phase, node.module, origin.name): origin.total
+        for node in graph.nodes
+        if node.target != "placeholder" and not node.body
+        for origin in node.origins
+    }
+
+
+def _recounted(
+    graph: Graph,
+    before: Mapping[tuple[str, str, str], int],
+    totals: Mapping[tuple[str, str, str], int],
+) -> Graph:
+    def counted(node: GraphNode) -> GraphNode:
+        if not node.origins or node.body:
+            return node
+        phase = "forward" if node.target == "placeholder" else node.phase
+        origins: list[Origin] = []
+        for one in node.origins:
+            call = (phase, node.module, one.name)
+            nth = one.nth + before.get(call, 0)
+            origins.append(one._replace(nth=nth, total=totals.get(call, one.total)))
+        return node._replace(origins=tuple(origins))
+
+    return graph._replace(nodes=tuple(counted(node) for node in graph.nodes))
 
 
 def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:

@@ -9,11 +9,11 @@ node.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from driftline.alignment.compiled import (
+    SAVED,
     Found,
     Graphs,
     Match,
@@ -23,12 +23,16 @@ from driftline.alignment.compiled import (
     said_of,
 )
 from driftline.alignment.compiled_lines import Owners
-from driftline.alignment.compiled_modules import NO_NODE, pair_modules, reshaped
+from driftline.alignment.compiled_modules import pair_modules, reshaped
+from driftline.alignment.compiled_operators import pair_operators
 from driftline.alignment.names import pair_by_name
 from driftline.alignment.plan import Pair, Plan
+from driftline.runs.graphs import GraphNode
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
+_Input = tuple[Piece, str, str, str, tuple[int, ...], int, int]
+_READ = "a parameter, which kernels only read (--level params records it)"
 _TAKEN = "what an operator takes; a run of graphs keeps what nodes give"
 
 
@@ -54,12 +58,14 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
         right = [record for record in right if id(record) not in taken]
         if a is not None and b is not None:
             found = _by_calls(a, b)
+            found.matches.extend(_parameters(left, b))
+            found.matches.extend(_turned(one) for one in _parameters(right, a))
         elif b is not None:
             found = _plain(left, b)
         elif a is not None:
             turned = _plain(right, a)
             found = Found(
-                [one._replace(ours=one.theirs, theirs=one.ours) for one in turned.matches],
+                [_turned(one) for one in turned.matches],
                 turned.theirs,
                 turned.ours,
             )
@@ -97,6 +103,10 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
     )
 
 
+def _turned(match: Match) -> Match:
+    return match._replace(ours=match.theirs, theirs=match.ours)
+
+
 def _said(side: str, graphs: Graphs | None, alone: Mapping[TensorKey, str]) -> Iterator[str]:
     if graphs is None:
         return
@@ -105,8 +115,9 @@ def _said(side: str, graphs: Graphs | None, alone: Mapping[TensorKey, str]) -> I
     if graphs.engine == "fx":
         yield f"the {side} executed {what} node by node, with torch's own operators"
         return
-    exact = sum(value.node is not None for value in graphs.values)
-    inside = len(graphs.values) - exact
+    results = [value for value in graphs.values if value.kernel is not None]
+    exact = sum(value.node is not None for value in results)
+    inside = len(results) - exact
     yield (
         f"the {side} ran inductor's kernels of {what}: {exact} of their results are the value of "
         f"one node, and only those are paired; {inside} lie inside a fusion"
@@ -127,14 +138,14 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
                 at = (place, key.step, key.visit)
                 (index if node is value.node else shown).setdefault(at, value)
     index = shown | index
-    inputs: dict[tuple[Piece, str, tuple[int, ...], int, int], list[Value]] = defaultdict(list)
+    inputs: dict[_Input, list[Value]] = defaultdict(list)
     for value in b.values:
-        if value.node is not None and value.node.target == "placeholder":
+        if _is_input(value):
             inputs[_input(b, value)].append(value)
     matched: set[int] = set()
     for value in a.values:
         partner = _partner(a, value, index)
-        if partner is None and value.node is not None and value.node.target == "placeholder":
+        if partner is None and _is_input(value):
             waiting = inputs[_input(a, value)]
             partner = waiting.pop(0) if waiting else None
         if partner is not None:
@@ -159,15 +170,40 @@ def _partner(
     for node in a.same_elements(value):
         for place in a.places(value.graph, node):
             partner = index.get((place, key.step, key.visit))
+            if partner is None and place.phase == SAVED:  # not saved there: computed there
+                there = place._replace(phase="forward")
+                partner = index.get((there, key.step, key.visit))
             if partner is not None:
                 return partner
     return None
 
 
-def _input(graphs: Graphs, value: Value) -> tuple[Piece, str, tuple[int, ...], int, int]:
-    """Inputs of a graph have no call; those of one piece, phase and shape go in order."""
-    key = value.record.key
-    return graphs.piece(value.graph), key.phase, value.record.shape, key.step, key.visit
+def _is_input(value: Value) -> bool:
+    node = value.node
+    given = ("placeholder", "get_attr")
+    return node is not None and node.target in given and bool(_kind(node))
+
+
+def _kind(node: GraphNode) -> str:
+    """What an input of a graph is; empty for what the forward pass saves for the backward pass."""
+    if node.origins:
+        return ""
+    if node.body or node.target == "get_attr":
+        return node.target
+    name = node.name.rstrip("_0123456789")
+    return {"primals": "input", "arg": "input", "tangents": "gradient"}.get(name, "")
+
+
+def _input(graphs: Graphs, value: Value) -> _Input:
+    """Inputs of a graph have no call; those of one piece, phase and shape go in order.
+
+    Parameters are known by name.
+    """
+    key, node = value.record.key, value.node
+    body = f"{node.body} {_kind(node)}" if node is not None else ""
+    whose = f"{node.module} {node.parameter}" if node is not None and node.parameter else ""
+    piece = graphs.piece(value.graph)
+    return piece, body, whose, key.phase, value.record.shape, key.step, key.visit
 
 
 def _why_alone(mine: Graphs, value: Value, other: Graphs) -> str:
@@ -178,8 +214,10 @@ def _why_alone(mine: Graphs, value: Value, other: Graphs) -> str:
         if there:
             graph, node = there[-1]
             return other.why_not_kept(graph, node) if other.engine != "fx" else ""
+    if value.node.target == "placeholder" and value.node.body:
+        return "what a body is given by its operator, compared where it comes from"
     if value.node.target == "placeholder":
-        return "an input of the graph"
+        return _READ if value.node.parameter and other.engine != "fx" else "an input of the graph"
     return "the other run's graph has no node for this call: it was replaced or left out"
 
 
@@ -189,7 +227,11 @@ def _why_alone(mine: Graphs, value: Value, other: Graphs) -> str:
 def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
     found = Found([], {}, {})
     matched: set[int] = set()
-    for match in (*_operators(records, graphs, found), *pair_modules(records, graphs, found)):
+    for match in (
+        *pair_operators(records, graphs, found),
+        *pair_modules(records, graphs, found),
+        *_parameters(records, graphs),
+    ):
         found.matches.append(match)
         matched.add(id(match.theirs))
         found.ours.pop(match.ours.key, None)
@@ -204,72 +246,15 @@ def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
     return found
 
 
-def _operators(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
-    calls: dict[tuple[int, str, str, str], dict[int, dict[str, Record]]]
-    calls = defaultdict(lambda: defaultdict(dict))
-    for record in records:
-        module, slash, name = record.key.site.rpartition("/")
-        if slash and record.key.port == "output":
-            key = (record.key.step, module, name, record.key.phase)
-            calls[key][record.key.visit][record.key.slot] = record
-            found.ours[record.key] = NO_NODE
-    if not calls:
-        return
-    totals = _totals(graphs)
-    times = _executions(graphs)
-    once: set[TensorKey] = set()
-    shown = [
-        (node is not value.node, value, node)
-        for value in graphs.values
-        for node in graphs.same_elements(value)
-    ]
-    # Views come last: they stand for an operator of which nothing else was kept.
-    for _, value, node in sorted(shown, key=lambda one: one[0]):
-        key = value.record.key
-        for origin in node.origins:
-            name = origin.name
-            there = calls.get((key.step, node.module, name, key.phase)) or calls.get(
-                (key.step, node.module, f"{name}_", key.phase)
-            )
-            if not there:
-                continue
-            pieces = totals[node.module, name, key.phase]
-            each = sum(pieces.values())
-            ran = times[id(value.graph), key.step]
-            if each * ran != max(there) + 1:
-                found.theirs[key] = (
-                    f"{max(there) + 1} calls of {name} in {node.module} there, "
-                    f"{each * ran} here: which is which is not known"
-                )
-                continue
-            mine = graphs.piece(value.graph)
-            place = sum(count for piece, count in pieces.items() if piece < mine) + origin.nth
-            ours = there.get(key.visit * each + place, {}).get(origin.slot)
-            fits = ours is not None and math.prod(ours.shape) == math.prod(value.record.shape)
-            if ours is not None and fits and ours.key not in once:
-                once.add(ours.key)
-                yield Match(ours, value.record, reshaped(value.record, ours.shape))
-                break
-
-
-def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:
-    """By module, operator and phase: how many calls each piece of the program has."""
-    found: dict[tuple[str, str, str], dict[Piece, int]] = defaultdict(dict)
-    for graph in graphs.graphs:
-        for node in graph.nodes:
-            for origin in node.origins if node.target != "placeholder" else ():
-                key = (node.module, origin.name, node.phase)
-                found[key][graphs.piece(graph)] = origin.total
-    return found
-
-
-def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
-    """How often a graph was executed in a step."""
-    found: dict[tuple[int, int], int] = {}
-    for value in graphs.values:
-        at = (id(value.graph), value.record.key.step)
-        found[at] = max(found.get(at, 0), value.record.key.visit + 1)
-    return found
+def _parameters(records: Sequence[Record], graphs: Graphs) -> Iterator[Match]:
+    """Parameters of a run of modules, and the inputs of graphs that they are."""
+    named = {(r.key.step, r.key.site, r.key.slot): r for r in records if r.key.port == "param"}
+    for value in graphs.values if named else ():
+        node, key = value.node, value.record.key
+        if node is not None and node.parameter and not key.visit:
+            ours = named.get((key.step, node.module, node.parameter))
+            if ours is not None and ours.shape == value.record.shape:
+                yield Match(ours, value.record)
 
 
 def _others(graphs: Graphs | None, records: Sequence[Record]) -> Sequence[Record]:

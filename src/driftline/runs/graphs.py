@@ -39,7 +39,8 @@ class GraphNode(NamedTuple):
     """One node.
 
     Attributes:
-        name: As the compiler calls it; unique in its graph.
+        name: As the compiler calls it; unique in its graph. In the body of a control flow operator
+            the body's name and a dot come first: `true_graph_0.sin`.
         site: Where its value is in the run: module, a slash, and its name.
         module: The module whose forward made it.
         target: The operator, `placeholder`, or what else it calls.
@@ -55,6 +56,7 @@ class GraphNode(NamedTuple):
             second call on.
         leaves: It is given back to the program, not only kept for the backward pass.
         operator: The operator that it is part of, where a compiler took one apart.
+        parameter: The name of the parameter or buffer of its module that it stands for.
     """
 
     name: str
@@ -72,6 +74,12 @@ class GraphNode(NamedTuple):
     calls: tuple[str, ...] = ()
     leaves: bool = False
     operator: str = ""
+    parameter: str = ""
+
+    @property
+    def body(self) -> str:
+        """The body of a control flow operator that it is part of; empty outside of all."""
+        return self.name.rpartition(".")[0]
 
 
 class Kept(NamedTuple):
@@ -233,6 +241,7 @@ def _node(data: Mapping[str, Any]) -> GraphNode:
         _texts(data.get("calls", ())),
         bool(data.get("leaves", False)),
         str(data.get("operator", "")),
+        str(data.get("parameter", "")),
     )
 
 

@@ -94,10 +94,14 @@ class TorchFamily:
         """A graph that the compiler made and some backends call as a module.
 
         It has no parameters of its own, or is called inside a module without being part of its
-        tree; a graph module that is somebody's model is neither.
+        tree; a graph module that is somebody's model is neither. The graph of a `DataParallel`
+        model is cut into several, each in a module of the compiler's own.
         """
-        return isinstance(module, torch.fx.GraphModule) and (
-            called_by_module or not self.has_parameters(module)
+        inner = unwrapped(module)
+        if type(inner).__module__.startswith("torch._dynamo."):
+            return True
+        return isinstance(inner, torch.fx.GraphModule) and (
+            called_by_module or not self.has_parameters(inner)
         )
 
 

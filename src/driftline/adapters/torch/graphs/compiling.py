@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from driftline.adapters.torch.dispatch import hide_from_compiler
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 class Listener(Protocol):
     """Wants to know of graphs that are compiled."""
 
-    def backend(self, name: str) -> Callable[..., Any] | None:
+    def backend(self, name: str, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         """What compiles in place of the backend of this name; None leaves it to the backend."""
         ...
 
@@ -75,7 +75,7 @@ def _call(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, graph, inputs, *args, **kwargs)
     backend = self.compiler_fn
     name = name_of(backend)
-    ours = [(one, found) for one in _listeners if (found := one.backend(name)) is not None]
+    ours = [(one, found) for one in _listeners if (found := one.backend(name, inputs)) is not None]
     for listener, instead in ours:
         self.compiler_fn = instead
         try:
@@ -103,6 +103,10 @@ def _is_restart(error: BaseException) -> bool:
 def name_of(backend: Any) -> str:
     """What a program would write for a backend."""
     inner = getattr(backend, "_torchdynamo_orig_backend", None) or backend
+    # The graphs of a distributed model come by way of what cuts them at its buckets.
+    cutting = getattr(getattr(inner, "__self__", None), "backend_compile_fn", None)
+    if cutting is not None and cutting is not backend:
+        return name_of(cutting)
     for name in ("compiler_name", "__name__"):
         found = getattr(inner, name, None)
         if isinstance(found, str) and found:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from driftline.adapters.torch.dispatch import hide_from_compiler
+from driftline.adapters.torch.graphs.nodes import body_of, compile_id
 from driftline.adapters.torch.graphs.recorder import Compiled, Execution, Recorder
 
 Announce = Callable[[], Sequence[Recorder]]
@@ -36,7 +37,10 @@ def compile_by_nodes(
     """
     common: Any = importlib.import_module("torch._dynamo.backends.common")
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")
-    bases = [(one, one.base(compile_id())) for one in recorders()]
+    bases: list[tuple[Recorder, str]] = []
+    for one in recorders():
+        one.meet(compile_id(), inputs)
+        bases.append((one, one.base(compile_id())))
 
     def kind(name: str, *, backward: bool = False) -> Callable[..., Any]:
         def compiler(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
@@ -82,13 +86,6 @@ def _without_idle(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def compile_id() -> str:
-    """Dynamo's name of what is compiled now: `0/0`, `0/1` for its recompilation, `1/0`, ..."""
-    guards: Any = importlib.import_module("torch._guards")
-    found = guards.CompileContext.current_compile_id()
-    return str(found) if found is not None else "-"
-
-
 def _boxed(call: Callable[..., Any]) -> Callable[..., Any]:
     """Takes its arguments as one list, which is emptied: so nothing lives longer than it must."""
 
@@ -122,18 +119,37 @@ class ByNodes(fx.Interpreter):
 
 
 class _Run(fx.Interpreter):
-    """One execution; a graph may be under way in two threads."""
+    """One execution; a graph may be under way in two threads.
 
-    def __init__(self, module: Any, executions: list[Execution]) -> None:
+    Args:
+        module: The graph.
+        executions: Who is shown the values.
+        within: What comes before the names of nodes, in the body of a control flow operator.
+    """
+
+    def __init__(self, module: Any, executions: list[Execution], within: str = "") -> None:
         super().__init__(module)
         self._executions = executions
+        self._within = within
 
     def run_node(self, n: fx.Node) -> Any:
+        body = body_of(n)
+        if body is not None:
+            return self._shown(body, f"{self._within}{n.name}.")
         value = super().run_node(n)
         if n.op != "output" and n.target is not operator.getitem:
             for execution in self._executions:
-                execution.take_node(n.name, value)
+                execution.take_node(self._within + n.name, value)
         return value
+
+    def _shown(self, body: fx.GraphModule, within: str) -> Callable[..., Any]:
+        """A body that shows its nodes, too, as often as its operator executes it."""
+
+        def run(*arguments: Any) -> Any:
+            return _Run(body, self._executions, within).run(*arguments)
+
+        hide_from_compiler(run)
+        return run
 
 
 hide_from_compiler(ByNodes.__call__, _Run.run_node)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from driftline.adapters.torch.dispatch import hide_from_compiler
-from driftline.adapters.torch.graphs.fx import compile_id
+from driftline.adapters.torch.graphs.nodes import compile_id
 from driftline.adapters.torch.graphs.recorder import Compiled, Execution, Recorder
 from driftline.runs.graphs import GraphNode, Kept, Kernel
 
@@ -39,6 +39,8 @@ _settings: list[tuple[Any, str, Any]] = []
 _replaced: list[tuple[Any, str, Any, Any]] = []
 _under_way: weakref.WeakKeyDictionary[Any, _Scheduled] = weakref.WeakKeyDictionary()
 _graphs: dict[int, _Programme] = {}
+_Results = tuple[str, list[tuple[str, str, tuple[str, ...]]]]
+"""A kernel, and of what it left in memory: the buffer, its exact node if it has one, all nodes."""
 
 
 class Watcher(Protocol):
@@ -50,11 +52,20 @@ class Watcher(Protocol):
 
 
 class _Programme:
-    """One compiled graph, and the executions of it that are under way, by thread."""
+    """One compiled graph, and the executions of it that are under way, by thread.
+
+    Attributes:
+        shown: Who is shown its values.
+        first: The first value of an execution.
+        part_of: The graph that executes it, for the body of a control flow operator.
+        within: What comes before the names of such a body.
+    """
 
     def __init__(self) -> None:
         self.shown: list[tuple[Recorder, Compiled]] = []
         self.first = ""
+        self.part_of: _Programme | None = None
+        self.within = ""
         self._thread = threading.local()
 
     def executions(self, buffer: str) -> list[Execution]:
@@ -75,9 +86,10 @@ class _Scheduled:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.inputs: list[str] = []
         self.waiting: list[Any] = []
-        self.lines = 0
-        self.kernels: list[tuple[str, list[tuple[str, str, tuple[str, ...]]]]] = []
+        self.kernels: list[_Results] = []
+        self.bodies: list[tuple[str, _Scheduled]] = []
 
 
 def kept(graph: int, buffer: str, value: Any) -> None:
@@ -85,6 +97,8 @@ def kept(graph: int, buffer: str, value: Any) -> None:
     programme = _graphs.get(graph)
     if programme is None or not _watchers:
         return
+    if programme.part_of is not None:
+        programme, buffer = programme.part_of, programme.within + buffer
     for watcher in _watchers[:1]:
         watcher.session.shielded("inductor", _show, programme, buffer, value)
 
@@ -230,12 +244,47 @@ def _realise(value: Any) -> None:
 def _comes(scheduler: Any, node: Any) -> None:
     scheduled = _under_way.get(scheduler)
     if scheduled is None:
-        number = len(_graphs)
-        while number in _graphs:
-            number += 1
-        _graphs[number] = _Programme()
-        scheduled = _under_way[scheduler] = _Scheduled(number)
+        scheduled = _under_way[scheduler] = _begun()
     scheduled.waiting.append(node)
+
+
+def _begun() -> _Scheduled:
+    """A graph whose first node comes; before it, the program shows us what it was given."""
+    number = len(_graphs)
+    while number in _graphs:
+        number += 1
+    _graphs[number] = _Programme()
+    scheduled = _Scheduled(number)
+    graph: Any = importlib.import_module("torch._inductor.virtualized").V.graph
+    wrapper = graph.wrapper_code
+    # Parts that are to become CUDA graphs are functions of their own: inputs have no names there.
+    own = getattr(wrapper, "partition_signatures", None) is None
+    if own and not _within(graph) and not graph.cpp_wrapper and hasattr(wrapper, "lines"):
+        owned = {
+            name
+            for watcher in _watchers
+            for name in watcher.recorder.parameters(
+                graph.module.graph, compile_id(), backward=graph.is_backward
+            )
+        }
+        for name in graph.graph_input_names:
+            if name not in owned:
+                scheduled.inputs.append(name)
+                wrapper.writeline(_line(number, name, name))
+    return scheduled
+
+
+def _line(graph: int, buffer: str, variable: str) -> str:
+    return _LINE.format(module=__name__, graph=graph, buffer=buffer, variable=variable)
+
+
+def _within(lowering: Any) -> str:
+    """What comes before the names in a body of control flow: those that lead to it, and dots."""
+    parent = getattr(lowering, "parent", None)
+    if parent is None:
+        return ""
+    name = str(lowering.name).removeprefix(f"{parent.name}_") if parent.name else lowering.name
+    return f"{_within(parent)}{name}."
 
 
 def _called(scheduler: Any) -> None:
@@ -262,11 +311,7 @@ def _called(scheduler: Any) -> None:
     for node in done:
         for buffer, variable, exact, origins in _results(graph, wrapper, node):
             found.append((buffer, exact, origins))
-            wrapper.writeline(
-                _LINE.format(
-                    module=__name__, graph=scheduled.number, buffer=buffer, variable=variable
-                )
-            )
+            wrapper.writeline(_line(scheduled.number, buffer, variable))
     scheduled.kernels.append((name, found))
 
 
@@ -325,6 +370,17 @@ def _describe(lowering: Any) -> None:
     if scheduled is None:
         return
     programme = _graphs[scheduled.number]
+    if within := _within(lowering):
+        # Its nodes are listed with those of the graph that executes it, which comes later.
+        whole = lowering
+        while (parent := getattr(whole, "parent", None)) is not None:
+            whole = parent
+        outer = _under_way.get(whole.scheduler)
+        if outer is not None:
+            programme.part_of, programme.within = _graphs[outer.number], within
+            outer.bodies.append((within, scheduled))
+        return
+    results = [("", scheduled), *scheduled.bodies]
     kind = "backward" if lowering.is_backward else "forward"
     if lowering.is_inference:
         kind = "inference"
@@ -338,25 +394,23 @@ def _describe(lowering: Any) -> None:
         )
         by_name = {node.name: node for node in nodes}
         kernels = tuple(
-            Kernel(
-                name,
-                tuple(
-                    Kept(buffer, _site(by_name, buffer, exact, origins), exact, origins)
-                    for buffer, exact, origins in found
-                ),
-            )
-            for name, found in scheduled.kernels
+            Kernel(name, tuple(_kept(by_name, within, *one) for one in found))
+            for within, part in results
+            for name, found in part.kernels
         )
         compiled = recorder.add(nodes, compile_id(), kind, "inductor", "inductor", kernels)
         programme.shown.append((recorder, compiled))
-        programme.first = next(iter(compiled.kept), "")
+        programme.first = next(iter((*scheduled.inputs, *compiled.kept)), "")
 
 
-def _site(nodes: dict[str, GraphNode], buffer: str, exact: str, origins: tuple[str, ...]) -> str:
-    """A node's own site where it has exactly this value, else that of the last with the buffer."""
+def _kept(
+    nodes: dict[str, GraphNode], within: str, buffer: str, exact: str, origins: tuple[str, ...]
+) -> Kept:
+    """What a kernel kept: at its node's own site, if it is the value of one, or at a buffer's."""
+    names = tuple(within + name for name in origins)
     if exact:
-        return nodes[exact].site
-    return f"{nodes[origins[-1]].site}:{buffer}"
+        return Kept(within + buffer, nodes[within + exact].site, within + exact, names)
+    return Kept(within + buffer, f"{nodes[names[-1]].site}:{buffer}", "", names)
 
 
 hide_from_compiler(kept)

@@ -8,23 +8,41 @@ Reads what the compiler left in each node's `meta`; executes nothing and changes
 
 from __future__ import annotations
 
+import importlib
 import operator
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from driftline.adapters.torch.graphs import stamps
 from driftline.adapters.torch.names import ROOT, ModuleNames
 from driftline.adapters.torch.snapshot import dtype_name
-from driftline.runs.graphs import GraphNode
+from driftline.runs.graphs import GraphNode, Origin
 
 _FILE = re.compile(r'File "([^"\n]+)", line (\d+), in ([^\n]+)')
 _TORCH = re.compile(r"[/\\](torch|torchgen)[/\\]")
 _OWN = re.compile(r"[/\\]driftline[/\\](adapters|launch)[/\\]")
 _SOURCE = re.compile(r"^(?:[LG]\['?[^\]]*'?\]|self)\.?")
 _BRACKETS = re.compile(r"\['?([^'\]]+)'?\]")
+
+
+CONTROL_FLOW = ("cond", "while_loop", "invoke_subgraph")
+
+
+class Owner(NamedTuple):
+    """A parameter or buffer: the module that has it, and its name there."""
+
+    site: str
+    name: str
+
+
+def compile_id() -> str:
+    """Dynamo's name of what is compiled now: `0/0`, `0/1` for its recompilation, `1/0`, ..."""
+    guards: Any = importlib.import_module("torch._guards")
+    found = guards.CompileContext.current_compile_id()
+    return str(found) if found is not None else "-"
 
 
 class Naming:
@@ -42,24 +60,49 @@ class Naming:
         self._owners: dict[tuple[str, bool], str] = {}
 
     def describe(
-        self, graph: torch.fx.Graph, base: str, piece: str, *, backward: bool
+        self,
+        graph: torch.fx.Graph,
+        base: str,
+        piece: str,
+        owners: Sequence[Owner | None] = (),
+        *,
+        backward: bool,
+        within: str = "",
     ) -> tuple[GraphNode, ...]:
-        """The nodes of a graph, but for its output.
+        """The nodes of a graph, but for its output; bodies of control flow come where they are met.
 
         Args:
             graph: As it was traced.
             base: Where nodes of no module belong: the module under way.
             piece: Which piece of the program was compiled.
+            owners: For each input of the piece: whose parameter it is.
             backward: A backward graph; what it holds of the forward pass is computed again.
+            within: What comes before the names of nodes: the body they are in, and a dot.
         """
-        leaving = _leaving(graph)
+        leaving = _leaving(graph) if not within else set()
         found: dict[str, GraphNode] = {}
         for node in graph.nodes:
-            if node.op != "output":
-                found[node.name] = self._node(
-                    node, base, piece, found, leaves=node in leaving, backward=backward
-                )
+            if node.op == "output":
+                continue
+            body = body_of(node)
+            if body is not None:
+                (caller,) = node.users
+                inner = f"{within}{node.name}."
+                around = self._module(caller.meta, base)
+                for one in self.describe(
+                    body.graph, around, piece, backward=backward, within=inner
+                ):
+                    found[one.name] = one
+            made = self._node(
+                node, base, piece, found, owners, within, leaves=node in leaving, backward=backward
+            )
+            found[made.name] = made
         return tuple(found.values())
+
+    def _module(self, meta: Mapping[str, Any], base: str) -> str:
+        """The innermost module around a node."""
+        calls = self._calls(_stack(meta), base)
+        return calls[-1].partition("@")[0] if calls else base
 
     def _node(
         self,
@@ -67,6 +110,8 @@ class Naming:
         base: str,
         piece: str,
         found: Mapping[str, GraphNode],
+        owners: Sequence[Owner | None],
+        within: str,
         *,
         leaves: bool,
         backward: bool,
@@ -75,35 +120,38 @@ class Naming:
         target = _target(node)
         of = None
         if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
-            source = found.get(node.args[0].name)
+            source = found.get(within + node.args[0].name)
             if source is not None and isinstance(node.args[1], int):
                 of = source.name, int(node.args[1])
-        own: Any = meta.get("nn_module_stack")
         phase = "forward"
         if backward:
             # What a placeholder holds was saved by the forward pass, not computed here.
             again = node.op != "placeholder" and meta.get("partitioner_tag") == "is_forward"
             phase = "recompute" if again else "backward"
-        stack = own or meta.get("fwd_nn_module_stack") or meta.get(stamps.STACK) or {}
-        calls = tuple(self._calls(stack, base))
+        calls = tuple(self._calls(_stack(meta), base))
         module = calls[-1].partition("@")[0] if calls else base
         shape, dtype = _value(meta)
+        owner = owner_of(node, owners)
+        if owner is not None:
+            module = owner.site
+        name = within + node.name
         return GraphNode(
-            node.name,
-            self._site(module, node.name, piece, backward=backward),
+            name,
+            self._site(module, name, piece, backward=backward),
             module,
             target,
             phase,
-            tuple(one.name for one in node.all_input_nodes),
+            tuple(within + one.name for one in node.all_input_nodes),
             shape,
             dtype,
             _line(meta.get("stack_trace")),
-            stamps.of_node(node),
+            stamps.of_node(node) or _of_control_flow(node),
             of,
             _axes(node, shape),
             calls,
             leaves,
             _taken_apart(meta, target),
+            owner.name if owner is not None else "",
         )
 
     def _site(self, module: str, name: str, piece: str, *, backward: bool) -> str:
@@ -121,6 +169,70 @@ class Naming:
             if site and (not found or found[-1].partition("@")[0] != site):
                 found.append(f"{site}@{again}" if again else site)
         return found
+
+
+def body_of(node: Any) -> torch.fx.GraphModule | None:
+    """The graph that a node stands for, where an operator executes it as it is.
+
+    Those of other operators (a score of attention) are meant to be compiled into a kernel.
+    """
+    if node.op != "get_attr" or len(node.users) != 1:
+        return None
+    (caller,) = node.users
+    if str(caller.target) not in CONTROL_FLOW:
+        return None
+    body = getattr(node.graph.owning_module, str(node.target), None)
+    return body if isinstance(body, torch.fx.GraphModule) else None
+
+
+def _of_control_flow(node: Any) -> tuple[Origin, ...]:
+    """The nth control flow operator of its graph, or one of its results.
+
+    The compiler does not trace these as it does operators, so they have no stamp.
+    """
+    whole, slot = node, "0"
+    if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
+        whole, slot = node.args[0], str(node.args[1])
+    name = str(whole.target)
+    if whole.op != "call_function" or name not in CONTROL_FLOW:
+        return ()
+    alike = [one for one in whole.graph.nodes if one.op == whole.op and str(one.target) == name]
+    return (Origin(f"control.{name}.default", alike.index(whole), slot, len(alike)),)
+
+
+def owners_of(names: ModuleNames, inputs: Sequence[Any]) -> list[Owner | None]:
+    """For each input of a piece of the program: the module and parameter that it is, if it is."""
+    known: dict[int, Owner] = {}
+    for root in names.roots:
+        module = root.module()
+        for part in module.modules() if module is not None else ():
+            place = names._places.get(id(part))
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if place is not None and tensor is not None:
+                    known.setdefault(id(tensor), Owner(place.site, name))
+    return [known.get(id(one)) for one in inputs]
+
+
+def owner_of(node: Any, owners: Sequence[Owner | None]) -> Owner | None:
+    """Whose parameter a placeholder is: the compiler says which input of its piece it holds."""
+    if not is_plain_input(node):
+        return None
+    place = getattr(node.meta["desc"], "idx", None)
+    return owners[place] if isinstance(place, int) and place < len(owners) else None
+
+
+def is_plain_input(node: Any) -> bool:
+    """Whether a node is an input of the piece of program that its graph was made of."""
+    return node.op == "placeholder" and type(node.meta.get("desc")).__name__ == "PlainAOTInput"
+
+
+def _stack(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (
+        meta.get("nn_module_stack")
+        or meta.get("fwd_nn_module_stack")
+        or meta.get(stamps.STACK)
+        or {}
+    )
 
 
 def _by_path(path: str, base: str) -> str:
@@ -187,7 +299,7 @@ def _axes(node: Any, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 def _leaving(graph: torch.fx.Graph) -> set[Any]:
     """Nodes that the program gets back; what is only saved for the backward pass is not."""
-    last = next(reversed(graph.nodes))
+    last = next(iter(reversed(graph.nodes)))  # torch 2.11 gives no iterator
     given = last.args[0] if last.args else ()
     outputs = list(given) if isinstance(given, (list, tuple)) else [given]
     seen = last.meta.get("user_visible_output_idxs")

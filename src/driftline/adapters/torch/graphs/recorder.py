@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from driftline.adapters.torch.dispatch import has_values
-from driftline.adapters.torch.graphs.nodes import Naming
-from driftline.adapters.torch.snapshot import is_zero
+from driftline.adapters.torch.graphs.nodes import Naming, Owner, is_plain_input, owner_of, owners_of
 from driftline.adapters.torch.whereabouts import PROGRAM
 from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, rebased
 
@@ -50,26 +48,25 @@ class Compiled:
 class Execution:
     """One execution of a graph in a step that is wanted."""
 
-    __slots__ = ("_recorder", "compiled", "step", "weights")
+    __slots__ = ("_recorder", "compiled", "step")
 
-    def __init__(
-        self, recorder: Recorder, compiled: Compiled, step: int, weights: frozenset[int]
-    ) -> None:
+    def __init__(self, recorder: Recorder, compiled: Compiled, step: int) -> None:
         self._recorder = recorder
         self.compiled = compiled
         self.step = step
-        self.weights = weights
 
     def take_node(self, name: str, value: Any) -> None:
         """Show what a node gave."""
-        node = self.compiled.nodes[name]
-        if node.target != "placeholder" or not node.origins:  # else the forward pass has saved it
-            self._take(node, node.site, value, node.target)
+        node = self.compiled.nodes.get(name)
+        if node is not None:
+            what = f"parameter {node.parameter}" if node.parameter else node.target
+            self._take(node, node.site, value, what)
 
     def take_kept(self, buffer: str, value: Any) -> None:
-        """Show what a kernel wrote; never raises."""
+        """Show what a kernel wrote, or what the graph was given; never raises."""
         kernel, kept = self.compiled.kept.get(buffer, ("", None))
         if kept is None:
+            self._recorder.session.shielded(buffer, self.take_node, buffer, value)
             return
         node = self.compiled.nodes.get(kept.node or kept.nodes[-1])
         if node is not None:
@@ -77,8 +74,7 @@ class Execution:
             shielded(kept.site, self._take, node, kept.site, value, kernel)
 
     def _take(self, node: GraphNode, site: str, value: Any, class_name: str) -> None:
-        """Parameters and what only shows them are left out."""
-        tensors = [one for one in _tensors(value, "") if self._is_wanted(one[1])]
+        tensors = [one for one in _tensors(value, "") if has_values(one[1])]
         if not tensors:
             return
         visit = self._recorder.count(site, self.step, node.phase)
@@ -93,13 +89,6 @@ class Execution:
                 phase=node.phase,
                 step=self.step,
             )
-
-    def _is_wanted(self, tensor: torch.Tensor) -> bool:
-        if not has_values(tensor):
-            return False
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
-            return True
-        return is_zero(tensor) or tensor.untyped_storage().data_ptr() not in self.weights
 
 
 class Recorder:
@@ -116,17 +105,46 @@ class Recorder:
         self._naming = Naming(session.names)
         self._visits: dict[tuple[str, str], tuple[int, int]] = {}
         self._bases: dict[str, str] = {}
+        self._owners: dict[str, Sequence[Owner | None]] = {}
+        self._parts: dict[tuple[str, bool], int] = {}
         self._made: dict[int, str] = {}
         self._lines = 0
         self.graphs = 0
         self.kernels = 0
         self.nodes = 0
 
+    def meet(self, compile_id: str, inputs: Sequence[Any]) -> None:
+        """A piece of the program is about to be compiled for these inputs."""
+        self.base(compile_id)
+        self._owners[compile_id] = owners_of(self.session.names, inputs)
+
     def describe(
         self, graph: torch.fx.Graph, compile_id: str, base: str, *, backward: bool
     ) -> tuple[GraphNode, ...]:
         piece = compile_id.partition("/")[0]
-        return self._naming.describe(graph, base, piece, backward=backward)
+        part = self._parts.get((compile_id, backward), 0)
+        self._parts[compile_id, backward] = part + 1
+        if part:  # the piece was cut in parts, which may have nodes of one name in one module
+            piece += f".{part}"
+        owners = self._known_owners(graph, compile_id, backward=backward)
+        return self._naming.describe(graph, base, piece, owners, backward=backward)
+
+    def parameters(self, graph: torch.fx.Graph, compile_id: str, *, backward: bool) -> set[str]:
+        """The nodes of a graph that stand for parameters and buffers of modules."""
+        owners = self._known_owners(graph, compile_id, backward=backward)
+        return {node.name for node in graph.nodes if owner_of(node, owners) is not None}
+
+    def _known_owners(
+        self, graph: torch.fx.Graph, compile_id: str, *, backward: bool
+    ) -> Sequence[Owner | None]:
+        """Whose the inputs of a graph are, as far as it takes those of its piece.
+
+        Where a piece is cut into several graphs, their inputs are counted anew in each.
+        """
+        owners = self._owners.get(compile_id, ())
+        if not backward and len(owners) != sum(is_plain_input(node) for node in graph.nodes):
+            owners = self._owners[compile_id] = ()
+        return owners
 
     def base(self, compile_id: str) -> str:
         """Where nodes of no module belong: to the module that ran when the code was first met.
@@ -181,7 +199,7 @@ class Recorder:
             found = compiled.elsewhere[site] = self._listed(
                 rebased(compiled.graph, site)._replace(number=self._lines)
             )
-        return Execution(self, found, step, frozenset(self._weights()))
+        return Execution(self, found, step)
 
     def _caller(self, graph: Graph, now: str) -> str:
         """The module that executes a graph.
@@ -203,17 +221,6 @@ class Recorder:
         visit = count + 1 if last == step else 0
         self._visits[site, phase] = (step, visit)
         return visit
-
-    def _weights(self) -> Iterator[int]:
-        for root in self.session.names.roots:
-            module = root.module()
-            if module is None:
-                continue
-            for tensor in (*module.parameters(), *module.buffers()):
-                if type(tensor) in (torch.Tensor, nn.Parameter) and (
-                    pointer := tensor.untyped_storage().data_ptr()
-                ):
-                    yield pointer
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:

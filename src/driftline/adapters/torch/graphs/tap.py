@@ -16,7 +16,8 @@ from torch import nn
 
 from driftline.adapters.torch.graphs import compiling, inductor, stamps
 from driftline.adapters.torch.graphs.arrival import when_imported
-from driftline.adapters.torch.graphs.fx import compile_by_nodes, compile_id
+from driftline.adapters.torch.graphs.fx import compile_by_nodes
+from driftline.adapters.torch.graphs.nodes import compile_id
 from driftline.adapters.torch.graphs.recorder import Recorder, Write
 from driftline.errors import BadInput, did_you_mean
 
@@ -157,10 +158,10 @@ class GraphTap:
 
     # --- a graph is compiled
 
-    def backend(self, name: str) -> Callable[..., Any] | None:
+    def backend(self, name: str, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         self._backends[name] = self._backends.get(name, 0) + 1
         self.session.shielded("graphs", self._begin)
-        self.recorder.base(compile_id())
+        self.session.shielded("graphs", self.recorder.meet, compile_id(), inputs)
         if self.engine != "fx":
             return None
 
