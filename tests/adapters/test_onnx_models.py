@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -363,10 +366,56 @@ def test_integers_are_taken_for_the_values_they_stand_for(
             assert noise[place] == pytest.approx(row.metrics["sqnr"], abs=1.5)
 
 
-def quantise(made: Exported, folder: Path) -> Path:
-    """The model in int8, calibrated on what it is run with, one layer much too coarse."""
-    import logging
+@pytest.mark.parametrize("level", ["none", "all"])
+def test_layers_of_a_dynamically_quantised_model_have_their_noise_too(
+    level: Any, tmp_path: Path
+) -> None:
+    from onnxruntime.quantization import quantize_dynamic
 
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)
+    ).eval()
+    given = torch.randint(0, 32, (2, 6))
+    path = zoo.export(model, given, tmp_path / "m.onnx")
+    with quiet():
+        quantize_dynamic(str(path), str(tmp_path / "dynamic.onnx"))
+    sink = MemorySink()
+    with torch.no_grad(), driftline.capture(model, sink):
+        model(given)
+    for reference in (sink.run(), run_of(path, sink.run(), optimize=level)):
+        candidate = run_of(tmp_path / "dynamic.onnx", sink.run(), optimize=level)
+        table = driftline.compare(reference, candidate, limits={"sqnr": 20.0})
+        assert table.verdict == "pass", table.finding
+        noise = {
+            row.key.site: row.metrics["sqnr"]
+            for row in table.rows
+            if row.key.port == "output" and row.status == "pass"
+        }
+        assert ({"1", "2", "3"} if level == "none" else {"2", "3"}) <= set(noise)
+    # What an embedding gives is what its integers mean.
+    site = "0/embedding"
+    assert 25 < noise[site] < 60
+
+
+def test_what_a_node_takes_is_compared_with_the_integers_that_it_takes(
+    cnn: Exported, tmp_path: Path
+) -> None:
+    from onnxruntime.quantization import QuantType
+
+    types = {"per_channel": True, "weight_type": QuantType.QInt8}
+    quantised = quantise(cnn, tmp_path, **types, activation_type=QuantType.QInt8)
+    plain = run_of(cnn.path, cnn.run, optimize="all")
+    table = driftline.compare(plain, run_of(quantised, cnn.run, optimize="all"))
+    clean(table)  # by what rounding to integers explains, from the model's input on
+    decoded = [row for row in table.rows if "dequantise" in row.candidate_recipe]
+    assert {row.key.port for row in decoded} == {"input", "output"}
+    assert {row.candidate_dtype for row in decoded} <= {"int8", "uint8"}
+    assert "relu/relu" in {row.key.site for row in decoded if row.key.port == "input"}
+
+
+def quantise(made: Exported, folder: Path, **how: Any) -> Path:
+    """The model in int8, calibrated on what it is run with, one layer much too coarse."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
 
     class Reader(CalibrationDataReader):
@@ -376,14 +425,21 @@ def quantise(made: Exported, folder: Path) -> Path:
         def get_next(self) -> Any:
             return self.left.pop() if self.left else None
 
+    with quiet():
+        quantize_static(
+            str(made.path), str(folder / "int8.onnx"), Reader(), quant_format=QuantFormat.QDQ, **how
+        )
+    return folder / "int8.onnx"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the advice that a quantiser logs."""
     logging.disable(logging.WARNING)
     try:
-        quantize_static(
-            str(made.path), str(folder / "int8.onnx"), Reader(), quant_format=QuantFormat.QDQ
-        )
+        yield
     finally:
         logging.disable(logging.NOTSET)
-    return folder / "int8.onnx"
 
 
 @pytest.mark.parametrize("level", ["none", "all"])

@@ -162,18 +162,28 @@ def _by_code(left: _Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
     for graph, other, codes_first in ((ours, theirs, True), (theirs, ours, False)):
         coded = _outputs((left.here if codes_first else left.there).values())
         plain = _outputs((left.there if codes_first else left.here).values())
+        taken = _inputs_by_value((left.there if codes_first else left.here).values())
         makers = other.values()
         for site, about in graph.codes.items():
             of, scale, zero, dtype = (*listed(about), "", None, None, "")[:4]
             if site in other.codes or not isinstance(scale, float) or not isinstance(zero, float):
                 continue
             for record in coded.get(site, ()):
-                for value in plain.get(makers.get(str(of), ""), ()):
+                for value in (*plain.get(makers.get(str(of), ""), ()), *taken.get(str(of), ())):
                     if record.shape == value.shape and record.key.step == value.key.step:
                         step = Step("dequantise", factor=scale, zero=zero + _shift(dtype, record))
                         left.take_decoded(
                             record, value, Recipe((record,), (step,), record.shape), codes_first
                         )
+
+
+def _inputs_by_value(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """What nodes take, by the name of the value: a float that the other side takes as integers."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.key.port == "input" and "/" in record.key.site:
+            found[record.key.slot].append(record)
+    return found
 
 
 def _shift(dtype: object, record: Record) -> float:

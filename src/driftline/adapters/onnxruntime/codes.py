@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from driftline.adapters.onnxruntime.graph import Graph, Node
+from driftline.adapters.onnxruntime.graph import QUANTISED, Graph, Node
 from driftline.adapters.onnxruntime.layouts import Stored, needs
 from driftline.adapters.onnxruntime.snapshot import TYPES
 
@@ -29,7 +29,10 @@ class Code(NamedTuple):
 
 
 def codes_of(exported: Graph) -> dict[str, Code]:
-    """Quantised value → what it means, where one scale holds for all of it."""
+    """Quantised value → what it means, where one scale holds for all of it.
+
+    Rows of a quantised table are looked up as integers, and may be used as such.
+    """
     found: dict[str, Code] = {}
     for node in exported.nodes:
         if node.op == "QuantizeLinear" and len(node.inputs) > 1 and node.outputs:
@@ -38,7 +41,20 @@ def codes_of(exported: Graph) -> dict[str, Code]:
             if scale is not None and zero is not None:
                 kind = exported.types.get(node.inputs[2], 0) if len(node.inputs) > 2 else 0
                 found[node.outputs[0]] = Code(node.inputs[0], scale, zero, TYPES.get(kind, "uint8"))
+        elif table := _table(node, exported):
+            scale, zero = (exported.scalars.get(table + end) for end in ("_scale", "_zero_point"))
+            if scale is not None and zero is not None:
+                kind = TYPES.get(exported.types.get(table + QUANTISED, 0), "uint8")
+                value = node.outputs[0]
+                found[value] = Code(value.removesuffix(QUANTISED), scale, zero, kind)
     return found
+
+
+def _table(node: Node, exported: Graph) -> str:
+    """The weight whose rows a node looks up as integers; empty for any other node."""
+    weight = node.inputs[0] if node.op == "Gather" and node.inputs and node.outputs else ""
+    is_code = weight in exported.weights and weight.endswith(QUANTISED)
+    return weight.removesuffix(QUANTISED) if is_code else ""
 
 
 def integer_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:

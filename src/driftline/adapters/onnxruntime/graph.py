@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from driftline.adapters.onnxruntime import loading
 
+QUANTISED = "_quantized"
+"""How onnxruntime.quantization calls the integers of a tensor."""
 _TEXT = 8
 _ACTIVATION = "activation"
 

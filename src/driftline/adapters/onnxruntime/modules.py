@@ -11,13 +11,15 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from driftline.adapters.onnxruntime.graph import Graph, Node
-from driftline.adapters.onnxruntime.names import ROOT, Names, Scope
+from driftline.adapters.onnxruntime.graph import QUANTISED, Graph, Node
+from driftline.adapters.onnxruntime.names import NOWHERE, ROOT, Names, Scope
 
 MERGED = "merged"
 """Class of a module that the exporter merged into another one."""
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
+_DEQUANTISED = "_DequantizeLinear_Output"
+"""How onnxruntime.quantization calls what integers are as numbers again."""
 _ANONYMOUS = "onnx::"
 """How torch's older exporter calls weights that it computed: with a batch norm worked in, say."""
 
@@ -108,7 +110,7 @@ def _call(
             readers = graph.readers.get(value, ())
             leaves = value in graph.outputs or not inside.issuperset(readers)
             if value and leaves and value not in graph.constants:
-                outputs.setdefault(value)
+                outputs.setdefault(_as_numbers(value, graph, names))
     reworked = ""
     if not names.told and any(_reworked(graph.nodes[number]) for number in numbers):
         last = graph.nodes[numbers[-1]]
@@ -122,6 +124,15 @@ def _call(
     )
 
 
+def _as_numbers(value: str, graph: Graph, names: Names) -> str:
+    """What integers are as numbers, where a quantiser put just that behind a module."""
+    for reader in graph.readers.get(value, ()) if value not in graph.outputs else ():
+        node = graph.nodes[reader]
+        if node.op == "DequantizeLinear" and names.scopes[reader] is NOWHERE:
+            return node.outputs[0]
+    return value
+
+
 def _reworked(node: Node) -> bool:
     """A convolution whose weights torch's older exporter has computed: a batch norm is in them."""
     weights = node.inputs[1:2]
@@ -133,13 +144,21 @@ def _merged(graph: Graph, members: dict[str, list[int]]) -> Iterator[ModuleCall]
     seen: set[str] = set()
     for number, node in enumerate(graph.nodes):
         for value in node.inputs[1:]:
-            path, _, name = value.rpartition(".")
-            if value not in graph.weights or name != "weight" or path in members or not path:
+            path, _, name = _weight(value, graph).rpartition(".")
+            if name != "weight" or path in members or not path:
                 continue
             if path not in seen and node.op not in ("Gather", "Transpose"):
                 seen.add(path)
                 inputs = tuple(graph.data_inputs(node)[:1])
                 yield ModuleCall(path, 0, MERGED, (number,), inputs, ())
+
+
+def _weight(value: str, graph: Graph) -> str:
+    """The weight that a value is, or was before it was quantised; empty if it is none."""
+    if value in graph.weights:
+        return value.removesuffix(QUANTISED)
+    plain = value.removesuffix(_DEQUANTISED)
+    return plain if f"{plain}{QUANTISED}" in graph.weights else ""
 
 
 def root_call(graph: Graph, names: Names) -> ModuleCall:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from driftline.adapters.onnxruntime.fusions import Placed
-from driftline.adapters.onnxruntime.graph import Graph
+from driftline.adapters.onnxruntime.graph import QUANTISED, Graph
 from driftline.adapters.onnxruntime.modules import ModuleCall, module_calls, root_call
 from driftline.adapters.onnxruntime.names import ROOT, Names
 from driftline.adapters.onnxruntime.snapshot import TYPES
@@ -131,7 +131,12 @@ def _module_sights(seen: Seen) -> tuple[dict[int, list[Sight]], dict[int, list[S
         before.setdefault(min(held), []).extend(
             Sight(call.site, "input", value, value, call.class_name, call.visit) for value in there
         )
-        left = [value for value in call.outputs if value in seen.optimised.maker]
+        # Of integers only the nodes know what they mean.
+        left = [
+            value
+            for value in call.outputs
+            if value in seen.optimised.maker and not value.endswith(QUANTISED)
+        ]
         for value in left:
             slot = slot_of(value, call)
             after.setdefault(seen.optimised.maker[value], []).insert(

@@ -106,7 +106,7 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
             "codes": {
                 seen.site(value): [code.of, code.scale, code.zero, code.dtype]
                 for value, code in codes_of(seen.exported).items()
-                if code.of in seen.exported.maker
+                if seen.exported.known(value)
             },
             "reworked": {c.site: seen.site(c.reworked) for c in seen.modules if c.reworked},
             "works": works(seen.exported, seen.names),
