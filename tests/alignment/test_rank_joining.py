@@ -179,3 +179,15 @@ def test_shards_need_not_be_equally_large(tmp_path: Path) -> None:
     table = driftline.compare(run_of({"up": whole}), many)
     assert table.verdict == "pass"
     assert table.rows[0].candidate_recipe == "concat(axis 0) of 4 ranks"
+
+
+def test_of_large_tensors_only_some_elements_are_asked_whether_they_are_terms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftline.alignment.joining._LARGEST", 16)
+    whole = np.arange(96, dtype=np.float32).reshape(8, 12) + 1
+    terms = [whole * 0.75, whole * 0.25]
+    many = written(tmp_path / "run", terms, "down/param_grad/weight")
+    table = driftline.compare(run_of({"down/param_grad/weight": whole}), many)
+    assert table.verdict == "pass", table.finding
+    assert table.rows[0].candidate_recipe == "sum of 2 ranks"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,11 @@ from driftline.runs.run import Run
 
 Shape = tuple[int, ...]
 F64 = npt.NDArray[np.float64]
-_LARGEST = 1 << 24
-"""Elements of a tensor that are looked at; larger ones are not asked."""
+_LARGEST = 1 << 22
+"""Elements of a tensor that are looked at, and of larger ones about so many."""
+
+
+_ALONG = ("concat", "select")
 
 
 class DoesNotFit(Exception):
@@ -134,49 +137,84 @@ def ways(
     return found
 
 
-def values_of(run: Run, source: Source, *, sketched: bool = False) -> F64 | None:
+class Thin(NamedTuple):
+    """Which elements of a large tensor are looked at: every nth along an axis that nothing cuts."""
+
+    axis: int
+    step: int
+
+
+def thinned(shape: Shape, placed: Sequence[Placed]) -> Thin | None:
+    """How to look at a tensor of many elements; None where all of them may be."""
+    many = -(-math.prod(shape) // _LARGEST)
+    cut = {how.axis for how in placed if how.kind == "shard"}
+    whole = [axis for axis in range(len(shape)) if axis not in cut]
+    if many < 2 or not whole:
+        return None
+    return Thin(max(whole, key=lambda axis: shape[axis]), many)
+
+
+def values_of(
+    run: Run, source: Source, *, sketched: bool = False, thin: Thin | None = None
+) -> F64 | None:
     """What a record or a recipe of joins holds; None where that cannot be had.
 
     Args:
         run: Where it lies.
         source: What.
         sketched: Its sketch instead, which is linear in the values: summaries have no more.
+        thin: Which elements; all, when not given.
     """
     try:
-        return _values(run, source, sketched)
+        return _values(run, source, sketched, thin)
     except (DriftlineError, OSError, ValueError):
         return None
 
 
-def _values(run: Run, source: Source, sketched: bool) -> F64:
+def _values(run: Run, source: Source, sketched: bool, thin: Thin | None) -> F64:
     if isinstance(source, Record):
-        return _sketch(run, source) if sketched else _numbers(run, source)
-    parts = [_values(run, each, sketched) for each in source.sources]
-    found: Any = parts[0]
+        return _sketch(run, source) if sketched else _numbers(run, source, thin)
+    each = (_values(run, one, sketched, thin) for one in source.sources)  # one at a time
+    joining = source.steps[0].kind if source.steps else ""
+    if thin is not None and any(
+        step.axis == thin.axis for step in source.steps if step.kind in _ALONG
+    ):
+        raise BadInput("it is cut where elements are left out")
+    found: Any
+    if joining == "concat" and not sketched:
+        found = np.concatenate(list(each), axis=source.steps[0].axis)
+    else:
+        found = next(each)
+        for more in each if joining in ("sum", "mean") else ():
+            found = found + more
     for step in source.steps:
-        if step.kind in ("sum", "mean"):
-            found = np.sum(parts, axis=0) / (len(parts) if step.kind == "mean" else 1)
+        if step.kind == "mean":
+            found = found / len(source.sources)
         elif step.kind == "times":
             found = found * step.factor
-        elif sketched:
+        elif sketched and step.kind != "sum":
             raise BadInput("sketches of parts are none of the whole")
-        elif step.kind == "concat":
-            found = np.concatenate(parts, axis=step.axis)
         elif step.kind == "select":
             found = np.take(found, step.numbers, axis=step.axis)
-        else:
+        elif step.kind not in ("concat", "sum"):
             raise BadInput("no join")
     return cast("F64", found)
 
 
-def _numbers(run: Run, record: Record) -> F64:
-    if record.kept != "full" or run.lost(record) or math.prod(record.shape) > _LARGEST:
+def _numbers(run: Run, record: Record, thin: Thin | None = None) -> F64:
+    count = math.prod(record.shape)
+    if record.kept != "full" or run.lost(record):
         raise BadInput("no values")
+    if count > _LARGEST * (1 if thin is None else thin.step):
+        raise BadInput("too many")
     dtype = DTYPES[record.dtype]
     if dtype.kind in ("complex", "bits") or dtype.bits < 8:
         raise BadInput("no plain numbers")
-    numbers: Any = to_float64(run.raw(record), dtype, math.prod(record.shape))
-    return cast("F64", numbers.reshape(record.shape))
+    words: Any = run.raw(record).reshape(record.shape)
+    if thin is not None:
+        words = words[(slice(None),) * thin.axis + (slice(None, None, thin.step),)]
+    numbers: Any = to_float64(np.ascontiguousarray(words).reshape(-1), dtype, words.size)
+    return cast("F64", numbers.reshape(words.shape))
 
 
 def _sketch(run: Run, record: Record) -> F64:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from driftline.alignment.joining import DoesNotFit, distance, join, values_of
+from driftline.alignment.joining import DoesNotFit, distance, join, thinned, values_of
 from driftline.alignment.rank_groups import Group, in_execution
 from driftline.alignment.rank_lying import Layouts
 from driftline.alignment.rank_mesh import Placed, lying_of
@@ -97,7 +96,7 @@ class Evidence:
                 axis: _places(group, {n for n in cut if cut[n] == axis})
                 for axis in {cut[n] for n in cut if n in self._layouts.data}
             }
-            made, wanted = self._joined(group, placed), self._whole(whole)
+            made, wanted = self._joined(group, placed), self._whole(whole, placed)
             if not parts or made is None or wanted is None:
                 continue
             self._orders[step] = orders(made, wanted, parts)
@@ -145,7 +144,10 @@ class Evidence:
             many = _places(group, axes) if axes else self.rows_apart(group, placed)
             if many < 2 or (not axes and group.key.port == "param_grad"):
                 continue
-            found, wanted = self._joined(group, _with(placed, axes, _SUM)), self._whole(whole)
+            found, wanted = (
+                self._joined(group, _with(placed, axes, _SUM)),
+                self._whole(whole, placed),
+            )
             if found is None or wanted is None:
                 continue
             self.decided = False
@@ -200,7 +202,7 @@ class Evidence:
             return False
         return any(
             distance(wanted, found) < _AGREE and distance(wanted, alone) > _APART
-            for wanted in (self._whole(whole), self._added(whole))
+            for wanted in (self._whole(whole, placed), self._added(whole, placed))
             if wanted is not None
         )
 
@@ -248,7 +250,7 @@ class Evidence:
             return True
         many = self.rows_apart(group, placed) if group.key.port in ACTIVATION_GRADIENTS else 1
         many = many if self.averaged else 1
-        made, wanted = self._joined(group, placed), self._whole(whole)
+        made, wanted = self._joined(group, placed), self._whole(whole, placed)
         if made is not None and wanted is not None:
             return distance(wanted, made / many) < _AGREE
         return self._sketched and self._has_the_size_of(group, placed, whole, many)
@@ -283,9 +285,10 @@ class Evidence:
         except DoesNotFit:
             return None
         source = self.in_order(group, source, placed)
-        return values_of(self._layouts.run, source, sketched=self._sketched)
+        thin = thinned(source.shape, placed)
+        return values_of(self._layouts.run, source, sketched=self._sketched, thin=thin)
 
-    def _added(self, record: Record) -> F64 | None:
+    def _added(self, record: Record, placed: Sequence[Placed]) -> F64 | None:
         """The sum of what the other run's ranks hold, where they may hold terms as well."""
         other = self._layouts.other
         if not isinstance(other, SeenRun):
@@ -293,15 +296,13 @@ class Evidence:
         origin = origins_of(other).get(record.key)
         if not isinstance(origin, Copies) or len(origin.sources) < 2:
             return None
-        found = [
-            values_of(other.whole, source, sketched=self._sketched) for source in origin.sources
-        ]
-        known = [each for each in found if each is not None]
-        if len(known) < len(found) or len({each.shape for each in known}) > 1:
+        if len({source.shape for source in origin.sources}) > 1:
             return None
-        return cast("F64", np.sum(known, axis=0))
+        total = Recipe(origin.sources, (Step("sum"),), origin.sources[0].shape)
+        thin = thinned(total.shape, placed)
+        return values_of(other.whole, total, sketched=self._sketched, thin=thin)
 
-    def _whole(self, record: Record) -> F64 | None:
+    def _whole(self, record: Record, placed: Sequence[Placed]) -> F64 | None:
         """Values of the other run, also where that is itself gathered from ranks."""
         other = self._layouts.other
         if other is None:
@@ -315,7 +316,8 @@ class Evidence:
             origin = origin.sources[0]
         if not isinstance(origin, Record | Recipe):
             return None
-        return values_of(other, origin, sketched=self._sketched)
+        thin = thinned(origin.shape, placed)
+        return values_of(other, origin, sketched=self._sketched, thin=thin)
 
 
 def _size(source: Source) -> float:

@@ -17,7 +17,7 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.assembling import assembled
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.repeats import repeated, repeats_of
-from driftline.comparison.row import LOST, MANY, Row
+from driftline.comparison.row import LOST, MANY, Number, Row
 from driftline.comparison.small import FAR_OFF, SmallPairs
 from driftline.comparison.summaries import ESTIMATED
 from driftline.comparison.table import Table
@@ -290,6 +290,8 @@ class _Work:
             return row.measured("summary", known, estimated=ESTIMATED, reason=remark)
         size = math.prod(row.reference_shape or ())
         with self.large if size * 8 > _LARGE else nullcontext():
+            if (found := self._by_rows(pair, row)) is not None:
+                return row.measured("values", found)
             values = open_cooked(self.reference, self.candidate, pair)
             rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
             parts = [
@@ -302,6 +304,20 @@ class _Work:
             )
         measured = row.measured("values", found)
         return measured._replace(reason="; ".join(notes)) if notes else measured
+
+    def _by_rows(self, pair: Pair, row: Row) -> dict[str, Number] | None:
+        """What a gathered pair gives some rows at a time; None where it is needed as a whole."""
+        from driftline.comparison.row_blocks import row_blocks
+
+        if any(metric.derive is None for metric in self.metrics):
+            return None
+        blocks = row_blocks(self.reference, self.candidate, pair)
+        if blocks is None:
+            return None
+        rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
+        parts = [each.moments(0, each.count, rtol=rtol, atol=atol) for each in blocks]
+        found = measure_moments(parts, self.metrics)
+        return None if "_scaled" in found else found
 
     def _from_values(self, at: int, block: int, blocks: int, row: Row) -> Row | None:
         pair = self.pairs[at]

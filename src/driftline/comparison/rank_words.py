@@ -125,7 +125,8 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
     if all(names) and len(set(names)) == 1:
         return
     sketched = any(record.kept == "summary" for source in copies.sources for record in _all(source))
-    read = _sketch if sketched else partial(_values, sample=True)
+    most = max(1, _LARGEST // 4 // len(copies.sources))  # all of them are held together
+    read = _sketch if sketched else partial(_values, most=most)
     values = [read(copies.many, source) for source in copies.sources]
     if any(each is None for each in values) or len({each.shape for each in values}) != 1:
         return
@@ -265,26 +266,26 @@ def _place_of(part: Any, slices: Sequence[Any]) -> int | None:
 # --- values
 
 
-def _values(run: Run, source: Source, *, sample: bool = False) -> Any:
+def _values(run: Run, source: Source, *, most: int | None = None) -> Any:
     """What a source holds, as float64 of its shape; None where it has no values, or too many.
 
     Args:
         run: Where it lies.
         source: What.
-        sample: Of too many, take every nth instead.
+        most: Of more than so many, take every nth instead, flat.
     """
     from driftline.comparison.cooking import cook
     from driftline.numerics.dtypes import to_float64
 
-    many = math.prod(source.shape) > _LARGEST
-    if many and not sample:
+    many = math.prod(source.shape) > (_LARGEST if most is None else most)
+    if many and most is None:
         return None
     try:
         made = cook(run, source if isinstance(source, Recipe) else start(source))
         if made.dtype.kind in ("complex", "bits") or (many and made.dtype.bits < 8):
             return None
         if many:
-            stride = -(-made.values.size // _LARGEST)
+            stride = -(-made.values.size // (most or 1))
             return to_float64(made.values[::stride].copy(), made.dtype)
         found: Any = to_float64(made.values, made.dtype, math.prod(made.shape))
         return found.reshape(made.shape)

@@ -15,7 +15,7 @@ from driftline.comparison.table import Table, is_kept, kept_like
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
 from driftline.gating.inherited import Inheritance, Inherited, Unrelated, reference_norm
-from driftline.gating.loose_biases import BEYOND, BEYOND_COLUMN
+from driftline.gating.loose_biases import BEYOND_COLUMN
 from driftline.gating.no_gradient import without_gradient
 from driftline.gating.quantised import Quantised, quantised_row
 from driftline.gating.sums import SUMMED, SUMMED_COLUMN
@@ -30,6 +30,7 @@ from driftline.tolerance.defaults import (
     with_smallest_steps,
 )
 from driftline.tolerance.limits import Tolerance
+from driftline.tolerance.scales import BEYOND, SUMMED_ELEMENTS
 
 _WRITTEN_INTO = (
     "one side took it before the call, the other after it: the operator may have written into it"
@@ -82,7 +83,8 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
         one = tally.unread == 1
         finding = (
             f"{tally.unread} tensor{'' if one else 's'} could not be read, '{unread.key.site}' "
-            f"{unread.key.port}{'' if one else ' for one'} ({unread.reason}); what was compared agrees"
+            f"{unread.key.port}{'' if one else ' for one'} ({unread.reason}); "
+            "what was compared agrees"
         )
     return table.changed(
         rows=rows,
@@ -198,7 +200,7 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
     summed = float(row.metrics.get(SUMMED, 0.0))
     if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
         share = LIMITS[working.name] * summed / reference_norm(row)
-        yield Inheritance(share, "of the elements it sums")
+        yield Inheritance(share, SUMMED_ELEMENTS)
 
 
 def _exact(row: Row) -> Row:
