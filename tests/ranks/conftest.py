@@ -11,7 +11,7 @@ import pytest
 from warm_python import warm
 
 PROGRAM = Path(__file__).with_name("parallel_programs.py")
-ALONE = ("one", "hand", "four_layers")
+ALONE = ("one", "hand", "four_layers", "eight_layers", "shared_heads")
 TOGETHER = (
     "tp",
     "sp",
@@ -26,6 +26,11 @@ TOGETHER = (
     "fsdp_tp",
     "pipeline",
     "late",
+    "interleaved",
+    "turned_back",
+    "shared_heads",
+    "shared_heads_forgotten",
+    "flattened",
 )
 LIMIT = 500
 

@@ -382,13 +382,16 @@ def mesh(name: str = "tp") -> Any:
 
 
 def main() -> None:
+    sys.modules["parallel_programs"] = sys.modules["__main__"]
+    import more_programs
+
     folder, *wanted = sys.argv[1:]
     torch.set_num_threads(1)
     if WORLD > 1:
         dist.init_process_group("gloo")
     for name in wanted:
         _MESHES.clear()
-        globals()[name](Path(folder) / name)
+        {**globals(), **vars(more_programs)}[name](Path(folder) / name)
     if WORLD > 1:
         dist.destroy_process_group()
 

@@ -167,6 +167,42 @@ def test_stages_are_mapped_to_layers(alone: Path, together: Path) -> None:
     assert (last.candidate_site, last.candidate_rank) == ("layers.0.mlp", 3)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "turned_back"])
+def test_several_stages_of_a_rank_are_mapped_to_layers_in_any_schedule(
+    alone: Path, together: Path, schedule: str
+) -> None:
+    table = compared(alone, together, schedule, reference="eight_layers")
+    assert table.verdict == "pass", table.finding
+    assert table.coverage.share == 1.0
+    assert any("a pipeline of 8 stages" in note for note in table.notes)
+
+
+def test_two_schedules_of_a_pipeline_agree(together: Path) -> None:
+    """Other stages on every rank, another number of micro-batches, walked back in another order."""
+    table = driftline.compare(together / "interleaved", together / "turned_back")
+    assert table.verdict == "pass", table.finding
+    assert table.coverage.share == 1.0
+
+
+def test_heads_that_ranks_share_are_joined_once(alone: Path, together: Path) -> None:
+    table = compared(alone, together, "shared_heads", reference="shared_heads")
+    assert table.verdict == "pass", table.finding
+    assert table.coverage.share == 1.0
+
+
+def test_a_shared_head_whose_gradient_nobody_added_up_is_named(alone: Path, together: Path) -> None:
+    words = first_words(compared(alone, together, "shared_heads_forgotten", "shared_heads"))
+    assert words.endswith("layers.0.self_attn.k_proj")
+    assert "ranks 0 and 2 together hold something else than ranks 1 and 3" in words
+    assert "an all-reduce is missing" in words
+
+
+def test_axes_that_were_flattened_into_one_are_undone(alone: Path, together: Path) -> None:
+    table = compared(alone, together, "flattened")
+    assert table.verdict == "pass", table.finding
+    assert table.coverage.share == 1.0
+
+
 def test_the_ranks_may_be_the_reference(alone: Path, together: Path) -> None:
     table = driftline.compare(together / "fsdp_tp", alone / "one")
     assert table.verdict == "pass", table.finding
