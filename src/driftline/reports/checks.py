@@ -6,16 +6,18 @@ Between an artefact (a table, a diagnosis, checked operators, a validation) and 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from driftline.comparison.row import Row
-from driftline.comparison.table import Table
+from driftline.comparison.table import Table, is_kept
 from driftline.reports.view import Block, Facts, Grid, Heading, Line, Sentence, Tree, View
 from driftline.reports.wording import counted, number
 
 if TYPE_CHECKING:
+    from driftline.comparison.kept_rows import KeptRows
     from driftline.decoding.validation import Verdict
     from driftline.diagnosis.finding import Diagnosis
     from driftline.reports.operators import Report
@@ -61,23 +63,13 @@ class Checks(NamedTuple):
     finding: str
     first: str
     tally: str
-    cases: tuple[Case, ...]
+    cases: Iterable[Case]
     summary: View
 
 
 def of_table(table: Table, command: str = "compare") -> Checks:
     """A comparison: a case for each site, of each step and rank."""
-    places: dict[tuple[int, int, int, str], list[Row]] = {}
-    for row in table.rows:
-        key = row.key
-        places.setdefault((key.rank, key.process, key.step, key.site), []).append(row)
-    several = len({place[:3] for place in places}) > 1
-    cases: list[Case] = []
-    for (rank, process, step, site), rows in places.items():
-        name = site or "(model)"
-        if several:
-            name += f" [step {step}, rank {rank}" + (f".p{process}]" if process else "]")
-        cases.append(_site_case(name, site.rpartition(".")[0], rows))
+    cases = SiteCases(table.rows)
     failing = sum(row.status == "fail" for row in table.rows)
     compared = table.coverage.compared
     count = f"{failing} of {counted(compared, 'compared tensor')} fail; coverage: {table.coverage}"
@@ -88,9 +80,59 @@ def of_table(table: Table, command: str = "compare") -> Checks:
         table.finding or table.verdict,
         first,
         count,
-        tuple(cases),
+        cases if is_kept(table.rows) else tuple(cases),
         _table_summary(table, command, count),
     )
+
+
+_Place = tuple[int, int, int, str]
+
+
+class SiteCases(Iterable[Case]):
+    """A case for each site, of each step and rank; made as often as they are walked over.
+
+    Of a long table in which step comes after step, those of one step are held at a time.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        if is_kept(rows):
+            self._several = len(rows.processes) > 1 or rows.several_steps
+        else:
+            self._several = len({_place(row)[:3] for row in rows}) > 1
+
+    def __iter__(self) -> Iterator[Case]:
+        rows = self._rows
+        if not is_kept(rows) or not rows.in_turn:
+            return self._of(rows, {})
+        return self._step_by_step(rows)
+
+    def _step_by_step(self, rows: KeptRows) -> Iterator[Case]:
+        extra: dict[_Place, list[Row]] = {}
+        if rows.coverage.extra:
+            for row in rows:
+                if row.status == "extra":
+                    extra.setdefault(_place(row), []).append(row)
+        others = (row for row in rows if row.status != "extra")
+        for _, some in itertools.groupby(others, key=lambda row: _place(row)[:3]):
+            yield from self._of(some, extra)
+        yield from self._of([row for left in extra.values() for row in left], {})
+
+    def _of(self, rows: Iterable[Row], more: dict[_Place, list[Row]]) -> Iterator[Case]:
+        """The cases of some rows, and of more rows of the same places, which are taken out."""
+        places: dict[_Place, list[Row]] = {}
+        for row in rows:
+            places.setdefault(_place(row), []).append(row)
+        for place, own in places.items():
+            rank, process, step, site = place
+            name = site or "(model)"
+            if self._several:
+                name += f" [step {step}, rank {rank}" + (f".p{process}]" if process else "]")
+            yield _site_case(name, site.rpartition(".")[0], [*own, *more.pop(place, ())])
+
+
+def _place(row: Row) -> _Place:
+    return row.key.rank, row.key.process, row.key.step, row.key.site
 
 
 def of_diagnosis(found: Diagnosis) -> Checks:

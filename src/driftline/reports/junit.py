@@ -6,6 +6,8 @@ has a failure exactly when the command ends with another code than 0.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import TextIO
 from xml.sax.saxutils import escape, quoteattr
@@ -23,19 +25,19 @@ def write(checks: Checks, stream: TextIO) -> None:
         "" if checks.passed else checks.finding,
         () if checks.passed else (checks.finding, checks.tally),
     )
-    cases = (verdict, *checks.cases)
+    found = Counter(case.outcome for case in checks.cases) + Counter([verdict.outcome])
     counts = _attributes(
-        tests=len(cases),
-        failures=sum(case.outcome == "fail" for case in cases),
+        tests=found.total(),
+        failures=found["fail"],
         errors=0,
-        skipped=sum(case.outcome == "skipped" for case in cases),
+        skipped=found["skipped"],
         time=0,
     )
     suite = _attribute(f"driftline {checks.command}")
     stream.write('<?xml version="1.0" encoding="UTF-8"?>\n')
     stream.write(f'<testsuites name="driftline" {counts}>\n')
     stream.write(f"<testsuite name={suite} {counts}>\n")
-    for case in cases:
+    for case in itertools.chain([verdict], checks.cases):
         for line in _case(case):
             stream.write(f"{line}\n")
     stream.write(f"<system-out>{_text(checks.finding)}\n{_text(checks.tally)}</system-out>\n")
