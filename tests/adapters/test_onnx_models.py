@@ -201,12 +201,15 @@ def test_a_convolution_s_changed_weight_is_named_with_what_it_was_folded_into(
     cnn: Exported, level: Any, site: str, tmp_path: Path
 ) -> None:
     path = zoo.reweighted(cnn.path, tmp_path / "c.onnx", "stages.0.conv2.weight", lambda w: -w)
-    table = driftline.compare(cnn.run, run_of(path, cnn.run, optimize=level))
+    candidate = run_of(path, cnn.run, optimize=level)
+    table = driftline.compare(cnn.run, candidate)
     assert first_of(table).site == f"stages.0.{site}"
     assert table.first is not None
     both = "stages.0.conv2: Conv2d; stages.0.bn2: BatchNorm2d"
     assert table.first.fused.startswith(both)
     assert f"inside the fusion of {both}" in table.finding
+    said = driftline.diagnose(cnn.run, candidate).sentences[0]
+    assert f"inside the fusion of {both}" in said
     folded = [row for row in table.rows if row.key.site == "stages.0.conv2" and row.inside_fusion]
     assert [(row.status, row.by, row.candidate_site) for row in folded] == [
         ("missing", "fusion", f"stages.0.{site}")

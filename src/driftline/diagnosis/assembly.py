@@ -140,7 +140,11 @@ class Assembly:
             "fail",
             (
                 sentences.where(
-                    finding, standing.by, self._statistic(first), self._limit(first, standing)
+                    finding,
+                    standing.by,
+                    self._statistic(first),
+                    self._limit(first, standing),
+                    standing.call.worst.fused,
                 ),
                 sentences.kind(naming.cause, naming.sentence),
                 said or sentences.share(share, final, final_noise),

@@ -17,10 +17,19 @@ _WHERE = {
 }
 
 
-def where(site: SiteFinding, by: str, statistic: str, limit: str) -> str:
-    """The first sentence: who introduces error, by which evidence."""
+def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "") -> str:
+    """The first sentence: who introduces error, by which evidence.
+
+    Args:
+        site: Where.
+        by: The evidence.
+        statistic: What was measured.
+        limit: What it is held against.
+        fused: Whose work it is together with the site's own, where one kernel or node does it all.
+    """
     name = _name(site.site)
     of = f" ({site.class_name})" if site.class_name else ""
+    of += f", inside the fusion of {fused}," if fused else ""
     off = f"{site.ratio:.3g}" if math.isfinite(site.ratio) else "infinitely many"
     if site.direction == "param":
         return f"{name}{of} is the first that is off: its weights differ from the reference's."

@@ -141,7 +141,8 @@ def _badness(row: Row) -> tuple[bool, bool, float]:
 
 def _leaf(site: str, row: Row | None, heat: float | None, is_first: bool, parent: str) -> Branch:
     label = site[len(parent) + 1 :] if parent else site or "(model)"
-    cells = ("", "not compared", "") if row is None else (classes(row), row.status, _figure(row))
+    status = "in a fusion" if row is not None and row.inside_fusion else row and row.status
+    cells = (classes(row), status or "", _figure(row)) if row else ("", "not compared", "")
     tone = "bad" if is_first or (row is not None and row.status == "fail") else "plain"
     return Branch(label, "◀ starts here" if is_first else "", tone, (), cells, heat)
 
