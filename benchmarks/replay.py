@@ -36,7 +36,7 @@ from driftline.runs.manifest import create_run
 from driftline.runs.memory import MemorySink
 from driftline.runs.writer import RunWriter
 
-ROUNDS = 7
+ROUNDS = 5
 FORWARDS = 3
 Row = dict[str, Any]
 Clock = Callable[[], float]
