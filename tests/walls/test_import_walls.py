@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """A room may import itself and every room of a line above its own, never one beside or below it."""
 
 BESIDE = {
+    ("diagnosis", "gating"): "what an error is a share of, where its own norm says nothing",
     ("registry", "errors"): "an absent part is said in a sentence",
     ("adapters", "topology"): "what capture writes down of a model is a module tree",
     ("launch", "adapters"): "the woken process starts the capture session",

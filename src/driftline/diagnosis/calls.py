@@ -15,6 +15,7 @@ from driftline.comparison.row import Row
 from driftline.comparison.table import Table
 from driftline.diagnosis.flow import Flow, Makers
 from driftline.numerics.dtypes import DTYPES
+from driftline.tolerance.scales import error_on_scale
 
 Direction = Literal["forward", "backward", "optimizer", "param"]
 
@@ -131,8 +132,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 def error_of(row: Row) -> float:
-    """Relative L2 of a row, inf where it is not a number."""
-    value = float(row.metrics.get("relative_l2", math.nan))
+    """Relative L2 of a row on the scale it was judged on, inf where it is not a number."""
+    value = error_on_scale(row)
     return math.inf if math.isnan(value) else value
 
 

@@ -19,6 +19,7 @@ from driftline.diagnosis.floor import Variant
 from driftline.diagnosis.naming import Runs
 from driftline.diagnosis.substituted import open_bisection
 from driftline.formats.opening import open_run
+from driftline.gating.scaling import on_their_scales
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def diagnose(
     options = options or AlignOptions()
     plan = align_runs(ours, theirs, options)
     table = measure(plan, ours, theirs, threads=threads, progress=progress)
+    table = on_their_scales(table, plan.pairs, ours, theirs)
     played = None if replay is None else open_replay(replay)
     variants: list[Variant] = []
     for trusted in open_noise(noise):
@@ -69,6 +71,7 @@ def diagnose(
             name += "'"
         against = align_runs(ours, trusted.run, options)
         measured = measure(against, ours, trusted.run, threads=threads)
+        measured = on_their_scales(measured, against.pairs, ours, trusted.run)
         variants.append(Variant(name, measured, trusted.run, against))
     again = [_opened(each) for each in repeats]
     runs = Runs(ours, theirs, played, again, plan)

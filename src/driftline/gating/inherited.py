@@ -14,6 +14,7 @@ from driftline.gating.loose_biases import is_bias
 from driftline.gating.quantised import Quantised
 from driftline.numerics.dtypes import DType, coarser
 from driftline.tolerance.defaults import QUANTISED
+from driftline.tolerance.scales import SUMMED_GRADIENTS
 
 
 class Inheritance(NamedTuple):
@@ -86,7 +87,7 @@ class Inherited:
         if is_bias(row.key.slot) and left:
             share = limit * math.sqrt(square) / left
             if share > limit:
-                return Inheritance(share, "of the gradients it sums")
+                return Inheritance(share, SUMMED_GRADIENTS)
         return Inheritance(limit, "as the gradient it is made of") if limit else None
 
 

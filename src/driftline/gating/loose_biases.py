@@ -25,6 +25,7 @@ from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DType, to_float64
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
+from driftline.tolerance.scales import BEYOND
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 else:
     from driftline.numerics.late_numpy import np
 
-BEYOND = "beyond_bias"
 BEYOND_COLUMN = Column(BEYOND, "lower", "relative L2 without what a bias of no gradient adds")
 
 GRADIENTS = ("optimizer_grad", "param_grad")

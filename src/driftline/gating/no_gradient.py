@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 from driftline.comparison.row import Row
 from driftline.comparison.table import is_kept
-from driftline.gating.loose_biases import BEYOND, GRADIENTS, is_bias
+from driftline.gating.loose_biases import GRADIENTS, is_bias
 from driftline.tolerance.defaults import METRIC, coarsest
+from driftline.tolerance.scales import AS_GIVEN, BESIDE_WEIGHT, BEYOND
 
 _ROUNDINGS = 16
 """Rounding of a bias's gradient, in units of roundoff of its weight's gradient."""
@@ -71,12 +72,14 @@ def _gradients(rows: list[Row]) -> None:
         sides = ("reference_l2", "candidate_l2")
         if all(_number(row, side) <= share * _number(weight, side) for side in sides):
             size = _number(row, "reference_l2")
+            limit = 2 * share * _number(weight, "reference_l2") / size if size else math.inf
             rows[at] = row.judged(
                 "pass",
                 f"nothing but rounding: on both sides below {share:.2g} of its weight's gradient",
                 decided_by=METRIC,
-                limit=2 * share * _number(weight, "reference_l2") / size if size else math.inf,
-                limit_from=f"{row.limit_from}, beside the weight's gradient",
+                limit=limit,
+                limit_from=f"{row.limit_from}, {BESIDE_WEIGHT}",
+                severity=_number(row, METRIC) / limit if size else 0.0,
             )
 
 
@@ -153,7 +156,7 @@ def _carriers(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> None:
                 rows[at] = row.judged(
                     "pass",
                     f"differs as '{source.key.site}' does, whose bias has no gradient",
-                    limit_from=f"{source.limit_from}, as what it is given",
+                    limit_from=f"{source.limit_from}, {AS_GIVEN}",
                     severity=source.severity,
                 )
                 break
