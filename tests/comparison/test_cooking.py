@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Step, joined, recipe_from_json, start, step_from_text
+from driftline.comparison import blocks
 from driftline.comparison.cooking import cook
 from driftline.comparison.engine import measure
 from driftline.comparison.row import Row
@@ -244,7 +245,6 @@ def test_a_reshape_alone_needs_no_values() -> None:
 
 
 def test_large_recipes_are_measured_in_blocks_that_add_up(monkeypatch: Any) -> None:
-    import driftline.comparison.values as values
 
     x = np.random.default_rng(0).standard_normal((64, 48)).astype(np.float32)
     y = x.copy()
@@ -252,7 +252,7 @@ def test_large_recipes_are_measured_in_blocks_that_add_up(monkeypatch: Any) -> N
     ours, theirs = run_of({"a": x}), run_of({"a": y.T.copy()})
     turn = start(theirs.records[0]).then(Step("transpose", numbers=(1, 0)), shape=(64, 48))
     at_once = paired(ours, theirs, turn)
-    monkeypatch.setattr(values, "BLOCK", 256)
+    monkeypatch.setattr(blocks, "BLOCK", 256)
     in_blocks = paired(ours, theirs, turn)
     assert (
         in_blocks.metrics["max_abs_error_at"] == at_once.metrics["max_abs_error_at"] == 40 * 48 + 7

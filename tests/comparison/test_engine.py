@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from driftline.alignment.names import pair_by_name
-from driftline.comparison import values
+from driftline.comparison import blocks
 from driftline.comparison.engine import measure
 from driftline.comparison.metrics.catalogue import requested
 from driftline.formats.opening import open_run
@@ -61,7 +61,7 @@ def test_blocks_and_threads_do_not_change_a_row(monkeypatch, threads):
     other["t39"][100] = np.nan
     other["t39"][200] += 1000
     one = measured(run_of(tensors), run_of(other), threads=1)
-    monkeypatch.setattr(values, "BLOCK", 64)
+    monkeypatch.setattr(blocks, "BLOCK", 64)
     many = measured(run_of(tensors), run_of(other), threads=threads)
     assert [row.key for row in many.rows] == [row.key for row in one.rows]
     for a, b in zip(one.rows, many.rows, strict=True):

@@ -21,6 +21,15 @@ _LATER = (
 )
 
 
+def measure_ahead(reference: Run, candidate: Run) -> None:
+    """Begin to measure large tensors before what aligns and compares is loaded."""
+    from driftline.comparison import ahead
+    from driftline.tolerance.defaults import elementwise
+
+    if not script.asked():
+        ahead.begin(reference, candidate, elementwise)
+
+
 def load_meanwhile() -> None:
     """Load what comes after the measuring while the kernel, which needs no Python, measures."""
     import threading

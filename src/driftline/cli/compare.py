@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from driftline.cli import script
-from driftline.cli.beside import load_meanwhile, release
+from driftline.cli.beside import load_meanwhile, measure_ahead, release
 from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
 from driftline.cli.table_output import refuse_overwriting, write
@@ -146,14 +146,17 @@ def compare(
         if save_plan is not None and save_plan.exists() and not force:
             raise AlreadyThere(f"{save_plan} exists", hint="give another --save-plan, or --force")
     from driftline.formats.opening import open_run
-    from driftline.gating.door import align
-    from driftline.gating.door import compare as compare_runs
 
     steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
     their_steps, mapped = _mapped_steps(steps, step_map)
     of_one = frozenset[int]() if ranks and not _same_ranks(ref, cand) else ranks
     ours = _some(script.part(open_run, ref), steps, of_one)
     theirs = _some(script.part(open_run, cand), their_steps, of_one)
+    if rtol is None and atol is None and not (dry_run or shard or jobs or executor):
+        measure_ahead(ours, theirs)
+    from driftline.gating.door import align
+    from driftline.gating.door import compare as compare_runs
+
     pairing: Plan | None = None
     pairs_by: dict[str, Any] = {
         "sites": site or (),

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.ahead import Place, ready
 from driftline.comparison.assembling import assembled
+from driftline.comparison.blocks import blocks_of
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.repeats import repeated, repeats_of
 from driftline.comparison.row import LOST, MANY, Number, Row
@@ -24,7 +26,6 @@ from driftline.comparison.table import Table
 from driftline.comparison.unmeasured import clash, has_recipe, paired
 from driftline.comparison.valueless import row_without_values
 from driftline.comparison.values import (
-    blocks_of,
     measure_moments,
     measure_values,
     open_values,
@@ -173,6 +174,7 @@ class _Work:
         self.repeats = repeats_of(pairs)
         measured_once = {later for repeats in self.repeats.values() for later in repeats}
         self.quick = SmallPairs(reference, candidate, metrics, elementwise)
+        self.ready = ready(reference, candidate, elementwise)
         self.small: list[int] = []
         self.usual: set[int] = set()
         self.units: list[tuple[int, int, int, int]] = []
@@ -229,11 +231,20 @@ class _Work:
         try:
             while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
                 size, at, block, blocks = self.units[ticket]
-                row = self.quick.row(self.pairs[at]) if at in self.usual else None
+                row = self._usual_row(at, size) if at in self.usual else None
                 self._finish(at, row or self._row(at, block, blocks))
                 self._looked_at(size)
         except BaseException as bug:  # carried to the calling thread, which raises it
             self.failure = bug
+
+    def _usual_row(self, at: int, elements: int) -> Row | None:
+        pair = self.pairs[at]
+        return self.quick.row(pair, moments=self._ready(pair, 0, elements))
+
+    def _ready(self, pair: Pair, start: int, stop: int) -> PairMoments | None:
+        if not self.ready:
+            return None
+        return self.ready.get(Place(pair.reference.key, pair.candidate.key, start, stop))
 
     def _looked_at(self, elements: int) -> None:
         """Let go of mapped pages now and then: wherever memory is limited they count as ours."""
@@ -328,7 +339,7 @@ class _Work:
             values = open_values(self.reference, pair.reference, self.candidate, pair.candidate)
             start, stop = blocks_of(values.count)[block] if blocks > 1 else (0, values.count)
         rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
-        part = values.moments(start, stop, rtol=rtol, atol=atol)
+        part = self._ready(pair, start, stop) or values.moments(start, stop, rtol=rtol, atol=atol)
         if blocks == 1:
             parts = [part]
         else:

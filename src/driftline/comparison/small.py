@@ -19,6 +19,7 @@ from driftline.comparison.unmeasured import clash, lies, paired
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType
+from driftline.numerics.moments import PairMoments
 from driftline.runs.run import Memory, Run
 
 SMALL_BYTES = 1 << 18
@@ -114,7 +115,11 @@ class SmallPairs:
                     side.close()
 
     def row(
-        self, pair: Pair, here: Memory | None = None, there: Memory | None = None
+        self,
+        pair: Pair,
+        here: Memory | None = None,
+        there: Memory | None = None,
+        moments: PairMoments | None = None,
     ) -> Row | None:
         """The measured row of a pair that is as usual; None to let the engine look at it.
 
@@ -122,11 +127,23 @@ class SmallPairs:
             pair: The pair.
             here: Where the reference's values lie, if that is known already.
             there: The same of the candidate.
+            moments: What the kernel found, if it was asked already.
         """
+        moments = moments or self._measured(pair, here, there)
+        if moments is None or needs_definition(moments):
+            return None
+        found = standard(moments)
+        shape = pair.reference.shape
+        if len(shape) == 2 and shape[0] == shape[1] and found["relative_l2"] > FAR_OFF:
+            return None
+        return paired(pair, "values", found)
+
+    def _measured(
+        self, pair: Pair, here: Memory | None, there: Memory | None
+    ) -> PairMoments | None:
         ours, theirs = pair.reference, pair.candidate
         our_dtype, their_dtype, _, rtol, atol = self._known[ours.dtype, theirs.dtype]
-        shape = ours.shape
-        count = math.prod(shape)
+        count = math.prod(ours.shape)
         try:
             if here is None:
                 here = self._reference.memory(ours)
@@ -141,12 +158,6 @@ class SmallPairs:
             or there.length * 8 < their_dtype.bits * count
         ):
             return None
-        moments = kernel.pair_moments_at(
+        return kernel.pair_moments_at(
             here.address, our_dtype, there.address, their_dtype, count=count, atol=atol, rtol=rtol
         )
-        if needs_definition(moments):
-            return None
-        found = standard(moments)
-        if len(shape) == 2 and shape[0] == shape[1] and found["relative_l2"] > FAR_OFF:
-            return None
-        return paired(pair, "values", found)

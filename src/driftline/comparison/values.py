@@ -31,9 +31,6 @@ else:
 Storage: TypeAlias = "npt.NDArray[Any]"
 F64: TypeAlias = "npt.NDArray[np.float64]"
 
-BLOCK = 4 << 20
-"""Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
-
 _USUAL = len(STANDARD)
 _SCALED = ("relative_l2", "cosine", "projection", "rmse")
 
@@ -123,13 +120,6 @@ class MappedPair(NamedTuple):
     def decoded(self) -> tuple[F64, F64]:
         """As `ValuePair.decoded`."""
         return self.arrays().decoded()
-
-
-def blocks_of(count: int) -> list[tuple[int, int]]:
-    """First and last-plus-one element of each block of so many; a single one for most tensors."""
-    if count <= 2 * BLOCK:
-        return [(0, count)]
-    return [(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK)]
 
 
 def open_values(

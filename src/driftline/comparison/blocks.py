@@ -1,0 +1,13 @@
+"""How large tensors are cut, so that several threads can measure one."""
+
+from __future__ import annotations
+
+BLOCK = 4 << 20
+"""Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
+
+
+def blocks_of(count: int) -> list[tuple[int, int]]:
+    """First and last-plus-one element of each block of so many; a single one for most tensors."""
+    if count <= 2 * BLOCK:
+        return [(0, count)]
+    return [(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK)]
