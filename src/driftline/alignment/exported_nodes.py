@@ -22,7 +22,7 @@ _Call = tuple[int, str, str, int]
 def pair_calls(
     plan: Plan, compiled: Run, graph: ExportedGraph, *, exported_first: bool
 ) -> list[Pair]:
-    """Pairs of nodes that no rule of modules has paired.
+    """Pairs of the exported graph's nodes with those of the compiled one.
 
     Args:
         plan: What is paired already.
@@ -30,13 +30,13 @@ def pair_calls(
         graph: The exported graph of the other run.
         exported_first: Whether that other run is the reference.
     """
-    values, nodes = (plan.missing, plan.extra) if exported_first else (plan.extra, plan.missing)
-    free = {id(record) for record in nodes}
+    values = plan.missing if exported_first else plan.extra
     known: dict[_Call, Record | None] = {}
     for each in graphs_of(compiled).values():
         for value in each.values:
+            # One that is the output of a module, too, is compared at both places.
             record, node = value.record, value.node
-            if node is None or id(record) not in free or record.key.phase != "forward":
+            if node is None or record.key.phase != "forward":
                 continue
             for origin in node.origins:
                 if origin.nth >= 0 and origin.slot == "0":
