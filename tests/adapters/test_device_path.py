@@ -79,6 +79,80 @@ def test_a_run_is_the_same_as_over_the_host(keep: str) -> None:
     assert events[0] == events[1]
 
 
+class Pair(nn.Module):
+    """Gives what attentions give: a tensor, and nothing beside it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if x.shape[0] == 4:
+            raise ValueError("four")
+        return x * 2, None
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pair = nn.Linear(8, 8), Pair()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pair(self.first(x))[0]
+
+
+@pytest.mark.parametrize("keep", ["summary", "full"])
+def test_later_calls_are_recorded_as_the_first_was(tmp_path: Any, keep: str) -> None:
+    """They take a shorter way: by groups of summaries, by crates of bytes."""
+    torch.manual_seed(0)
+    model = Repeated()
+    given = [torch.randn(n, 8) for n in (3, 3, 3, 2, 4, 2)]  # another shape, then an exception
+    for pretend in (False, True):
+        watching = driftline.capture(model, tmp_path / str(pretend), keep=keep, ports="output")
+        watching.session.arrivals.pretends = pretend
+        with torch.no_grad(), watching:
+            for x in given:
+                if len(x) == 4:
+                    with pytest.raises(ValueError, match="four"):
+                        model(x)
+                else:
+                    model(x)
+    ours, theirs = (driftline.open_run(tmp_path / str(pretend)) for pretend in (False, True))
+    assert len(ours.records) == 16  # the failing call had its first layer done
+    for a, b in zip(ours.records, theirs.records, strict=True):
+        assert (a.key, a.order, *a[2:8]) == (b.key, b.order, *b[2:8])
+        if keep == "full":
+            assert a.digest == b.digest
+        else:
+            assert b.digest.startswith("lanes-128:")
+            assert np.allclose(a.summary[:10], b.summary[:10])
+            assert np.allclose(a.summary.sketch, b.summary.sketch)
+    kinds = [[e["kind"] for e in made.events()] for made in (ours, theirs)]
+    assert sorted(kinds[0]) == sorted(kinds[1]) and "exception" in kinds[0]
+
+
+def test_equal_tensors_of_two_calls_have_equal_digests_and_others_have_not() -> None:
+    model, sink = Repeated(), MemorySink()
+    watching = capture(model, sink, keep="digest", ports="output")
+    watching.session.arrivals.pretends = True
+    x = torch.randn(3, 8)
+    with torch.no_grad(), watching:
+        for scale in (1.0, 1.0, 1.0, 2.0):
+            model(x * scale)
+    by_step = [[r.digest for r in sink.run().records if r.key.step == n] for n in range(4)]
+    assert by_step[0] == by_step[1] == by_step[2] != by_step[3]
+
+
+def test_tensors_without_memory_of_their_own_are_not_taken_for_ordinary_ones() -> None:
+    model, sink = Repeated(), MemorySink()
+    watching = capture(model, sink, keep="summary", ports="output")
+    watching.session.arrivals.pretends = True
+    x = torch.randn(3, 8)
+    with torch.no_grad(), watching:
+        model(x)
+        torch.vmap(model)(x.expand(2, 3, 8))
+    made = sink.run()
+    assert {r.key.step for r in made.records} == {0}
+    assert [e for e in made.events() if e["kind"] == "refused"]
+    assert not [e for e in made.events() if e["kind"] == "capture-fault"]
+
+
 def test_what_is_overwritten_in_place_is_kept_as_it_was() -> None:
     made = run("full")
     given = made.get(site="act", port="input", slot="input").float64()

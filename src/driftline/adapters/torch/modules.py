@@ -25,14 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from driftline.adapters.calls import fault, note_failure, optimizer_stepped, tell_taps
 from driftline.adapters.recursion import DEEP, give_room_back, more_room
 from driftline.adapters.torch import flatten
+from driftline.adapters.torch.compiled_regions import explain
 from driftline.adapters.torch.names import Place, is_compiled, is_transparent, unwrapped
 from driftline.adapters.torch.session import CaptureSession
 from driftline.adapters.torch.snapshot import undisturbed
 from driftline.adapters.torch.taps import Frame
-
-_PIPELINING = "torch.distributed.pipelining.stage"
-_REHEARSALS = frozenset({"_forward_metadata_inference", "_shape_inference"})
-_REHEARSAL_DEPTH = 12
+from driftline.adapters.torch.unwelcome import PIPELINING, is_rehearsal, is_unwelcome
 
 _lock = threading.Lock()
 _sessions: tuple[CaptureSession, ...] = ()
@@ -70,7 +68,7 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _original(self, *args, **kwargs)
     if _aside.answer is not None:
         return _aside.answer(_original, self, args, kwargs)
-    if _PIPELINING in sys.modules and _is_rehearsal():
+    if PIPELINING in sys.modules and is_rehearsal():
         with aside(_plainly):
             return _original(self, *args, **kwargs)
     sessions = _sessions
@@ -176,12 +174,15 @@ def _watched_again(
         raise
     try:
         session.steps_seen.add(step)
+        out = result
+        if type(out) is tuple and len(out) == 2 and out[1] is None:
+            out = out[0]  # an attention, without its weights: the slot is the same
         if (
-            type(result) is not torch.Tensor
+            type(out) is not torch.Tensor
             or _function_modes()
             or _dispatch_modes()
             or not session.selection.takes_step(step)
-            or not session.arrivals.take_last(place.last, frame, result)
+            or not session.arrivals.take_last(place.last, frame, out)
         ):
             leave(session, stack, frame, result)
     except Exception as error:
@@ -237,7 +238,7 @@ def enter(
     recompute = _graph_task() != -1
     if place.wraps and is_transparent(module):
         if is_compiled(module):
-            _explain_compiled(session, place)
+            explain(session, place)
         return None
     if not stack and not recompute:
         session.clock.enter(place, module)
@@ -254,13 +255,13 @@ def enter(
     session.steps_seen.add(step)
     session.execution_order.setdefault(place.site)
     if module._compiled_call_impl is not None or (place.wraps and is_compiled(module)):
-        _explain_compiled(session, place)
+        explain(session, place)
     look = place.look
     taps = session.taps
     if look.inputs_before or look.inputs_after or taps:
         forward = unwrapped(module).forward if place.wraps else module.forward
         binding = flatten.binding_of(forward)
-        frame.inputs = flatten.inputs(binding, args, kwargs, cache_part(module, stack))
+        frame.inputs = flatten.inputs(binding, args, kwargs, flatten.cache_part(module, stack))
         if look.inputs_before and frame.inputs and session.selection.takes_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
         if taps:
@@ -279,7 +280,7 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
         if isinstance(result, torch.Tensor):
             found = [("0", "", result)]
         else:
-            found = flatten.outputs(result, cache_part(frame.module, stack))
+            found = flatten.outputs(result, flatten.cache_part(frame.module, stack))
         if look.outputs and wanted and found:
             _take_all(session, frame, "output", found, "after")
             if place.last is None and not (place.wraps or place.root.helper or frame.inputs):
@@ -307,48 +308,8 @@ def _take_all(
         session.intake.take_all(frame, port, tensors, moment)
 
 
-def cache_part(module: nn.Module, stack: list[Frame]) -> int:
-    """Which part of a key-value cache concerns a module: its own layer, all for a root."""
-    if len(stack) <= 1:
-        return flatten.WHOLE_CACHE
-    layer = module.__dict__.get("layer_idx")
-    return layer if type(layer) is int else flatten.NO_CACHE
-
-
-def is_unwelcome() -> bool:
-    """Where looking would be noise or leave traces: data workers, scripts being traced."""
-    if _tracing_state() is not None:
-        return True
-    worker = sys.modules.get("torch.utils.data._utils.worker")
-    return worker is not None and worker._worker_info is not None
-
-
-def _is_rehearsal() -> bool:
-    """Whether a pipeline stage only finds out which shapes it gives: no call of the program's."""
-    frame = sys._getframe(2)
-    for _ in range(_REHEARSAL_DEPTH):
-        if frame.f_code.co_name in _REHEARSALS:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
-
-
 def _plainly(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     return call(module, *args, **kwargs)
-
-
-def _explain_compiled(session: CaptureSession, place: Place) -> None:
-    if session.sees_graphs:
-        return
-    session.event_once(
-        "compiled",
-        "this module is compiled: its inputs and outputs are captured, the modules inside only "
-        "where the compiled graph breaks; to see all of them run the program with "
-        "TORCHDYNAMO_DISABLE=1",
-        site=place.site,
-    )
 
 
 # --- switching on and off
@@ -417,12 +378,6 @@ def _hide_from_compiler() -> None:
             )
         elif hasattr(_eval_frame, "skip_code"):
             _eval_frame.skip_code(code)
-
-
-def compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
 
 def _optimizer_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from driftline.adapters.selection import Selection
 from driftline.adapters.torch import flatten
 from driftline.adapters.torch.candidate import Candidate
-from driftline.adapters.torch.modules import cache_part
+from driftline.adapters.torch.flatten import cache_part
 from driftline.adapters.torch.names import unwrapped
 from driftline.adapters.torch.recasting import Recast
 from driftline.adapters.torch.repeating import (
@@ -118,6 +118,7 @@ class Replayer:
             self._parts,
             Results(candidate, exact, native, keep_all=keep_all),
             self.report.noise,
+            self._require_room,
             one_format=candidate.wide or native is None,
         )
 
@@ -166,12 +167,13 @@ class Replayer:
                 return None
         site = self._sites.get(frame.site, "")
         candidate = self._candidate.calls.get((site, frame.step, frame.visit))
-        if (
-            candidate is None
-            or not candidate.outputs
-            or not self._selection.takes_step(frame.step)
-            or not self._selection.takes_place(frame.site, frame.class_name, frame.place.ids)
-        ):
+        if candidate is None or not candidate.outputs:
+            return None
+        taken = self._selection.takes_step(frame.step) and self._selection.takes_place(
+            frame.site, frame.class_name, frame.place.ids
+        )
+        if not taken:
+            self.report.not_selected(site)
             return None
         opened = Open(frame, args, kwargs)
         opened.site, opened.candidate = site, candidate
@@ -194,7 +196,7 @@ class Replayer:
             return opened
         concerned = {id(tensor) for _, _, tensor in opened.inputs}
         try:
-            self._require_room(tensor for _, _, tensor in opened.inputs)
+            self._require_room(bytes_of(opened.inputs))
         except NotReplayed as reason:
             opened.reason = str(reason)
             return opened
@@ -212,8 +214,7 @@ class Replayer:
         ]
         return opened
 
-    def _require_room(self, tensors: Iterable[torch.Tensor]) -> None:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def _require_room(self, size: int) -> None:
         if self._held + size > self._most_held:
             raise NotReplayed(f"holding its tensors takes more than {in_bytes(self._most_held)}")
 
@@ -291,7 +292,7 @@ class Replayer:
         reasons: list[str] = []
         for way in ("own code", "whole") if opened.parts else ("leaf",):
             if way == "whole":
-                self._require_room(p for p in module.parameters())
+                self._require_room(sum(p.nbytes for p in module.parameters()))
             args, kwargs = copied(opened.held, clone if way == "whole" else itself)
             before = random_state()
             real = self._parts.real(opened, way, own=True)

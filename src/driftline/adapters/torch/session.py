@@ -17,6 +17,7 @@ from torch import nn
 from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.session import LEVELS, Session, known_levels
+from driftline.adapters.torch.compiled_regions import compiled_graphs
 from driftline.adapters.torch.device import graph_watch
 from driftline.adapters.torch.device.arrivals import Arrivals
 from driftline.adapters.torch.names import FAMILY, unwrapped
@@ -92,7 +93,7 @@ class CaptureSession(Session):
             if level in self.levels:
                 where, name = _TAPS[level]
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
-        self._graphs_before = modules.compiled_graphs()
+        self._graphs_before = compiled_graphs()
         graph_watch.watch(self.arrivals)
         modules.watch(self)
 
@@ -122,14 +123,14 @@ class CaptureSession(Session):
         return None if place is None else place.site
 
     def say_at_end(self) -> None:
-        from driftline.adapters.torch import awaited, modules
+        from driftline.adapters.torch import awaited
 
         if never := awaited.forget():
             self.event(
                 "never-awaited",
                 f"{never} results of collectives were never waited for; they were not captured",
             )
-        graphs = modules.compiled_graphs() - self._graphs_before
+        graphs = compiled_graphs() - self._graphs_before
         if graphs > 0 and not self.sees_graphs and not self.intake.has_said("compiled"):
             self.event(
                 "compiled",

@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from driftline.adapters.torch.modules import is_unwelcome
 from driftline.adapters.torch.schemas import Operator
+from driftline.adapters.torch.unwelcome import is_unwelcome
 
 BACKWARD = "(backward)"
 PROGRAM = "(program)"

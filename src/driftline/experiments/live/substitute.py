@@ -11,7 +11,7 @@ import torch
 
 from driftline.adapters.torch import flatten
 from driftline.adapters.torch.candidate import Candidate
-from driftline.adapters.torch.modules import cache_part
+from driftline.adapters.torch.flatten import cache_part
 from driftline.adapters.torch.names import unwrapped
 from driftline.adapters.torch.repeating import copied
 from driftline.experiments.live.replay import matching

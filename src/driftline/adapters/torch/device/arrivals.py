@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,11 +20,12 @@ from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Refusal, Snapshot
 from driftline.adapters.torch import snapshot as snapshots
+from driftline.adapters.torch.device.alike import Alike, Last
 from driftline.adapters.torch.device.delivery import Delivery, Repeat, Waiting
 from driftline.adapters.torch.device.desk import Desk, Ticket
 from driftline.adapters.torch.device.flights import Constant
-from driftline.adapters.torch.device.sheets import Reading, Sheet, kind_of
-from driftline.adapters.torch.device.transfers import Parcel, Transfers
+from driftline.adapters.torch.device.sheets import kind_of
+from driftline.adapters.torch.device.transfers import Parcel
 from driftline.adapters.torch.placed import placement_of_plain
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
@@ -36,32 +37,6 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 100_000
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
-
-
-class _Alike(NamedTuple):
-    """What a place gave last, and how it was summarised."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody looks things up in it
-    stream: int
-    alias: str
-    constant: Constant
-    sheet: Sheet
-    reading: Reading | None  # None: its bytes are kept
-    transfers: Transfers
-    size: int
-
-
-class Last:
-    """What the only output of a place was last, looked up again when anything has changed."""
-
-    __slots__ = ("changes", "key", "known")
-
-    def __init__(self, key: tuple[str, ...]) -> None:
-        self.key = key
-        self.known: _Alike | None = None
-        self.changes = -1
 
 
 class Arrivals:
@@ -101,7 +76,7 @@ class Arrivals:
         )
         self._still = False
         self._replays = 0
-        self.alike: dict[tuple[str, ...], _Alike] = {}
+        self.alike: dict[tuple[str, ...], Alike] = {}
         self._changes = 0
         self._known: dict[tuple[str, ...], tuple[Snapshot, torch.dtype]] = {}
 
@@ -138,7 +113,7 @@ class Arrivals:
         known = last.known
         return known is not None and self._again(known, frame, tensor)
 
-    def _again(self, known: _Alike, frame: Frame, tensor: torch.Tensor) -> bool:
+    def _again(self, known: Alike, frame: Frame, tensor: torch.Tensor) -> bool:
         index = known.index
         try:
             address = snapshots.address_alike(tensor, known.dtype, known.shape, index)
@@ -167,7 +142,7 @@ class Arrivals:
         return True
 
     def _carried_again(
-        self, known: _Alike, tensor: torch.Tensor, address: int, frame: Frame
+        self, known: Alike, tensor: torch.Tensor, address: int, frame: Frame
     ) -> bool:
         """Copy the bytes of a tensor like the last one aside; False if no crate has room."""
         assert self.desk is not None
@@ -248,7 +223,7 @@ class Arrivals:
         ):
             return  # it was not taken at once for a reason that will pass
         self._changes += 1
-        self.alike[place] = _Alike(
+        self.alike[place] = Alike(
             tensor.dtype,
             tensor.shape,
             device.place.index,

@@ -23,6 +23,7 @@ from driftline.adapters.torch.device.pair_parts import (
     half_of,
     joined,
     known_ordinal,
+    left_pair,
     one_over,
     ordinal,
     pairs_of,
@@ -367,43 +368,8 @@ def pair_rows(
     if pid == 0:  # where the second kernel puts positions: beyond the end, until it finds them
         spots = rows_at.to(tl.pointer_type(tl.int64)) + 35
         tl.store(spots + tl.arange(0, 8), tl.zeros([8], tl.int64) + count, mask=tl.arange(0, 8) < 5)
-    out = rows_at.to(tl.pointer_type(tl.float64)) + (pid + 1) * 40
-    rr = xx + 2.0 * shift_64 * x_1 + n * shift_64 * shift_64
-    re = xe + shift_64 * e_1
-    tl.store(out + 0, n)
-    tl.store(out + 1, x_1 + n * shift_64)
-    tl.store(out + 2, x_1 + n * shift_64 + e_1)
-    tl.store(out + 3, rr)
-    tl.store(out + 4, rr + 2.0 * re + ee)
-    tl.store(out + 5, rr + re)
-    tl.store(out + 6, ee)
-    tl.store(out + 7, ae_1)
-    tl.store(out + 8, rel_1)
-    tl.store(out + 9, out_1)
-    tl.store(out + 10, dif_1)
-    tl.store(out + 11, rn)
-    tl.store(out + 12, cn)
-    tl.store(out + 13, rx + rn * shift_64)
-    tl.store(out + 14, cy + cn * shift_64)
-    tl.store(out + 15, rxx + 2.0 * shift_64 * rx + rn * shift_64 * shift_64)
-    tl.store(out + 16, cyy + 2.0 * shift_64 * cy + cn * shift_64 * shift_64)
-    r_some = tl.maximum(rn, 1.0)
-    c_some = tl.maximum(cn, 1.0)
-    tl.store(out + 17, tl.maximum(rxx - rx * (rx / r_some), 0.0))
-    tl.store(out + 18, tl.maximum(cyy - cy * (cy / c_some), 0.0))
-    tl.store(out + 19, r_nan)
-    tl.store(out + 20, c_nan)
-    tl.store(out + 21, r_pos)
-    tl.store(out + 22, c_pos)
-    tl.store(out + 23, r_neg)
-    tl.store(out + 24, c_neg)
-    tl.store(out + 25, lone)
-    tl.store(out + 26, ae_m)
-    tl.store(out + 27, rel_m)
-    tl.store(out + 28, ulp_m)
-    tl.store(out + 29, r_top)
-    tl.store(out + 30, c_top)
-    tl.store(out + 31, r_low)
-    tl.store(out + 32, c_low)
-    tl.store(out + 33, rx / r_some + shift_64)
-    tl.store(out + 34, cy / c_some + shift_64)
+    left_pair(
+        rows_at, pid + 1,
+        n, x_1, e_1, xx, xe, ee, ae_1, rel_1, out_1, dif_1, rn, cn, rx, cy, rxx, cyy, r_nan, c_nan,
+        r_pos, c_pos, r_neg, c_neg, lone, ae_m, rel_m, ulp_m, r_top, c_top, r_low, c_low, shift_64,
+    )  # fmt: skip
