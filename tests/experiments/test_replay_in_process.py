@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import driftline
+from driftline.adapters.selection import Selection, patterns
 from driftline.adapters.torch.candidate import Candidate
 from driftline.adapters.torch.repeating import copied, same_bits
 from driftline.adapters.torch.replaying import Replayer
@@ -350,6 +351,37 @@ def test_arguments_are_copied_as_deepcopy_would_and_every_tensor_is_asked_for() 
     assert other[2] == "its own copy"
 
 
+def test_what_a_modules_code_hands_on_is_held_within_the_limit_too() -> None:
+    class Handing(nn.Module):
+        def __init__(self, gain: float) -> None:
+            super().__init__()
+            self.line = nn.Linear(16, 2)
+            self.gain = gain
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.line(self.gain * x.repeat(64, 1))
+
+    torch.manual_seed(2)
+    good, bad = Handing(1.0).eval(), Handing(1.1).eval()
+    bad.load_state_dict(good.state_dict())
+    x = torch.randn(4, 16)
+    assert Replay(good, bad, x).sites["(root)"]["status"] == "replayed"
+    little = Replay(good, bad, x, most_held=12_000).sites["(root)"]
+    assert "takes more than 12000 bytes" in little["reason"]
+
+
+def test_what_was_not_selected_is_told_from_what_was_not_called() -> None:
+    good = model()
+    candidate = nn.Sequential(*good, nn.Identity())
+    chosen = Selection(sites=patterns(["0.*", "1"]))
+    replay = Replay(good, candidate, torch.randn(4, 16), selection=chosen)
+    assert {s for s, about in replay.sites.items() if about["status"] == "replayed"} == {
+        *("1", "0.norm", "0.up", "0.act", "0.down")
+    }
+    assert replay.sites["2.up"]["reason"] == "it was not selected"
+    assert replay.sites["3"]["reason"] == "the program did not call it in these steps"
+
+
 class HalfModel(nn.Module):
     """Takes 32 bits and works in 16, on parts with the reference's names."""
 
@@ -386,6 +418,42 @@ def test_values_are_kept_only_where_they_say_something() -> None:
             assert about["same_bits"] == about["calls"] == 1
             assert 0.0 <= about["noise"]["error"] < 2.0**-7
     assert replay.sites["inner.0.up"]["noise"]["error"] > 2.0**-11  # bfloat16 rounds
+
+
+class Odd(nn.Module):
+    """One token without an axis, no tokens at all, whole numbers, NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(16, 8)
+        self.same = nn.Identity()
+        self.order = Order()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.line(x[0])
+        self.line(x[:0])
+        self.same(x[..., :0])
+        self.order(x)
+        self.same(self.line(x[:2] * float("nan")))
+        return one
+
+
+class Order(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.argsort(-1)
+
+
+def test_odd_shapes_and_values_are_replayed_as_well() -> None:
+    torch.manual_seed(4)
+    reference = HalfModel(Odd().eval())
+    replay = Replay(
+        reference, copy.deepcopy(reference).to(torch.bfloat16), torch.randn(4, 16), keep_all=False
+    )
+    assert replay.report["faults"] == []
+    assert {about["status"] for about in replay.sites.values()} == {"replayed"}
+    assert all(about["same_bits"] == about["calls"] for about in replay.sites.values())
+    assert replay.sites["inner.order"]["noise"] is None
+    assert 0.0 < replay.sites["inner.line"]["noise"]["error"] < 2.0**-7
 
 
 @pytest.mark.parametrize("fault", [False, True])

@@ -81,6 +81,7 @@ def _grid(found: Diagnosis, everything: bool, most: int) -> Grid:
     else:
         guilty = [site for site in found.sites if site.status == "introduced"]
         rest = [site for site in found.sites if site.status not in ("introduced", "clean")]
+        rest.sort(key=lambda site: site.status == "unknown")  # may be most, where few were replayed
         clean = [site for site in found.sites if site.status == "clean"]
         clean.sort(key=lambda site: -site.ratio if math.isfinite(site.ratio) else 0.0)
         shown = (guilty + rest)[:most] if guilty or rest else clean[:5]

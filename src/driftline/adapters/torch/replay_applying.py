@@ -79,6 +79,7 @@ class Applying:
         parts: Answers the calls that modules make of others.
         results: Takes what they give.
         noise: Takes how far the captured run's format is from exact.
+        require_room: Raises where as many bytes cannot be held besides.
         one_format: Wide arithmetic alone: it is the captured run's, or the only one wanted.
     """
 
@@ -89,6 +90,7 @@ class Applying:
         parts: Parts,
         results: Results,
         noise: Noise,
+        require_room: Callable[[int], None],
         *,
         one_format: bool,
     ) -> None:
@@ -97,6 +99,7 @@ class Applying:
         self._parts = parts
         self._results = results
         self._noise = noise
+        self._require_room = require_room
         self._one_format = one_format
 
     def __call__(self, again: Again, check: Callable[[], None]) -> Kept:
@@ -119,7 +122,7 @@ class Applying:
 
     def _in_one_format(self, again: Again, check: Callable[[], None]) -> tuple[set[str], bool]:
         opened, results, outputs = again.opened, self._results, again.outputs
-        handed = Handed(results, narrow=False)
+        handed = Handed(results, self._require_room, narrow=False)
         if again.way == "leaf" and is_the_programs_own(opened, self._candidate):
             made = {slot: tensor for slot, _, tensor in again.live}
         else:
@@ -143,7 +146,7 @@ class Applying:
 
     def _in_both_formats(self, again: Again, check: Callable[[], None]) -> tuple[set[str], bool]:
         opened, results, outputs = again.opened, self._results, again.outputs
-        first = Handed(results, narrow=True)
+        first = Handed(results, self._require_room, narrow=True)
         native = self._apply(again, first, exact=False)
         check()
         there, own = self._told(again, native, first)

@@ -40,6 +40,7 @@ class Report:
         self._candidate = candidate
         self._partial = partial
         self._sites: dict[str, _Site] = {}
+        self._not_selected: set[str] = set()
         self.clash = ""
         self.clashes: list[str] = []
         self.faults: list[str] = []
@@ -74,6 +75,10 @@ class Report:
             entry.reason = reason
         entry.not_reproduced += not_reproduced
         entry.reason = entry.reason or reason
+
+    def not_selected(self, site: str) -> None:
+        """A call that nobody asked for."""
+        self._not_selected.add(site)
 
     def left_out(self, site: str, slot: str) -> None:
         """A slot of a site that its own inputs do not reproduce, beside others that are."""
@@ -139,7 +144,9 @@ class Report:
             if entry is None:
                 sites[site] = {
                     "status": "skipped",
-                    "reason": "the program did not call it, or it was not selected",
+                    "reason": "it was not selected"
+                    if site in self._not_selected
+                    else "the program did not call it in these steps",
                     "reproduced": None,
                 }
                 continue

@@ -10,13 +10,13 @@ is to blame for what is not known here.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from driftline.adapters.torch import snapshot as snapshots
-from driftline.adapters.torch.candidate import Candidate, CandidateCall, torch_dtype
+from driftline.adapters.torch.candidate import Candidate, torch_dtype
 from driftline.adapters.torch.repeating import clone, same_bits
 from driftline.adapters.torch.replay_calls import NotReplayed, Open, is_pure
 from driftline.adapters.torch.replay_noise import Noise, some_rows
@@ -111,28 +111,40 @@ class Results:
     def measure(self, site: str, slot: str, like: Record, exact: torch.Tensor, to: Noise) -> None:
         """Measure the noise of a call on some rows of what it gave."""
         own = self._candidate.tensor(like, exact.device, own=False)
-        if own.is_floating_point() and own.shape == exact.shape:
+        if own.is_floating_point() and own.shape == exact.shape and own.numel():
             to.add(site, slot, some_rows(exact), some_rows(own))
 
 
 class Handed:
     """What a module's own code made for its parts in one repetition.
 
+    Args:
+        results: Tells what is the captured run's own.
+        require_room: Raises where as many bytes cannot be held.
+        narrow: In the captured run's format.
+
     Attributes:
         found: Key → the captured record, and what was handed; None where that is the captured one.
     """
 
-    def __init__(self, results: Results, *, narrow: bool) -> None:
+    def __init__(
+        self, results: Results, require_room: Callable[[int], None], *, narrow: bool
+    ) -> None:
         self._results = results
+        self._require_room = require_room
         self._narrow = narrow
+        self._held = 0
         self.found: dict[TensorKey, tuple[Record, torch.Tensor | None]] = {}
 
     def __call__(self, record: Record, tensor: torch.Tensor) -> None:
         if self._narrow and (low := torch_dtype(record.dtype)) is not None:
             tensor = tensor.to(low)  # code may ask a part's weights for their format
         own = self._results.is_its_own(record, tensor)
-        # In memory of its own: the code may go on to work in place.
-        self.found[record.key] = record, None if own else clone(tensor)
+        if not own:
+            self._held += tensor.numel() * tensor.element_size()
+            self._require_room(self._held)
+            tensor = clone(tensor)  # the code may go on to work in place
+        self.found[record.key] = record, None if own else tensor
 
     @property
     def is_its_own(self) -> bool:
@@ -148,14 +160,13 @@ def is_a_plain_product(opened: Open, way: str) -> bool:
         and is_pure(module)
         and call is not None
         and len(call.inputs) == len(call.outputs) == len(opened.inputs) == 1
-        and all(_is_floating(call, port) for port in ("inputs", "outputs"))
+        and all(map(_has_rows, (*call.inputs.values(), *call.outputs.values())))
     )
 
 
-def _is_floating(call: CandidateCall, port: str) -> bool:
-    records: Iterable[Record] = getattr(call, port).values()
-    dtypes = [torch_dtype(record.dtype) for record in records]
-    return all(dtype is not None and dtype.is_floating_point for dtype in dtypes)
+def _has_rows(record: Record) -> bool:
+    dtype = torch_dtype(record.dtype)
+    return dtype is not None and dtype.is_floating_point and len(record.shape) > 1
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
