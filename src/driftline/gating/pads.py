@@ -9,15 +9,17 @@ are not touched. Of two runs of one engine the verdict stays, and a note says wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from driftline.alignment.plan import Plan
 from driftline.comparison.engine import Elementwise, measure_pairs
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.row import Row
-from driftline.comparison.table import Table
+from driftline.comparison.table import Table, is_kept
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
 from driftline.runs.run import Run
 
 _Place = tuple[TensorKey, str]
@@ -60,11 +62,16 @@ def judged_without_pads(
         return judged
     from driftline.alignment.masks import without_pads
 
-    pairs = without_pads(
-        [p for p in plan.pairs if (p.reference.key, p.candidate.key.site) in failing],
-        reference,
-        candidate,
-    )
+    wanted = [p for p in plan.pairs if (p.reference.key, p.candidate.key.site) in failing]
+    here, there = reference, candidate
+    if is_kept(judged.rows):
+        from driftline.alignment.tokens import is_mask
+
+        if not any(map(is_mask, itertools.chain(reference.records, candidate.records))):
+            return judged
+        here = _moments_of(reference, [pair.reference.key for pair in wanted])
+        there = _moments_of(candidate, [pair.candidate.key for pair in wanted])
+    pairs = without_pads(wanted, here, there)
     if not pairs:
         return judged
     rows = measure_pairs(pairs, reference, candidate, metrics=metrics, elementwise=elementwise)
@@ -76,6 +83,18 @@ def judged_without_pads(
     if not _two_engines(judged):
         return _hinted(judged, len(places), len(failing))
     return _excused(counted, places, again.keys())
+
+
+def _moments_of(run: Run, keys: Iterable[TensorKey]) -> Run:
+    """What a long run has of the steps of some tensors: what they worked on is looked up there."""
+    from driftline.runs.narrowed import only
+
+    moments = {(key.rank, key.process, key.step) for key in keys}
+
+    def belongs(record: Record) -> bool:
+        return (record.key.rank, record.key.process, record.key.step) in moments
+
+    return only(run, belongs)
 
 
 def _two_engines(table: Table) -> bool:
