@@ -31,6 +31,7 @@ TOGETHER = (
     "shared_heads",
     "shared_heads_forgotten",
     "flattened",
+    "flat_pieces",
 )
 LIMIT = 500
 

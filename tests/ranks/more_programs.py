@@ -11,7 +11,7 @@ import torch.distributed as dist
 from parallel_programs import IDS, LEVELS, RANK, WORLD, Llama, loss_of, tensor_plan, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.distributed.tensor.parallel import parallelize_module
@@ -119,3 +119,9 @@ def flattened(path: Path) -> None:
         fully_shard(layer, mesh=whole["dp_cp"])
     fully_shard(model, mesh=whole["dp_cp"])
     train(path, model, IDS.chunk(2)[whole.get_coordinate()[0]])
+
+
+def flat_pieces(path: Path) -> None:
+    """The first FSDP: what is left of a weight on a rank is a stretch of it, or nothing."""
+    model = FullyShardedDataParallel(Llama(), device_id=torch.device("cpu"), use_orig_params=True)
+    train(path, model, IDS.chunk(WORLD)[RANK])

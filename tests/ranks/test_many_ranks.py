@@ -203,6 +203,13 @@ def test_axes_that_were_flattened_into_one_are_undone(alone: Path, together: Pat
     assert table.coverage.share == 1.0
 
 
+def test_flat_pieces_of_weights_are_joined_and_have_names(alone: Path, together: Path) -> None:
+    table = compared(alone, together, "flat_pieces")
+    assert table.verdict == "pass", table.finding
+    assert table.coverage.share == 1.0
+    assert {row.key.port for row in table.rows} >= {"param", "param_grad", "optimizer_grad"}
+
+
 def test_the_ranks_may_be_the_reference(alone: Path, together: Path) -> None:
     table = driftline.compare(together / "fsdp_tp", alone / "one")
     assert table.verdict == "pass", table.finding

@@ -78,6 +78,8 @@ class Gathering:
 
     def decide(self, group: Group) -> Decision:
         """What a group is: one whole, several copies of it, or parts that do not fit together."""
+        if (flat := self._layouts.flat(group)) is not None:
+            return Decision(_origin([flat]), flat.shape, "joined from flat pieces (by shape)")
         placed, how = self._layouts.lie(group)
         if placed is None:
             return self._apart(group)

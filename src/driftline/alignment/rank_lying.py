@@ -6,12 +6,14 @@ axes of the mesh had other data the first inputs say: those are rows, or tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from driftline.alignment.joining import DoesNotFit, Shape, join, ways
 from driftline.alignment.rank_copies import Sharing
 from driftline.alignment.rank_groups import Bytes, Group, groups_of
 from driftline.alignment.rank_mesh import REPLICATE, Lying, Placed, lying_of, mesh_of
+from driftline.alignment.recipe import Recipe, Step, joined
 from driftline.alignment.stages import stages_of
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
@@ -93,6 +95,20 @@ class Layouts:
             return {copies}
         cut = self._cut_by_site.get(group.key.site)
         return set() if not cut else set(range(len(self.mesh.names))) - cut
+
+    def flat(self, group: Group) -> Recipe | None:
+        """A weight in flat pieces, as FSDP1 keeps them: some ranks may hold none of it."""
+        target = self._target(group)
+        if target is None or group.key.port not in WEIGHTS or lying_of(group.first) is not None:
+            return None
+        pieces = [part for part in group.records if 0 not in part.shape]
+        sizes = [part.shape[0] for part in pieces if len(part.shape) == 1]
+        if len(sizes) < len(pieces) or sum(sizes) != math.prod(target) or not sizes:
+            return None
+        if self._ways(group, target, {}):
+            return None
+        joined_up = joined(pieces, "concat", 0, (sum(sizes),))
+        return joined_up.then(Step("reshape", numbers=target), shape=target)
 
     def possible(self) -> dict[TensorKey, dict[Shape, int]]:
         """Every shape that the parts of a tensor could make, and how strange that would be."""

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from driftline.adapters.backward import Contributions, Owner
 from driftline.adapters.torch.dispatch import hide_from_compiler
 from driftline.adapters.torch.names import class_name_of
+
+_FLAT = "torch.distributed.fsdp._flat_param"
+
+
+def _is_piece_of_flat(tensor: torch.Tensor) -> bool:
+    """Whether FSDP1 has put this in the place of a parameter: a view of the one that holds all."""
+    base = tensor._base if _FLAT in sys.modules else None
+    return base is not None and bool(getattr(base, "_is_flat_param", False))
 
 
 class ParameterNames:
@@ -161,7 +169,9 @@ class ParameterGradients:
                 if not parameter.requires_grad:
                     self._frozen.append((weakref.ref(parameter), owner))
                 elif parameter.is_leaf:
-                    self._hook(parameter, owner)
+                    self._handles.append(self._hook(parameter, owner))
+                elif _is_piece_of_flat(parameter):
+                    self._hook(parameter, owner)  # made anew for every call, and gone with it
         except Exception as error:
             self._session.event_once("gradient-lost", f"parameter gradients not captured: {error}")
 
@@ -185,7 +195,7 @@ class ParameterGradients:
                 found.append((whole, owner))
         return found
 
-    def _hook(self, parameter: torch.Tensor, owner: Owner) -> None:
+    def _hook(self, parameter: torch.Tensor, owner: Owner) -> Any:
         reference = weakref.ref(self)
 
         def arrived(gradient: torch.Tensor | None) -> None:
@@ -197,7 +207,17 @@ class ParameterGradients:
         hide_from_compiler(arrived)
         # Without this mark, sharing the parameter between processes would print a warning.
         arrived.__torch_unserializable__ = True  # type: ignore[attr-defined]
-        self._handles.append(parameter.register_hook(arrived))
+        return cast("Any", parameter.register_hook(arrived))
+
+    def _owner(self, parameter: torch.Tensor) -> Owner | None:
+        """Whose a parameter is. FSDP1 puts other tensors in their place while a model runs."""
+        found = self._names.owner(parameter)
+        if found is None and _FLAT in sys.modules:
+            for root in self._session.names.roots:
+                if (module := root.module()) is not None:
+                    self._names.learn(module)
+            found = self._names.owner(parameter)
+        return found
 
     def _at_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._active:
@@ -207,7 +227,7 @@ class ParameterGradients:
                 for position, parameter in enumerate(group["params"]):
                     gradient = parameter.grad
                     if gradient is not None:
-                        owner = self._names.owner(parameter) or Owner(
+                        owner = self._owner(parameter) or Owner(
                             "(optimizer)", f"{index}.{position}", type(optimizer).__name__
                         )
                         self._given.take("optimizer_grad", owner, gradient)
