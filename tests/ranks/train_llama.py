@@ -40,7 +40,7 @@ ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(2):
     if step == 1 and "killed" in sys.argv and dist.get_rank() == 1:
-        time.sleep(1)  # what was captured is on its way to the disk
+        time.sleep(3)  # what was captured is on its way to the disk
         os.kill(os.getpid(), signal.SIGKILL)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
