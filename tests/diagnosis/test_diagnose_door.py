@@ -309,3 +309,15 @@ def test_weights_that_differ_are_named_before_anything_they_cause() -> None:
     rounded_weight = w.astype(np.float16).astype(np.float32)
     assert diagnose(run(w), run(w)).verdict == "pass"
     assert diagnose(run(w), run(rounded_weight)).verdict == "fail"
+
+
+def test_sites_of_which_nothing_is_known_do_not_push_out_the_others() -> None:
+    from driftline.diagnosis.finding import Diagnosis, SiteFinding
+    from driftline.reports.diagnosis import view
+    from driftline.reports.view import Grid
+
+    statuses = ("unknown", "unknown", "introduced", "inherited", "unknown", "clean")
+    sites = tuple(SiteFinding(f"s{at}", at, status) for at, status in enumerate(statuses))
+    found = view(Diagnosis("fail", ("It starts at s2.",), sites, first_site="s2"), most=3)
+    (grid,) = [block for block in found.blocks if isinstance(block, Grid)]
+    assert [line.values[0] for line in grid.lines] == ["s0", "s2", "s3"]
