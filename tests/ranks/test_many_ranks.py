@@ -230,22 +230,29 @@ def test_no_rank_waits_for_another_because_it_is_captured(together: Path) -> Non
         assert output.numpy().tolist() == [10.0, 10.0, 10.0]  # and not what was added afterwards
 
 
+@pytest.mark.parametrize("gone", [0, 2, 3])
 def test_a_rank_whose_folder_is_missing_is_named(
-    alone: Path, together: Path, tmp_path: Path
+    alone: Path, together: Path, tmp_path: Path, gone: int
 ) -> None:
     shutil.copytree(together / "tp", tmp_path / "tp")
-    shutil.rmtree(tmp_path / "tp" / "rank2")
+    shutil.rmtree(tmp_path / "tp" / f"rank{gone}")
     run = open_run(tmp_path / "tp")
-    assert [str(loss) for loss in run.losses] == [
-        "rank 2: left nothing: the job had 4 ranks, 3 of them are here"
-    ]
+    said = f"rank {gone}: left nothing: the job had 4 ranks, 3 of them are here"
+    assert [str(loss) for loss in run.losses] == [said]
     table = driftline.compare(alone / "one", run)
     assert table.verdict == "fail"
     assert "could not be read" in table.finding
+    assert f"the values are lost with rank {gone}" in table.finding
     weight = next(row for row in table.rows if row.key.site == "layers.0.mlp.up_proj")
     assert weight.status == "incomparable"
-    assert weight.reason == "part 3 of 4 is missing; the values are lost with rank 2"
-    assert any("rank 2: left nothing" in loss for loss in table.candidate.losses)
+    part = f"part {gone + 1} of 4 is missing; the values are lost with rank {gone}"
+    assert weight.reason == part
+    assert any(f"rank {gone}: left nothing" in loss for loss in table.candidate.losses)
+    rest = driftline.compare(together / "tp", run)  # rank by rank: the others stand where they did
+    assert rest.verdict == "pass", rest.finding
+    assert {row.reason for row in rest.rows if row.status == "missing"} == {
+        f"the candidate has no rank {gone}"
+    }
 
 
 def test_a_rank_that_ends_early_is_named(together: Path, tmp_path: Path) -> None:

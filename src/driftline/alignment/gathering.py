@@ -68,6 +68,8 @@ class Gathering:
         self._evidence = Evidence(self._layouts, averaged=averaged)
         self.decided = self._evidence.decided
         self.mesh, self.groups = self._layouts.mesh, self._layouts.groups
+        here = {record.key.rank for record in run.records}
+        self._lost = [rank for rank in self.mesh.ranks if rank not in here]
         self._fused: dict[str, tuple[int, ...]] = {}
         self._said: list[str] = []
 
@@ -84,6 +86,8 @@ class Gathering:
         if placed is None:
             return self._apart(group)
         placed = self._with_terms(group, placed)
+        if why := self._gone(group, placed):
+            return self._apart(group, why)
         try:
             sources = join(group.parts, placed)
         except DoesNotFit as trouble:
@@ -91,6 +95,22 @@ class Gathering:
         sources = [self._finished(group, source, placed) for source in sources]
         word = self._word(group, placed, how, len(sources))
         return Decision(_origin(sources), sources[0].shape, word)
+
+    def _gone(self, group: Group, placed: Sequence[Placed]) -> str:
+        """Why a tensor is not whole because of a rank that left nothing; empty if it is."""
+        whole = self._layouts.whole(group)
+        cut = {n for n, how in enumerate(placed) if how.kind != "replicate"}
+        for rank in self._lost:
+            there = self.mesh.at[rank]
+            for at in group.parts if cut else ():
+                if all(n in cut or here == there[n] for n, here in enumerate(at[: len(there)])):
+                    axis = min(cut)
+                    if len(cut) > 1 or axis >= len(there):
+                        return "a part is missing"
+                    return f"part {there[axis] + 1} of {self.mesh.sizes[axis]} is missing"
+        if self._lost and not cut and whole is not None and whole.shape != group.first.shape:
+            return "the parts that are here do not make the whole"
+        return ""
 
     def _apart(self, group: Group, why: str = "") -> Decision:
         records = group.records

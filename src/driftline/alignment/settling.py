@@ -185,8 +185,11 @@ def _lie_differently(
     """Whether the ranks of one side, or of both, must be made one before anything can be paired."""
     many = {rank for rank, _ in ours}, {rank for rank, _ in theirs}
     if len(many[0]) != len(many[1]):
-        return True
-    if len(many[0]) == 1 or ours != theirs:
+        # Ranks that are gone, or were not captured, change nothing about where the others stand.
+        subset = many[0] < many[1] or many[1] < many[0]
+        if not subset or _world(reference) != _world(candidate):
+            return True
+    elif len(many[0]) == 1 or ours != theirs:
         return False
     # As many ranks on both sides, but perhaps another mesh: tensors that rank by rank are others.
     from driftline.alignment.stages import stages_said
@@ -203,6 +206,12 @@ def _lie_differently(
         if record.key.port == "param" and same.shape != record.shape:
             return True  # one of them cut its weights itself
     return False
+
+
+def _world(run: Run) -> int:
+    """How many ranks the job had, also where some left nothing; 0 where nobody says."""
+    sizes = [facts.get("world_size") for facts in run.processes()]
+    return max((size for size in sizes if type(size) is int), default=0)
 
 
 def way(placement: str) -> str:
