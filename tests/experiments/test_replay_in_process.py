@@ -22,6 +22,7 @@ from driftline.adapters.torch.replaying import Replayer
 from driftline.adapters.torch.session import CaptureSession
 from driftline.diagnosis import artefacts as diagnosis
 from driftline.diagnosis.artefacts import ReplayedSite
+from driftline.diagnosis.replayed import judge
 from driftline.errors import BadFile, BadInput
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
@@ -477,6 +478,16 @@ def test_a_diagnosis_is_the_same_whether_all_values_are_kept_or_not(fault: bool)
         assert other.ratio <= 1.0 or other.status == "introduced"
         assert math.isfinite(other.projection)
     assert whole.evidence["false_alarms"] == spare.evidence["false_alarms"]
+
+
+def test_a_replay_of_another_run_acquits_nobody_whose_results_it_did_not_give() -> None:
+    reference, clean, x = halves(fault=False)
+    made = Replay(reference, clean, x, keep_all=False)
+    sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
+    faulty = Replay(reference, halves(fault=True)[1], x).captured
+    judged = judge(faulty, diagnosis.Replay(made.exact, made.native, sites))
+    assert not judged["inner.0.up"].trouble
+    assert "no values of it were kept" in judged["inner.1.up"].trouble
 
 
 def test_a_call_of_which_nothing_is_new_is_read_from_its_noise_on_disk(tmp_path: Path) -> None:

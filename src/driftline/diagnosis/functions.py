@@ -50,7 +50,9 @@ def another_function(
     exact: Mapping[TensorKey, Record],
     native: Mapping[TensorKey, Record],
 ) -> Follows | None:
-    """Of a module's first call: whether it is another function than the reference's."""
+    """Of a module's first of these calls: whether it is another function than the reference's."""
+    if not records:
+        return None
     record = records[0]
     ours, trusted = exact.get(record.key), native.get(record.key)
     if not _ACTIVATION.search(record.class_name) or ours is None or trusted is None:
