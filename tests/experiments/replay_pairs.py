@@ -1,0 +1,76 @@
+"""A reference and a candidate in one process, the one replayed on what the other was given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+import driftline
+from driftline.adapters.torch.candidate import Candidate
+from driftline.adapters.torch.replaying import Replayer
+from driftline.adapters.torch.session import CaptureSession
+from driftline.runs.memory import MemorySink
+from driftline.runs.run import Run
+
+
+def by_name(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+    return {site: site for site in ours}
+
+
+class Replay:
+    """A reference that ran with a candidate's captured inputs beside it."""
+
+    def __init__(
+        self, reference: nn.Module, candidate: nn.Module, *args: Any, calls: int = 1, **options: Any
+    ) -> None:
+        sink = MemorySink()
+        with torch.no_grad(), driftline.capture(candidate, sink):
+            for _ in range(calls):
+                candidate(*copy.deepcopy(args))
+        self.captured: Run = sink.run()
+        exact, native = MemorySink(), MemorySink()
+        session = CaptureSession(MemorySink(), levels=(), model=reference)
+        replayer = Replayer(
+            session,
+            Candidate(self.captured),
+            by_name,
+            exact,
+            native,
+            **{"keep_all": True, **options},
+        )
+        session.stand_in = replayer
+        session.start()
+        with torch.no_grad():
+            for _ in range(calls):
+                self.result = reference(*copy.deepcopy(args))
+        session.stop()
+        self.report = replayer.report.to_json()
+        self.sites = self.report["sites"]
+        self.exact, self.native = exact.run(), native.run()
+
+    def error(self, site: str, slot: str = "0") -> float:
+        exact = self.exact.get(site, slot=slot).float64()
+        found = self.captured.get(site, slot=slot).float64()
+        return float(abs(exact - found).max())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.act = nn.GELU()
+        self.down = nn.Linear(32, 16)
+        self.gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(self.act(self.up(self.norm(x))))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(Block(), Block(), Block()).eval()
