@@ -46,3 +46,21 @@ class Look(NamedTuple):
     inputs_before: bool
     inputs_after: bool
     outputs: bool
+
+
+class Visits:
+    """Counts the calls of one place in each step."""
+
+    __slots__ = ("_count", "_step")
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._count = 0
+
+    def next(self, step: int) -> int:
+        """The number of the call that begins now: 0 for the first one of a step."""
+        if step == self._step:
+            self._count += 1
+        else:
+            self._step, self._count = step, 0
+        return self._count

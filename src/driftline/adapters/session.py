@@ -15,28 +15,20 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
 from driftline.adapters import intake
-from driftline.adapters.frames import Frame, Look
+from driftline.adapters.complaints import ONLY_OUTSIDE, nothing_captured
+from driftline.adapters.frames import Frame, Look, Visits
+from driftline.adapters.levels import LEVELS, known_levels
 from driftline.adapters.names import Family, ModuleNames, Place, Root
 from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection, patterns
+from driftline.adapters.selection import Selection
 from driftline.adapters.steps import StepClock
-from driftline.errors import BadInput, did_you_mean
 from driftline.runs.key import usual_moment, usual_phase
 from driftline.runs.sink import JSON
 
 if TYPE_CHECKING:
     from driftline.runs.sink import Sink
 
-LEVELS = ("modules", "ops", "gradients", "params")
-
-
-def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
-    """Levels as given, one or several, each of which exists."""
-    chosen = patterns(levels)
-    for level in chosen:
-        if level not in LEVELS:
-            raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
-    return chosen
+__all__ = ["LEVELS", "Session", "known_levels"]
 
 
 class _Thread(threading.local):
@@ -97,7 +89,7 @@ class Session(ABC):
         # Carries out every watched call in place of the plain one: (frame, call, args, kwargs) to
         # the result. For experiments; exceptions it raises are the program's.
         self.stand_in: Callable[[Frame, Callable[..., Any], Any, Any], Any] | None = None
-        self._visits: dict[tuple[str, bool], tuple[int, int]] = {}
+        self._visits: dict[tuple[str, bool], Visits] = {}
         self._wanted: dict[tuple[str, str, str], bool] = {}
         self.execution_order: dict[str, None] = {}
         self.bytes_in_first_step: int | None = None
@@ -188,21 +180,16 @@ class Session(ABC):
             f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
             for kind, text, hint in self._unmatched()
         ]
+        called = bool(self.execution_order)
         if not self._rank_wanted:
             return found
         if self.tensors:
-            if not self.execution_order and not self.global_scope:
-                found.append("the model was not called; only operators outside it were captured")
-            return found
-        if not self.execution_order and not self.outside:
-            reason = "the model was not called"
-        elif found:
-            reason = found.pop(0)
-        elif not any(self.selection.takes_step(step) for step in self.steps_seen):
-            reason = f"{len(self.steps_seen)} steps ran, and none of them is selected"
-        else:
-            reason = "the filters left no tensor, or none could be stored; the run's events say why"
-        return [f"nothing was captured: {reason}", *found]
+            lone = not called and not self.global_scope
+            return [*found, ONLY_OUTSIDE] if lone else found
+        selected = any(self.selection.takes_step(step) for step in self.steps_seen)
+        return nothing_captured(
+            found, len(self.steps_seen), ran=called or self.outside > 0, selected=selected
+        )
 
     @property
     def replayable(self) -> bool:
@@ -342,11 +329,15 @@ class Session(ABC):
         )
 
     def count_visit(self, site: str, step: int, *, recompute: bool) -> int:
+        return self.visits_of(site, recompute=recompute).next(step)
+
+    def visits_of(self, site: str, *, recompute: bool) -> Visits:
+        """The counter of one place's calls; it stays the same."""
         key = (site, recompute)
-        last_step, count = self._visits.get(key, (step, -1))
-        visit = count + 1 if last_step == step else 0
-        self._visits[key] = (step, visit)
-        return visit
+        visits = self._visits.get(key)
+        if visits is None:
+            visits = self._visits[key] = Visits()
+        return visits
 
     def _step_done(self, step: int) -> None:
         self.shielded("step", self._note_step, step)

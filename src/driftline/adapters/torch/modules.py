@@ -26,6 +26,7 @@ from driftline.adapters.calls import fault, note_failure, optimizer_stepped, tel
 from driftline.adapters.recursion import DEEP, give_room_back, more_room
 from driftline.adapters.torch import flatten
 from driftline.adapters.torch.compiled_regions import explain
+from driftline.adapters.torch.device.alike import Last
 from driftline.adapters.torch.names import Place, is_compiled, is_transparent, unwrapped
 from driftline.adapters.torch.session import CaptureSession
 from driftline.adapters.torch.snapshot import undisturbed
@@ -164,8 +165,8 @@ def _watched_again(
     """`_watched` for a module of which only the output is wanted, and was taken on a device."""
     depth = len(stack)
     step = place.root.step
-    visit = session.count_visit(place.site, step, recompute=False)
-    frame = Frame(place, module, visit, step, recompute=False)
+    last: Last = place.last
+    frame = Frame(place, module, last.visits.next(step), step, recompute=False)
     stack.append(frame)
     try:
         result = call(module, *args, **kwargs)
@@ -182,7 +183,7 @@ def _watched_again(
             or _function_modes()
             or _dispatch_modes()
             or not session.selection.takes_step(step)
-            or not session.arrivals.take_last(place.last, frame, out)
+            or not session.arrivals.take_last(last, frame, out)
         ):
             leave(session, stack, frame, result)
     except Exception as error:
@@ -284,7 +285,8 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
         if look.outputs and wanted and found:
             _take_all(session, frame, "output", found, "after")
             if place.last is None and not (place.wraps or place.root.helper or frame.inputs):
-                place.last = session.arrivals.last_of(frame, found)
+                visits = session.visits_of(place.site, recompute=False)
+                place.last = session.arrivals.last_of(frame, found, visits)
         for tap in taps:
             session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
     if len(stack) == 1:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from driftline.adapters.frames import Visits
 from driftline.adapters.torch.device.flights import Constant
 from driftline.adapters.torch.device.sheets import Reading, Sheet
 from driftline.adapters.torch.device.transfers import Transfers
@@ -27,11 +28,16 @@ class Alike(NamedTuple):
 
 
 class Last:
-    """What the only output of a place was last, looked up again when anything has changed."""
+    """What the only output of a place was last, looked up again when anything has changed.
 
-    __slots__ = ("changes", "key", "known")
+    Attributes:
+        visits: Counts the place's calls.
+    """
 
-    def __init__(self, key: tuple[str, ...]) -> None:
+    __slots__ = ("changes", "key", "known", "visits")
+
+    def __init__(self, key: tuple[str, ...], visits: Visits) -> None:
         self.key = key
+        self.visits = visits
         self.known: Alike | None = None
         self.changes = -1

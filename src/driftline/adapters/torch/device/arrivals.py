@@ -31,7 +31,7 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 if TYPE_CHECKING:
-    from driftline.adapters.frames import Frame
+    from driftline.adapters.frames import Frame, Visits
     from driftline.adapters.intake import Intake, Tensors
     from driftline.runs.sink import Bytes
 
@@ -100,11 +100,11 @@ class Arrivals:
         known = self.alike.get((frame.site, port, slot, moment, frame.phase))
         return known is not None and known.alias == alias and self._again(known, frame, tensor)
 
-    def last_of(self, frame: Frame, tensors: Tensors) -> Last | None:
+    def last_of(self, frame: Frame, tensors: Tensors, visits: Visits) -> Last | None:
         """For `take_last`; None where an output was not taken in at once."""
         key = (frame.site, "output", "0", "after", "forward")
         known = self.alike.get(key) if len(tensors) == 1 else None
-        return Last(key) if known is not None and not known.alias else None
+        return Last(key, visits) if known is not None and not known.alias else None
 
     def take_last(self, last: Last, frame: Frame, tensor: torch.Tensor) -> bool:
         """`take_again` for the only output of a forward call."""
@@ -137,7 +137,10 @@ class Arrivals:
             taken = sheet.take_known(reading, stream, address)
             if taken < 0:
                 return False
-            group = self.delivery.group_of(sheet.flight, taken)
+            delivery = self.delivery
+            group = delivery.tail
+            if group is None or group.flight is not sheet.flight:
+                group = delivery.new_group(sheet.flight, taken)
             group.add(known.constant, frame.step, frame.visit)
         return True
 

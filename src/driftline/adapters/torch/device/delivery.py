@@ -70,6 +70,9 @@ class Delivery:
         hand_over_group: Takes summaries that have no records yet; likewise.
         shielded: Does something so that it cannot raise.
         pressed: Whether the room for what waits is running out.
+
+    Attributes:
+        tail: The group at the end of the queue, if there is one: more may be added to it.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Delivery:
         self._shielded = shielded
         self._pressed = pressed
         self._queue: deque[Waiting | Repeat | Group | Callable[[], None]] = deque()
-        self._tail: Group | None = None
+        self.tail: Group | None = None
         self._changed = threading.Condition(threading.Lock())
         self._emptying = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -97,20 +100,18 @@ class Delivery:
     def add(self, waiting: Waiting | Repeat | Group | Callable[[], None]) -> None:
         """Queue a tensor, or something to be done when all before it is handed over."""
         self._queue.append(waiting)
-        self._tail = None
+        self.tail = None
         if self._thread is not None:
             self._last = time.monotonic()
         elif len(self._queue) >= _MANY:
             self.deliver(wait=False)
 
-    def group_of(self, flight: Flight, slot: int) -> Group:
-        """The group at the end of the queue, for what a flight has in this slot."""
-        tail = self._tail
-        if tail is None or tail.flight is not flight:
-            tail = Group(flight, slot)
-            self.add(tail)
-            self._tail = tail
-        return tail
+    def new_group(self, flight: Flight, slot: int) -> Group:
+        """A group at the end of the queue, for what a flight has from this slot on."""
+        group = Group(flight, slot)
+        self.add(group)
+        self.tail = group
+        return group
 
     def in_background(self) -> None:
         """From now on a thread hands over."""
