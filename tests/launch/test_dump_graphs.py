@@ -54,6 +54,33 @@ def test_nodes_of_an_unchanged_program_are_recorded_and_what_ran_is_said(quick, 
     assert line.endswith("compiles.py:8 in forward")
 
 
+AROUND = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.SiLU())
+
+@torch.compile(backend="eager")
+def scored(one, x):
+    return torch.relu(one(x)) * 2
+
+with torch.no_grad():
+    scored(model, torch.ones(2, 8))
+"""
+
+
+def test_a_function_around_a_model_has_the_names_of_the_model(quick, workshop):
+    (workshop / "around.py").write_text(AROUND)
+    dumped = quick("--graph", "fx", run=["around.py"])
+    assert dumped.code == 0, dumped.err
+    sites = {r.key.site: r.class_name for r in dumped.run.records}
+    assert sites["1/silu"] == "aten.silu.default"
+    assert sites["(program)/relu"] == "aten.relu.default"
+    parameters = {site for site, name in sites.items() if name.startswith("parameter ")}
+    assert {site.partition("/")[0] for site in parameters} == {"0"}
+
+
 def test_kernels_of_an_unchanged_program_are_recorded(quick, program, workshop, capfd):
     dumped = quick("--graph", "inductor", run=[program, "inductor"])
     assert dumped.code == 0, dumped.err

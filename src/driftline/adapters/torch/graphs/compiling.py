@@ -15,7 +15,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from torch import nn
+
 from driftline.adapters.torch.dispatch import hide_from_compiler
+from driftline.adapters.torch.names import unwrapped
 
 MODULE = "torch._dynamo.output_graph"
 _METHOD = "call_user_compiler"
@@ -28,8 +31,16 @@ _lock = threading.Lock()
 class Listener(Protocol):
     """Wants to know of graphs that are compiled."""
 
-    def backend(self, name: str, inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        """What compiles in place of the backend of this name; None leaves it to the backend."""
+    def backend(
+        self, name: str, inputs: Sequence[Any], models: Sequence[nn.Module]
+    ) -> Callable[..., Any] | None:
+        """What compiles in place of the backend of this name; None leaves it to the backend.
+
+        Args:
+            name: The backend's.
+            inputs: What the graph is compiled for.
+            models: Models that the compiled code calls, if it is not part of one itself.
+        """
         ...
 
     def not_recorded(self, error: Exception) -> None:
@@ -75,7 +86,12 @@ def _call(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, graph, inputs, *args, **kwargs)
     backend = self.compiler_fn
     name = name_of(backend)
-    ours = [(one, found) for one in _listeners if (found := one.backend(name, inputs)) is not None]
+    models = _models(self, graph)
+    ours = [
+        (one, found)
+        for one in _listeners
+        if (found := one.backend(name, inputs, models)) is not None
+    ]
     for listener, instead in ours:
         self.compiler_fn = instead
         try:
@@ -94,6 +110,21 @@ def _call(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             for listener in _listeners:
                 listener.failed(name, error)
         raise
+
+
+def _models(output: Any, graph: Any) -> list[nn.Module]:
+    """Models among the names that the compiled code sees, of which it calls a module.
+
+    A function around a model is compiled with all that the model does: nobody else meets it.
+    """
+    stacks = [node.meta.get("nn_module_stack") or {} for node in graph.graph.nodes]
+    met = {str(key).partition("@")[0] for stack in stacks for key in stack}
+    seen: list[nn.Module] = []
+    for scope in (getattr(output, "local_scope", {}), getattr(output, "global_scope", {})):
+        for value in list(scope.values()):
+            if isinstance(value, nn.Module) and str(id(unwrapped(value))) in met:
+                seen.append(value)
+    return seen
 
 
 def _is_restart(error: BaseException) -> bool:

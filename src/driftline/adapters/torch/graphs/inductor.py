@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from driftline.adapters.torch.dispatch import hide_from_compiler
+from driftline.adapters.torch.graphs.kernels import is_called, kernel_name, results
 from driftline.adapters.torch.graphs.nodes import compile_id
 from driftline.adapters.torch.graphs.recorder import Compiled, Execution, Recorder
 from driftline.runs.graphs import GraphNode, Kept, Kernel
@@ -302,66 +303,17 @@ def _called(scheduler: Any) -> None:
                 "inductor writes this program in C++ (cpp_wrapper), where kernels are not recorded",
             )
         return
-    done = [node for node in scheduled.waiting if _is_called(scheduler, node)]
+    done = [node for node in scheduled.waiting if is_called(scheduler, node)]
     if not done:
         return
     scheduled.waiting = [node for node in scheduled.waiting if node not in done]
-    name = _kernel_name(wrapper.lines, done)
+    name = kernel_name(wrapper.lines, done)
     found: list[tuple[str, str, tuple[str, ...]]] = []
     for node in done:
-        for buffer, variable, exact, origins in _results(graph, wrapper, node):
+        for buffer, variable, exact, origins in results(graph, wrapper, node):
             found.append((buffer, exact, origins))
             wrapper.writeline(_line(scheduled.number, buffer, variable))
     scheduled.kernels.append((name, found))
-
-
-def _is_called(scheduler: Any, node: Any) -> bool:
-    if node is scheduler.current_node:
-        return True
-    names = node.get_buffer_names()
-    return all(name in scheduler.available_buffer_names for name in names)
-
-
-def _kernel_name(lines: list[Any], done: list[Any]) -> str:
-    for line in reversed(lines):
-        if type(line).__name__ == "KernelCallLine":
-            if not any(node.is_extern() for node in done):
-                return str(line.kernel_name)
-            break
-    for node in done:
-        inner = getattr(node, "node", None)
-        for attribute in ("python_kernel_name", "op_overload"):
-            name = getattr(inner, attribute, None)
-            if name:
-                return str(name)
-    return type(getattr(done[0], "node", done[0])).__name__
-
-
-def _results(graph: Any, wrapper: Any, node: Any) -> list[tuple[str, str, str, tuple[str, ...]]]:
-    """Buffer, variable, exact origin and all origins of what a scheduled node left in memory."""
-    ir: Any = importlib.import_module("torch._inductor.ir")
-    places = {one.name: index for index, one in enumerate(graph.module.graph.nodes)}
-    found: list[tuple[str, str, str, tuple[str, ...]]] = []
-    for output in node.get_outputs():
-        buffer = output.node
-        name = buffer.get_name()
-        gone = (graph.removed_buffers, graph.inplaced_to_remove, wrapper.freed)
-        if any(name in names for names in gone):
-            continue
-        layout = buffer.layout
-        if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
-            continue
-        variable = name
-        if isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
-            variable = layout.get_buffer().get_name()
-        exact = buffer.get_origin_node()
-        origins = sorted(
-            {one.name for one in buffer.get_origins() if one.name in places}, key=places.__getitem__
-        )
-        named = exact.name if exact is not None and exact.name in places else ""
-        if named or origins:
-            found.append((name, variable, named, tuple(origins)))
-    return found
 
 
 def _describe(lowering: Any) -> None:
@@ -380,7 +332,7 @@ def _describe(lowering: Any) -> None:
             programme.part_of, programme.within = _graphs[outer.number], within
             outer.bodies.append((within, scheduled))
         return
-    results = [("", scheduled), *scheduled.bodies]
+    parts = [("", scheduled), *scheduled.bodies]
     kind = "backward" if lowering.is_backward else "forward"
     if lowering.is_inference:
         kind = "inference"
@@ -395,7 +347,7 @@ def _describe(lowering: Any) -> None:
         by_name = {node.name: node for node in nodes}
         kernels = tuple(
             Kernel(name, tuple(_kept(by_name, within, *one) for one in found))
-            for within, part in results
+            for within, part in parts
             for name, found in part.kernels
         )
         compiled = recorder.add(nodes, compile_id(), kind, "inductor", "inductor", kernels)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from driftline.adapters.torch.dispatch import has_values
 from driftline.adapters.torch.graphs.nodes import Naming, Owner, is_plain_input, owner_of, owners_of
@@ -113,9 +114,14 @@ class Recorder:
         self.kernels = 0
         self.nodes = 0
 
-    def meet(self, compile_id: str, inputs: Sequence[Any]) -> None:
-        """A piece of the program is about to be compiled for these inputs."""
+    def meet(
+        self, compile_id: str, inputs: Sequence[Any], models: Sequence[nn.Module] = ()
+    ) -> None:
+        """A piece of the program is about to be compiled for these inputs, and calls these."""
         self.base(compile_id)
+        if self.session.current_frame() is None:
+            for model in models:
+                self.session.names.of(model, None)
         self._owners[compile_id] = owners_of(self.session.names, inputs)
 
     def describe(

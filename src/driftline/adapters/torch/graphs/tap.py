@@ -158,10 +158,12 @@ class GraphTap:
 
     # --- a graph is compiled
 
-    def backend(self, name: str, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+    def backend(
+        self, name: str, inputs: Sequence[Any], models: Sequence[nn.Module]
+    ) -> Callable[..., Any] | None:
         self._backends[name] = self._backends.get(name, 0) + 1
         self.session.shielded("graphs", self._begin)
-        self.session.shielded("graphs", self.recorder.meet, compile_id(), inputs)
+        self.session.shielded("graphs", self.recorder.meet, compile_id(), inputs, models)
         if self.engine != "fx":
             return None
 
