@@ -18,9 +18,8 @@
  *    A block that float32 cannot carry (not finite, sentinels, overflow, underflow, cancellation) is noticed from
  *    its own sums and taken again by the careful path.
  *  - The greatest relative error, the greatest ULP distance, the candidate's extremes and every position are looked up
- *    only in chains or blocks whose bounds say that they could matter.
- *  - Large tensors begin at a line of memory: the elements before it go the careful way, so the last digits of sums may
- *    depend on where a tensor lies.
+ *    only in chains or blocks whose bounds say that they could matter. So are elements outside the tolerance, as long as
+ *    hardly any is.
  *
  * One translation unit: csrc/ holds its chapters, and those that are vector code are included once per instruction
  * set.
