@@ -38,6 +38,8 @@ BEYOND_COLUMN = Column(BEYOND, "lower", "relative L2 without what a bias of no g
 GRADIENTS = ("optimizer_grad", "param_grad")
 _APART, _ROUNDINGS = 1e-3, 64
 """Elements of a gradient that differ by this share, and by so many roundings, are not the same."""
+_FEW = 16
+"""So many roundings are nobody's fault."""
 _POSITIONS = 64
 """So many positions are looked at first: most outputs differ in other ways."""
 _HOPELESS = 10
@@ -90,11 +92,14 @@ def with_loose_biases(
 
 
 def is_far_output(row: Row) -> bool:
-    """An output of a later step that no limit of its format holds."""
+    """An output of a later step that differs by more than a few roundings."""
     if row.key.port != "output" or row.key.step == 0 or row.basis != "values":
         return False
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-    return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
+    if dtype is None:
+        return False
+    few = min(_FEW * dtype.unit_roundoff, LIMITS[dtype.name])
+    return few < row.metrics.get(METRIC, 0.0) < math.inf
 
 
 def _ends(row: Row) -> tuple[object, ...]:

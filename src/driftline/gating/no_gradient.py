@@ -41,7 +41,7 @@ def without_gradient(rows: Sequence[Row]) -> Sequence[Row]:
 
 def _without(rows: Sequence[Row]) -> list[Row]:
     found = list(rows)
-    if not any(row.status == "fail" for row in rows):
+    if not any(row.status == "fail" or BEYOND in row.metrics for row in rows):
         return found
     _gradients(found)
     _carriers(found, _outputs(found))
@@ -85,23 +85,23 @@ def _gradients(rows: list[Row]) -> None:
 
 def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
     """Judge outputs of layers whose bias may have moved by itself once more; gives what passes."""
-    failing = [
+    far = [
         at
         for at, row in enumerate(rows)
-        if row.status == "fail"
+        if (row.status == "fail" or (row.status == "pass" and BEYOND in row.metrics))
         and row.key.port == "output"
         and row.key.step
         and row.decided_by == METRIC
     ]
-    if not failing:
+    if not far:
         return []
-    layers = {_layer(rows[at]) for at in failing}
+    layers = {_layer(rows[at]) for at in far}
     given: dict[_Layer, list[Row]] = {layer: [] for layer in layers}
     for row in rows:
         if _is_gradient(row) and _layer(row) in layers:
             given[_layer(row)].append(row)
     passing: list[tuple[int, Row]] = []
-    for at in failing:
+    for at in far:
         before = [one for one in given[_layer(rows[at])] if one.key.step < rows[at].key.step]
         if any(one.status == "fail" for one in before):
             continue  # its bias was given a wrong gradient: no wonder that it moved
@@ -113,14 +113,14 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
                 f"{rows[at].reason}; its bias has no gradient but rounding, by which an optimizer "
                 f"moves it, and what else differs only the values can say",
             )
-        if rows[at].status == "pass":
+        if rows[at].decided_by == BEYOND:
             passing.append((at, rows[at]))
     return passing
 
 
 def _beyond(row: Row) -> Row:
     left, limit = _number(row, BEYOND), row.limit
-    if limit is None or not left <= limit:
+    if limit is None or not left <= min(limit, 0.5 * _number(row, METRIC)):
         return row
     return row.judged(
         "pass",
