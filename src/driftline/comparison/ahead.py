@@ -28,6 +28,9 @@ LARGE = 1 << 20
 """Elements from which on a tensor is worth it: a thread waits for Python's lock after each."""
 _MOST = 4_096
 """Tensors of a run up to which large ones are looked for: of more, the index is read just once."""
+_ENOUGH = 1 << 28
+"""Elements after which it is no longer the start that takes long: the engine lets go of what it
+maps, this does not."""
 
 
 class Place(NamedTuple):
@@ -62,9 +65,11 @@ class _Ahead:
 
     def _work(self) -> None:
         with contextlib.suppress(DriftlineError, OSError, ValueError):
+            left = _ENOUGH
             for ours, theirs in self._pairs:
                 for start, stop in blocks_of(math.prod(ours.shape)):
-                    if self._over:
+                    left -= stop - start
+                    if self._over or left < 0:
                         return
                     self._measure(ours, theirs, start, stop)
 
