@@ -220,3 +220,17 @@ def test_shards_find_the_same(compared):
     sides = compared.folder / "ours", compared.folder / "shards"
     merged = merge([compare_shard(*sides, f"{number}/3") for number in (1, 2, 3)])
     assert merged.rows == whole.rows and merged.verdict == "pass"
+
+
+def test_a_diagnosis_does_not_take_it_for_a_fault_either(compared):
+    compared("diagnosed")
+    clean = driftline.diagnose(compared.folder / "ours", compared.folder / "diagnosed")
+    assert clean.verdict == "pass", clean.sentences
+
+    def plant(model, step):
+        if step == 0:
+            model.attention.query.bias.register_hook(lambda gradient: gradient * 1.5)
+
+    compared("diagnosed fault", plant)
+    found = driftline.diagnose(compared.folder / "ours", compared.folder / "diagnosed fault")
+    assert found.verdict == "fail" and found.first_site == "attention.query"
