@@ -95,6 +95,43 @@ def test_summaries_are_those_of_the_cpu_s_definition(dtype: torch.dtype) -> None
         assert np.allclose(found.sketch, wanted.sketch, rtol=0, atol=1e-9 * wanted.l2)
 
 
+class Passes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8]
+)
+def test_summaries_of_any_size_and_offset_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    model = Passes()
+    for count in (1, 2, 7, 8, 9, 63, 64, 65, 2047, 2048, 2049, 32768, 32769, 67584, 300_001):
+        for offset in (0, 1, 8):  # in elements: not every tensor begins at a multiple of 16 bytes
+            whole = torch.randn(count + offset, generator=torch.Generator().manual_seed(count)) * 50
+            x = whole.to(dtype).cuda()[offset:]
+            if dtype.is_floating_point and count > 5:
+                x[3], x[count // 2] = float("nan"), float("inf")
+            sink = MemorySink()
+            with torch.no_grad(), driftline.capture(model, sink, keep="summary", ports="output"):
+                model(x)
+                model(x)
+            raw = x.cpu().contiguous().view(torch.uint8).numpy()
+            name = str(dtype).removeprefix("torch.")
+            wanted = kernel.summarize(raw, DTYPES[name], count=count)
+            assert len(sink.run().records) == 4
+            for record in sink.run().records:
+                found = record.summary
+                assert found is not None and found[6:10] == wanted[6:10], (count, offset)
+                assert np.array_equal(found[1:3], wanted[1:3], equal_nan=True)
+                close = {"rtol": 1e-9, "atol": 1e-12 * wanted.l2, "equal_nan": True}
+                assert np.allclose(found[3:6], wanted[3:6], **close)
+                assert np.allclose(found.sketch, wanted.sketch, rtol=0, atol=1e-12 * wanted.l2)
+
+
 def test_whole_tensors_are_what_a_clone_at_the_hook_is(tmp_path: Path) -> None:
     model, seen = net(), {}
     for name, module in model.named_modules():

@@ -48,9 +48,9 @@ def interpreted() -> bool:
 def level() -> int:
     """What kernels may use: 0 in the interpreter, 2 from compute capability 8.0 on, 3 from 9.0 on.
 
-    Of several devices the oldest counts.
+    Of several devices the oldest counts. 0 also where instructions of NVIDIA's mean nothing.
     """
-    if interpreted() or not torch.cuda.is_available():
+    if interpreted() or torch.version.hip is not None or not torch.cuda.is_available():
         return 0
     oldest = min(torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count()))
     return 3 if oldest >= (9, 0) else 2 if oldest >= (8, 0) else 1
