@@ -12,6 +12,7 @@ import torch
 from onnx_runs import Exported, aligned_leaves, clean, first_of, run_of
 
 import driftline
+from driftline.alignment.planfile import write_plan
 from driftline.runs.memory import MemorySink
 
 LEVELS = ("none", "basic", "extended", "all")
@@ -147,6 +148,10 @@ def test_a_convolution_s_changed_weight_is_named_with_what_it_was_folded_into(
     both = "stages.0.conv2: Conv2d; stages.0.bn2: BatchNorm2d"
     assert table.first.fused.startswith(both)
     assert f"inside the fusion of {both}" in table.finding
+    write_plan(driftline.align(cnn.run, candidate), tmp_path / "plan.toml")
+    again = driftline.compare(cnn.run, candidate, plan=tmp_path / "plan.toml")
+    assert again.finding == table.finding  # a saved plan knows as much
+    assert (again.coverage, again.notes) == (table.coverage, table.notes)
     said = driftline.diagnose(cnn.run, candidate).sentences[0]
     assert f"inside the fusion of {both}" in said
     folded = [row for row in table.rows if row.key.site == "stages.0.conv2" and row.inside_fusion]

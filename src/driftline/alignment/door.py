@@ -63,14 +63,10 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
         if not len(run):
             raise BadInput(f"run '{run.name}' holds no tensor", hint="was anything captured?")
     if options.plan_file is not None:
-        from driftline.alignment.planfile import read_plan
+        from driftline.alignment.saved_plan import saved_plan
 
-        plan = read_plan(options.plan_file, reference, candidate)
-        if _is_compiled(reference) or _is_compiled(candidate):
-            from driftline.alignment.compiled import graphs_of
-            from driftline.alignment.compiled_lines import with_lines
-
-            plan = with_lines(plan, graphs_of(reference), graphs_of(candidate))
+        compiled = _is_compiled(reference) or _is_compiled(candidate)
+        plan = saved_plan(options.plan_file, reference, candidate, compiled=compiled)
         if options.masks:
             from driftline.alignment.masks import masked
 

@@ -159,7 +159,9 @@ class Plan(NamedTuple):
         ways = self.ways
         shown = [f"{ways[rule]} {_BY[rule]}" for rule in _BY if ways[rule]]
         how = f" ({', '.join(shown)})" if set(ways) - {"name"} else ""
-        inside = f", {len(self.inside)} of these inside a fusion" if self.inside else ""
+        alone = (("reference", self.missing), ("candidate", self.extra))
+        count = sum((s, r.key) in self.inside for s, rs in alone for r in rs) if self.inside else 0
+        inside = f", {count} of these inside a fusion" if count else ""
         return (
             f"{len(self.pairs)} pairs{how}, {len(self.missing)} only in the reference, "
             f"{len(self.extra)} only in the candidate{inside}"
