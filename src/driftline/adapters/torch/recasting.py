@@ -212,7 +212,7 @@ class Recast:
         format_ = self._candidate.dtype_of(self._site_of(module) or "", "weight")
         if format_ is not None and format_.is_floating_point:
             rows = rows.to(format_)
-        return _wide(rows) if exact else rows
+        return widened(rows) if exact else rows
 
     def weights(
         self, real: Mapping[str, nn.Module], *, exact: bool, cast: dict[int, torch.Tensor]
@@ -279,7 +279,8 @@ def _tensors(
                 yield start + name, owner, name, tensor, True
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats of 16 bits and less as float32; everything else as it is."""
     if not tensor.is_floating_point() or tensor.dtype in _WIDE:
         return tensor
     return tensor.to(torch.float32)
@@ -291,5 +292,5 @@ def _narrowed(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if not value.is_floating_point():
         return value.clone()
     if dtype is None:
-        return _wide(value).clone()
+        return widened(value).clone()
     return value.clamp(min=torch.finfo(dtype).min, max=torch.finfo(dtype).max).to(dtype)

@@ -17,6 +17,7 @@ from torch import nn
 
 from driftline.adapters.torch import snapshot as snapshots
 from driftline.adapters.torch.candidate import Candidate, torch_dtype
+from driftline.adapters.torch.recasting import widened
 from driftline.adapters.torch.repeating import clone, same_bits
 from driftline.adapters.torch.replay_calls import NotReplayed, Open, is_pure
 from driftline.adapters.torch.replay_noise import Noise, some_rows
@@ -102,9 +103,9 @@ class Results:
         bias = weights.get("bias") if module.bias is None else weights.get("bias", module.bias)
         with torch.no_grad():
             made = nn.functional.linear(
-                _wide(x),
-                _wide(weight[::every]),
-                None if bias is None else _wide(bias[::every]),
+                widened(x),
+                widened(weight[::every]),
+                None if bias is None else widened(bias[::every]),
             )
         noise.add(opened.site, next(iter(call.outputs)), made, y[:, ::every])
 
@@ -167,10 +168,6 @@ def is_a_plain_product(opened: Open, way: str) -> bool:
 def _has_rows(record: Record) -> bool:
     dtype = torch_dtype(record.dtype)
     return dtype is not None and dtype.is_floating_point and len(record.shape) > 1
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.element_size() >= 4 else tensor.float()
 
 
 def _mention(sink: Sink, like: Record, class_name: str, alias: str, dtype: str, kept: Kept) -> None:
