@@ -151,15 +151,15 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
         gap = _distance(right, values[n])
         if gap > allowed:
             verb = "holds" if len(held[n]) == 1 else "together hold"
-            who = f"{_ranks(held[n])} {verb} something else than {_others(held, others)}"
+            who = f"{ranks_said(held[n])} {verb} something else than {_others(held, others)}"
             yield at, gap, f"{who} (relative_l2 {gap:.3g}), though it is one tensor{why}"
 
 
 def _others(held: Sequence[Sequence[int]], which: Sequence[int]) -> str:
     """Whose copies others are; those that are made of several ranks each, one after the other."""
     if all(len(held[n]) == 1 for n in which):
-        return _ranks([held[n][0] for n in which])
-    return " or ".join(_ranks(held[n]) for n in which[:3]) + (" or others" if which[3:] else "")
+        return ranks_said([held[n][0] for n in which])
+    return " or ".join(ranks_said(held[n]) for n in which[:3]) + (" or others" if which[3:] else "")
 
 
 def _clusters(values: Sequence[Any]) -> list[list[int]]:
@@ -232,8 +232,8 @@ def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: i
         if all(_fits(cuts[n], parts[n], axis, other) for n in bad):
             hold = "holds" if len(bad) == 1 else "hold"
             return (
-                f"{_ranks(wrong)} {hold} a slice of axis {other}, not of axis {axis}: cut along "
-                "the wrong dimension"
+                f"{ranks_said(wrong)} {hold} a slice of axis {other}, not of axis {axis}: cut "
+                "along the wrong dimension"
             )
     places = {n: _place_of(parts[n], slices) for n in bad}
     if all(place is not None for place in places.values()):
@@ -246,7 +246,7 @@ def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: i
     if len(bad) == len(parts):
         return f"the parts of all {len(parts)} ranks are off"
     verb = "is" if len(bad) == 1 else "are"
-    return f"the part of {_ranks(wrong)} {verb} off, those of the other ranks agree"
+    return f"the part of {ranks_said(wrong)} {verb} off, those of the other ranks agree"
 
 
 def _fits(cut: Any, part: Any, axis: int, other: int) -> bool:
@@ -336,9 +336,9 @@ def _all(source: Source) -> Sequence[Record]:
     return source.records if isinstance(source, Recipe) else (source,)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_said(ranks: Sequence[int]) -> str:
     """
-    >>> _ranks([2]), _ranks([0, 1, 3])
+    >>> ranks_said([2]), ranks_said([0, 1, 3])
     ('rank 2', 'ranks 0, 1 and 3')
     """
     if len(ranks) == 1:

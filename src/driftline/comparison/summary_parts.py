@@ -18,6 +18,7 @@ import numpy as np
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.comparison.cooking import cook
+from driftline.comparison.rank_words import ranks_said
 from driftline.comparison.row import Number
 from driftline.errors import BadInput
 from driftline.numerics import kernel
@@ -123,12 +124,8 @@ def _whose(off: Mapping[Cuts, float], ours: Parts, theirs: Parts) -> str:
     who = sorted({rank for at in bad for rank in (theirs[at].ranks or ours[at].ranks)})
     if not bad or len(bad) == len(off):
         return ""
-    said, verb = (f"rank {who[0]}", "is") if len(who) == 1 else (f"ranks {_listed(who)}", "are")
-    return f"the part of {said} {verb} off, those of the other ranks agree"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    verb = "is" if len(who) == 1 else "are"
+    return f"the part of {ranks_said(who)} {verb} off, those of the other ranks agree"
 
 
 def _parts(source: Source) -> Parts | None:
