@@ -243,6 +243,52 @@ def test_kernels_inside_of_control_flow_are_set_against_their_nodes(tmp_path: Pa
     assert driftline.compare(tmp_path / "fx", tmp_path / "inductor").verdict == "pass"
 
 
+class Pile(nn.Module):
+    """Its gradients fill several buckets, and one module's own code lies on both sides of a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.sigmoid(layer(x))
+        return x
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_distributed_model_are_one_piece(tmp_path: Path) -> None:
+    distributed = importlib.import_module("torch.distributed")
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with one_thread():
+            torch.manual_seed(1)
+            model, x = Pile(), torch.randn(4, 512)
+            with driftline.capture(model, tmp_path / "ops", levels="ops"):
+                model(x).sum().backward()
+            for graph in ("fx", "inductor"):
+                torch._dynamo.reset()
+                with driftline.capture(model, tmp_path / graph, graph=graph):
+                    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+                    torch.compile(wrapped)(x).sum().backward()
+            torch._dynamo.reset()
+    finally:
+        distributed.destroy_process_group()
+    found = graphs(tmp_path / "inductor")
+    assert sum(graph.kind == "forward" for graph in found) > 1
+    assert {graph.base for graph in found} == {"(root)"}
+    assert {graph.backend for graph in graphs(tmp_path / "fx")} == {"inductor"}
+    for reference in ("ops", "fx"):
+        plan = driftline.align(tmp_path / reference, tmp_path / "inductor")
+        pairs = {p.reference.key.site: p.candidate.key.site for p in plan.pairs}
+        adds = {"(root)/aten.add"} if reference == "ops" else {f"(root)/add{n}" for n in ("", "_1")}
+        assert adds <= pairs.keys(), pairs
+        table = driftline.compare(tmp_path / reference, tmp_path / "inductor")
+        assert table.verdict == "pass", table.finding
+        assert {row.key.phase for row in table.rows if row.compared} == {"forward", "backward"}
+
+
 def test_settings_of_inductor_are_put_back(tmp_path: Path) -> None:
     from torch._functorch import config as functorch
     from torch._inductor import config

@@ -8,7 +8,7 @@ however, are paired call by call (`compiled_pairs.py`). Reads lists of graphs an
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -101,10 +101,11 @@ class Graphs:
     def __init__(self, graphs: Sequence[Graph], records: Sequence[Record]) -> None:
         self.graphs = graphs = _counted_together(graphs)
         self.engine = graphs[0].engine if graphs else ""
+        self._parts = Counter((graph.compile_id, graph.kind, graph.base) for graph in graphs)
         order = sorted({graph.piece for graph in graphs}, key=_natural)
         self._order = {piece: index for index, piece in enumerate(order)}
         self._nodes = {id(graph): {n.name: n for n in graph.nodes} for graph in graphs}
-        self._parts = {
+        self._slots = {
             id(graph): {node.of: node for node in graph.nodes if node.of} for graph in graphs
         }
         self.values: list[Value] = []
@@ -151,7 +152,11 @@ class Graphs:
         """The node of one of several results."""
         if node is None or node.shape is not None or not slot.isdigit():
             return node
-        return self._parts[id(graph)].get((node.name, int(slot)), node)
+        return self._slots[id(graph)].get((node.name, int(slot)), node)
+
+    def is_cut(self, graph: Graph) -> bool:
+        """Whether it is one of several parts of a piece, each with inputs of its own."""
+        return self._parts[graph.compile_id, graph.kind, graph.base] > 1
 
     def node(self, graph: Graph, name: str) -> GraphNode | None:
         return self._nodes[id(graph)].get(name)
@@ -190,11 +195,12 @@ class Graphs:
             if node is None:
                 return
             yield node
-            same = node.target.rpartition(".")[0] in _SAME_ELEMENTS and len(node.inputs) == 1
+            operator = node.target.rpartition(".")[0]
+            same = operator in _SAME_ELEMENTS and bool(node.inputs)
             source = self.node(value.graph, node.inputs[0]) if same else None
-            if source is None or source.shape is None or node.shape is None:
+            if source is None or (operator == "aten.expand" and not _as_large(source, node)):
                 return
-            node = source if math.prod(source.shape) == math.prod(node.shape) else None
+            node = source
 
     @cached_property
     def by_place(self) -> dict[Place, list[tuple[Graph, GraphNode]]]:
@@ -261,6 +267,13 @@ class Graphs:
             for name in node.inputs:
                 found[name].append(node)
         return found
+
+
+def _as_large(one: GraphNode, other: GraphNode) -> bool:
+    """Whether two nodes surely have as many elements."""
+    if one.shape is None or other.shape is None:
+        return False
+    return math.prod(one.shape) == math.prod(other.shape)
 
 
 def is_saved(node: GraphNode) -> bool:

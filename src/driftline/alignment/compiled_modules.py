@@ -105,7 +105,7 @@ def _reached(
         value = graphs.by_node.get((id(graph), node.name, step, visit))
         if value is not None:
             return value.record, _seen_through(value.record, steps, shape)
-        source = graphs.node(graph, node.inputs[0]) if len(node.inputs) == 1 else None
+        source = graphs.node(graph, node.inputs[0]) if node.inputs else None
         if source is None:
             return None
         if node.axes is not None:
@@ -133,7 +133,7 @@ def _seen_through(record: Record, steps: Sequence[Step], shape: tuple[int, ...])
 
 def _behind_views(graphs: Graphs, graph: Graph, node: GraphNode) -> GraphNode:
     for _ in range(FARTHEST):
-        source = graphs.node(graph, node.inputs[0]) if len(node.inputs) == 1 else None
+        source = graphs.node(graph, node.inputs[0]) if node.inputs else None
         looks = node.axes is not None or node.target.rpartition(".")[0] in RESHAPES
         if source is None or not looks:
             return node

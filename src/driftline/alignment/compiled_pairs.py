@@ -140,12 +140,12 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
     index = shown | index
     inputs: dict[_Input, list[Value]] = defaultdict(list)
     for value in b.values:
-        if _is_input(value):
+        if _is_input(value) and not b.is_cut(value.graph):
             inputs[_input(b, value)].append(value)
     matched: set[int] = set()
     for value in a.values:
         partner = _partner(a, value, index)
-        if partner is None and _is_input(value):
+        if partner is None and _is_input(value) and not a.is_cut(value.graph):
             waiting = inputs[_input(a, value)]
             partner = waiting.pop(0) if waiting else None
         if partner is not None:
