@@ -44,6 +44,26 @@ def test_a_llama_aligns_with_its_export_and_nothing_is_wrong(llama: Exported, le
     }
 
 
+@pytest.mark.slow
+def test_pads_of_a_masked_llama_are_no_fault_and_a_flipped_weight_is_one(tmp_path: Path) -> None:
+    model, _ = zoo.small_llama()
+    given = torch.randint(0, 128, (2, 8)), torch.ones(2, 8, dtype=torch.long)
+    given[1][1, :3] = 0
+    sink = MemorySink()
+    with torch.no_grad(), driftline.capture(model, sink):
+        model(*given)
+    path = tmp_path / "m.onnx"
+    torch.onnx.export(model, given, str(path), dynamo=True, external_data=False, verbose=False)
+    candidate = run_of(path, sink.run())
+    table = driftline.compare(sink.run(), candidate)
+    clean(table)
+    assert any("only at positions that the captured attention_mask" in note for note in table.notes)
+    assert driftline.compare(sink.run(), candidate, masks=["none"]).verdict == "fail"
+    changed = zoo.reweighted(path, tmp_path / "c.onnx", "linear_12", lambda w: -w)
+    table = driftline.compare(sink.run(), run_of(changed, sink.run()))
+    assert table.first_site == "model.layers.1.mlp.up_proj"
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_cnn_aligns_with_its_export_and_nothing_is_wrong(cnn: Exported, level: Any) -> None:
     candidate = run_of(cnn.path, cnn.run, optimize=level)

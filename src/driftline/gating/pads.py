@@ -26,6 +26,8 @@ _Place = tuple[TensorKey, str]
 """A tensor of the reference, and the site that it was set against."""
 _MOST = 20_000
 """Where more rows fail they are not held in memory to be measured again: pads are not all of it."""
+_SAID = frozenset({"onnxruntime", "paddle"})
+"""Engines whose runs always say so."""
 _ONLY_THERE = "differs only at positions that attention_mask leaves out"
 _WITHOUT = "positions that attention_mask leaves out do not count"
 
@@ -101,10 +103,10 @@ def _two_engines(table: Table) -> bool:
     """Whether the two sides are known to be of different engines, of which each has its own pads.
 
     Two programs of one engine should agree at pads, too; if not, that may be all there is to see
-    of a wrong mask.
+    of a wrong mask. A run that does not say is none of those that always do.
     """
     names = [side.about.get("framework") for side in (table.reference, table.candidate)]
-    return all(names) and names[0] != names[1]
+    return names[0] != names[1] and (all(names) or not _SAID.isdisjoint(names))
 
 
 def _hinted(judged: Table, passing: int, failing: int) -> Table:
