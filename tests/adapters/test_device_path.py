@@ -102,7 +102,7 @@ def test_later_calls_are_recorded_as_the_first_was(tmp_path: Any, keep: str) -> 
     """They take a shorter way: by groups of summaries, by crates of bytes."""
     torch.manual_seed(0)
     model = Repeated()
-    given = [torch.randn(n, 8) for n in (3, 3, 3, 2, 4, 2)]  # another shape, then an exception
+    given = [torch.randn(n, 8) for n in (3, 3, 2, 4, 2)]  # another shape, then an exception
     for pretend in (False, True):
         watching = driftline.capture(model, tmp_path / str(pretend), keep=keep, ports="output")
         watching.session.arrivals.pretends = pretend
@@ -114,7 +114,7 @@ def test_later_calls_are_recorded_as_the_first_was(tmp_path: Any, keep: str) -> 
                 else:
                     model(x)
     ours, theirs = (driftline.open_run(tmp_path / str(pretend)) for pretend in (False, True))
-    assert len(ours.records) == 16  # the failing call had its first layer done
+    assert len(ours.records) == 13  # the failing call had its first layer done
     for a, b in zip(ours.records, theirs.records, strict=True):
         assert (a.key, a.order, *a[2:8]) == (b.key, b.order, *b[2:8])
         if keep == "full":
@@ -133,10 +133,10 @@ def test_equal_tensors_of_two_calls_have_equal_digests_and_others_have_not() -> 
     watching.session.arrivals.pretends = True
     x = torch.randn(3, 8)
     with torch.no_grad(), watching:
-        for scale in (1.0, 1.0, 1.0, 2.0):
+        for scale in (1.0, 1.0, 2.0):
             model(x * scale)
-    by_step = [[r.digest for r in sink.run().records if r.key.step == n] for n in range(4)]
-    assert by_step[0] == by_step[1] == by_step[2] != by_step[3]
+    by_step = [[r.digest for r in sink.run().records if r.key.step == n] for n in range(3)]
+    assert by_step[0] == by_step[1] != by_step[2]
 
 
 def test_tensors_without_memory_of_their_own_are_not_taken_for_ordinary_ones() -> None:
