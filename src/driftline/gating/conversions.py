@@ -13,7 +13,7 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.engine import Elementwise, measure
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.row import Row
-from driftline.comparison.table import Table
+from driftline.comparison.table import Table, is_kept
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 
@@ -44,6 +44,10 @@ def with_conversions(
         metrics: What is measured.
         elementwise: As for the table itself.
     """
+    if is_kept(table.rows) and not any(
+        row.status in ("missing", "extra") and is_conversion(row.class_name) for row in table.rows
+    ):
+        return table
     rows: list[Row] = list(table.rows)
     for status, run in (("missing", reference), ("extra", candidate)):
         alone = {row.key for row in rows if row.status == status and is_conversion(row.class_name)}
