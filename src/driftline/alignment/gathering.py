@@ -13,7 +13,7 @@ from driftline.alignment.joining import DoesNotFit, Shape, join, shapes_said
 from driftline.alignment.rank_evidence import ACTIVATION_GRADIENTS, Evidence
 from driftline.alignment.rank_groups import Group
 from driftline.alignment.rank_lying import WEIGHTS, Layouts
-from driftline.alignment.rank_mesh import Placed
+from driftline.alignment.rank_mesh import Coordinate, Placed
 from driftline.alignment.recipe import Recipe, Source, Step, start
 from driftline.alignment.shard_parts import is_called_fused, parts_by_values, positions
 from driftline.alignment.sides import Apart, Copies, Gathered, Origin
@@ -70,6 +70,7 @@ class Gathering:
         self.mesh, self.groups = self._layouts.mesh, self._layouts.groups
         here = {record.key.rank for record in run.records}
         self._lost = [rank for rank in self.mesh.ranks if rank not in here]
+        self._lost_beside: dict[frozenset[int], dict[Coordinate, int]] = {}
         self._fused: dict[str, tuple[int, ...]] = {}
         self._said: list[str] = []
 
@@ -98,17 +99,22 @@ class Gathering:
 
     def _gone(self, group: Group, placed: Sequence[Placed]) -> str:
         """Why a tensor is not whole because of a rank that left nothing; empty if it is."""
+        if not self._lost:
+            return ""
         whole = self._layouts.whole(group)
-        cut = {n for n, how in enumerate(placed) if how.kind != "replicate"}
-        for rank in self._lost:
-            there = self.mesh.at[rank]
-            for at in group.parts if cut else ():
-                if all(n in cut or here == there[n] for n, here in enumerate(at[: len(there)])):
-                    axis = min(cut)
-                    if len(cut) > 1 or axis >= len(there):
-                        return "a part is missing"
-                    return f"part {there[axis] + 1} of {self.mesh.sizes[axis]} is missing"
-        if self._lost and not cut and whole is not None and whole.shape != group.first.shape:
+        cut = frozenset(n for n, how in enumerate(placed) if how.kind != "replicate")
+        if cut not in self._lost_beside:
+            places = ((self.mesh.at[rank], rank) for rank in self._lost)
+            self._lost_beside[cut] = {_without(at, cut): rank for at, rank in places}
+        beside, axes = self._lost_beside[cut], len(self.mesh.names)
+        for at in group.parts if cut else ():
+            if (rank := beside.get(_without(at[:axes], cut))) is not None:
+                axis = min(cut)
+                if len(cut) > 1 or axis >= axes:
+                    return "a part is missing"
+                part = self.mesh.at[rank][axis] + 1
+                return f"part {part} of {self.mesh.sizes[axis]} is missing"
+        if not cut and whole is not None and whole.shape != group.first.shape:
             return "the parts that are here do not make the whole"
         return ""
 
@@ -219,6 +225,10 @@ def common_shapes(
         if like is not None:
             found[key] = made[key.site, key.port, key.slot, *call] = like
     return found
+
+
+def _without(at: Coordinate, axes: frozenset[int]) -> Coordinate:
+    return tuple(place for n, place in enumerate(at) if n not in axes)
 
 
 def _origin(sources: Sequence[Source]) -> Origin:

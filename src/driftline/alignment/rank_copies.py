@@ -79,7 +79,7 @@ class Sharing:
     def _possible(self, group: Group) -> Iterator[Shared]:
         for axis in range(self._mesh_axes):
             size = _size(group, axis)
-            for many in range(2, size // 2 + 1):
+            for many in range(2, min(size // 2, len(group.parts)) + 1):
                 if size % many == 0:
                     yield Shared(axis, many, True)
                     yield Shared(axis, many, False)

@@ -26,6 +26,10 @@ _TEXT = re.compile(
 _PLACED = re.compile(r"(S|_S|R|P|MaskP|[A-Za-z_]+)(?:\(([^()]*)\))?(?:,\s*|$)")
 
 
+_MOST_AXES = 8
+"""Of a mesh that are tried: it may be a stranger's, and no program has more."""
+
+
 class Mesh(NamedTuple):
     """Ranks on axes.
 
@@ -74,7 +78,7 @@ class Mesh(NamedTuple):
         """The axes whose places, counted through in their order, are these of the ranks."""
         if not places or not set(places) <= set(self.at):
             return None
-        usable = [axis for axis, many in enumerate(self.sizes) if many > 1]
+        usable = [axis for axis, many in enumerate(self.sizes) if many > 1][:_MOST_AXES]
         for many in range(len(usable) + 1):
             for axes in itertools.combinations(usable, many):
                 if math.prod(self.sizes[axis] for axis in axes) == size and all(
