@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from driftline.comparison.row import Row
 from driftline.comparison.table import Table
@@ -26,20 +25,26 @@ def where(table: Table) -> Branch:
     first = table.first
     assert first is not None
     home = table.first_site or first.site
-    rows = [row for row in table.rows if _belongs(row, first)]
-    worst: dict[str, Row] = {}
-    for row in rows:
-        known = worst.get(row.site)
-        if known is None or _badness(row) > _badness(known):
-            worst[row.site] = row
-    heats = _heats(rows)
     parts = home.split(".") if home else [""]
     parent = ".".join(parts[:-1])
-    siblings = [site for site in worst if site.rpartition(".")[0] == parent and site]
+    known = {row.site: None for row in table.rows if _belongs(row, first)}  # in their order
+    siblings = [site for site in known if site.rpartition(".")[0] == parent and site]
     if home not in siblings:
         siblings.append(home)
     at = siblings.index(home)
     near = siblings[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
+    shown = {*near, *(".".join(parts[:depth]) for depth in range(1, len(parts)))}
+    worst: dict[str, Row] = {}
+    heats: dict[str, float] = {}
+    for row in table.rows:
+        if not _belongs(row, first):
+            continue
+        if row.site in shown and (
+            row.site not in worst or _badness(row) > _badness(worst[row.site])
+        ):
+            worst[row.site] = row
+        if row.compared:
+            _heat(heats, shown, row)
     branches = tuple(
         _leaf(site, worst.get(site), heats.get(site), site == home, parent) for site in near
     )
@@ -113,18 +118,13 @@ def _belongs(row: Row, first: Row) -> bool:
     return (ours.rank, ours.process, ours.step) == (theirs.rank, theirs.process, theirs.step)
 
 
-def _heats(rows: Sequence[Row]) -> dict[str, float]:
+def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
     """The worst value over limit of every site and of everything that lies inside it."""
-    found: dict[str, float] = {}
-    for row in rows:
-        if not row.compared:
-            continue
-        site = row.site
-        while site:
-            known = found.get(site)
-            found[site] = row.severity if known is None else _larger(known, row.severity)
-            site = site.rpartition(".")[0]
-    return found
+    site = row.site
+    while site:
+        if site in shown:
+            _note(heats, site, row.severity)
+        site = site.rpartition(".")[0]
 
 
 def _larger(one: float, other: float) -> float:
