@@ -17,7 +17,6 @@ from driftline.errors import BadFile
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
-    from typing_extensions import TypeIs
 
     from driftline.comparison.kept_rows import KeptRows
 
@@ -324,7 +323,7 @@ class Table:
         )
 
 
-def is_kept(rows: Sequence[Row]) -> TypeIs[KeptRows]:
+def is_kept(rows: Sequence[Row]) -> TypeGuard[KeptRows]:
     """Whether rows lie in a file; asked without loading what reads it."""
     return not isinstance(rows, (tuple, list))
 
