@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard, cast
 
 from driftline.comparison.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
 from driftline.errors import BadFile
