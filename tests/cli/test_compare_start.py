@@ -18,7 +18,8 @@ PROGRAM = """
 import sys
 from driftline.cli.main import main
 code = main(sys.argv[1:])
-print(sorted({"inspect", "msgspec", "numpy", "pyarrow", "shutil", "torch"} & set(sys.modules)), code)
+slow = {"inspect", "msgspec", "numpy", "pyarrow", "shutil", "torch"}
+print(sorted(slow & set(sys.modules)), code)
 """
 
 

@@ -99,7 +99,8 @@ def _compiler_config() -> Any:
     except ImportError as trouble:
         raise BadInput(
             f"torchair cannot be imported: {trouble}",
-            hint="pip install torch_npu brings it; without an NPU, `driftline dump` captures the model",
+            hint="pip install torch_npu brings it; without an NPU, "
+            "`driftline dump` captures the model",
         ) from trouble
     return torchair.CompilerConfig()
 
