@@ -311,6 +311,7 @@ def test_a_check_of_operators_becomes_a_page(tmp_path: Path) -> None:
         "incomparable": 1,
         "missing": 0,
         "extra": 0,
+        "inside_fusion": 0,
     }
     place.write_text(json.dumps(told | {"rows": [{}]}), encoding="utf-8")
     with pytest.raises(BadFile, match="damaged operator check"):

@@ -45,7 +45,7 @@ class Contributions:
     def __init__(self, session: Any) -> None:
         self._session = session
         self._step = -1
-        self._counts: dict[tuple[str, Owner], int] = {}
+        self._counts: dict[tuple[str, str, str], int] = {}
 
     def take(self, port: str, owner: Owner, gradient: Any) -> None:
         """One more contribution; never raises."""
@@ -70,7 +70,7 @@ class Contributions:
         if step != self._step:
             self._step = step
             self._counts.clear()
-        place = (port, owner)
+        place = (port, owner.site, owner.name)  # a class is no part of a key
         visit = self._counts.get(place, 0)
         self._counts[place] = visit + 1
         return visit

@@ -50,10 +50,8 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
         )
     note = f"only what {who} of '{many.name}' holds"
     if together:
-        note += (
-            f"; {together} tensors that only all ranks together make (sums, rows in another "
-            "order) are left out"
-        )
+        note += f"; left out: {together} that only all ranks together make "
+        note += "(sums, rows in another order)"
     mine = plan.missing if in_reference else plan.extra
     kept = tuple(record for record in mine if record.key.rank in ranks)
     return plan._replace(
