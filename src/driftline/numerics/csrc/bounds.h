@@ -8,9 +8,9 @@ typedef struct {
   int nears, marked, suspicious;
   unsigned both; /* greatest sum of two words, of bfloat16 BY_CHAINS */
   unsigned far; /* greatest distance of words; proves that there is no news as long as it is below WORD_STEPS */
-  uint16_t near[WIDE_BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
-  uint16_t suspects[2 * WIDE_BLOCK / 128]; /* chains that can hold a new greatest ULP distance, or (odd) relative error */
-  uint8_t marks[WIDE_BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
+  uint16_t near[BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
+  uint16_t suspects[2 * BLOCK / 128]; /* chains that can hold a new greatest ULP distance, or (odd) relative error */
+  uint8_t marks[BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
 } Sums;
 
 typedef struct {

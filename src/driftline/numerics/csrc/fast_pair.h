@@ -330,10 +330,9 @@ TARGET static void pair(Pair *s, int64_t count) {
   }
   /* From the first element on, wherever it lies: blocks that began at a cache line would make last digits depend on it. */
   if (fast) set_limit(s, &k);
-  const int wide = WIDTH > 4 && r_kind == LANES_F32 && c_kind == LANES_F32; /* four lanes would add too much */
   int64_t pieces_until = 0; /* after a block that failed: in pieces up to there */
   for (int64_t i = 0; i < count;) {
-    int64_t most = i < pieces_until ? PIECE : wide ? WIDE_BLOCK : BLOCK;
+    int64_t most = i < pieces_until ? PIECE : BLOCK;
     int64_t n = count - i < most ? count - i : most, whole = n & -(int64_t)(2 * WIDTH);
     if (fast && whole) {
       int odd = 0;
