@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,26 @@ def test_an_argument_that_one_side_knows_by_place_only_is_joined_all_the_same(
     table = driftline.compare(reference, many)
     assert table.verdict == "pass", table.finding
     assert [row.candidate_recipe for row in table.rows] == ["concat(axis 1) of 4 ranks"]
+
+
+def test_one_rank_that_is_left_of_a_sharded_job_is_no_pass_and_the_lost_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight, norm = values(8, 4), values(4)
+
+    def held(rank: int) -> dict[str, Any]:
+        return {"up/param/weight": np.split(weight, 2)[rank], "norm/output": norm}
+
+    def placed(rank: int) -> dict[str, str]:
+        return {"up/param/weight": f"[S(0)] of (8, 4) over mesh (2,) named (tp) at ({rank},)"}
+
+    ranks(tmp_path / "two", 2, held, placed)
+    shutil.rmtree(tmp_path / "two" / "rank1")
+    writer = RunWriter(tmp_path / "whole")
+    for name, array in (("up/param/weight", weight), ("norm/output", norm)):
+        record_into(writer, name, array)
+    writer.close()
+    for first, second in (("whole", "two"), ("two", "whole")):
+        assert main(["compare", str(tmp_path / first), str(tmp_path / second)]) == 1
+        told = " ".join(capsys.readouterr().out.split())
+        assert "the values are lost with rank 1" in told

@@ -189,6 +189,8 @@ def _lie_differently(
         subset = many[0] < many[1] or many[1] < many[0]
         if not subset or _world(reference) != _world(candidate):
             return True
+    elif len(many[0]) == 1 and _cut_over_more_ranks(reference) != _cut_over_more_ranks(candidate):
+        return True  # what is left of a job that dealt out its tensors is a part
     elif len(many[0]) == 1 or ours != theirs:
         return False
     # As many ranks on both sides, but perhaps another mesh: tensors that rank by rank are others.
@@ -206,6 +208,11 @@ def _lie_differently(
         if record.key.port == "param" and same.shape != record.shape:
             return True  # one of them cut its weights itself
     return False
+
+
+def _cut_over_more_ranks(run: Run) -> bool:
+    """Whether one rank is here of a job of several, whose tensors say that they are parts."""
+    return _world(run) > 1 and any("S(" in record.placement for record in run.records)
 
 
 def _world(run: Run) -> int:
@@ -226,18 +233,19 @@ def _gathered(
 
     rules = [parse_placement(text) for text in options.placements]
     ours, theirs = _places(reference), _places(candidate)
-    if len(ours) == len(theirs) == 1:
+    part = len(ours) == 1 and _cut_over_more_ranks(reference)
+    if len(ours) == len(theirs) == 1 and not part and not _cut_over_more_ranks(candidate):
         raise BadInput(
             "--placement, but both runs have one rank only",
             hint="give the folder that holds all ranks of the sharded run",
         )
-    if rules and len(ours) == len(theirs):
+    if rules and len(ours) == len(theirs) > 1:
         notes.append(
             f"both runs have {len(ours)} ranks: compared rank by rank, the placements are not used"
         )
         return reference, candidate
     onto = ours[0] if len(ours) == 1 else (theirs[0] if len(theirs) == 1 else (0, 0))
-    if len(ours) == 1:
+    if len(ours) == 1 and not (part and len(theirs) == 1):
         made = gather_ranks(candidate, rules, reference, onto=onto)
         notes += made.notes
         return reference, made.run
