@@ -212,7 +212,8 @@ def _lie_differently(
 
 def _cut_over_more_ranks(run: Run) -> bool:
     """Whether one rank is here of a job of several, whose tensors say that they are parts."""
-    return _world(run) > 1 and any("S(" in record.placement for record in run.records)
+    # Records first: most runs have no placements, and the facts of processes lie in files.
+    return any("S(" in record.placement for record in run.records) and _world(run) > 1
 
 
 def _world(run: Run) -> int:
@@ -233,8 +234,9 @@ def _gathered(
 
     rules = [parse_placement(text) for text in options.placements]
     ours, theirs = _places(reference), _places(candidate)
-    part = len(ours) == 1 and _cut_over_more_ranks(reference)
-    if len(ours) == len(theirs) == 1 and not part and not _cut_over_more_ranks(candidate):
+    single = len(ours) == len(theirs) == 1
+    part = single and _cut_over_more_ranks(reference)
+    if single and part == _cut_over_more_ranks(candidate):
         raise BadInput(
             "--placement, but both runs have one rank only",
             hint="give the folder that holds all ranks of the sharded run",
@@ -245,7 +247,7 @@ def _gathered(
         )
         return reference, candidate
     onto = ours[0] if len(ours) == 1 else (theirs[0] if len(theirs) == 1 else (0, 0))
-    if len(ours) == 1 and not (part and len(theirs) == 1):
+    if len(ours) == 1 and not part:
         made = gather_ranks(candidate, rules, reference, onto=onto)
         notes += made.notes
         return reference, made.run
