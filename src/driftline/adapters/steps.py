@@ -51,6 +51,7 @@ class StepClock:
         self._last_done = -1
         self.highest = 0
         self.ran_outside = False
+        self._graph_ran = False  # of a compiled function that calls a model; no module was called
         self._concluded = False  # by an optimizer, and no model has been called since
 
     @property
@@ -97,12 +98,18 @@ class StepClock:
             self._advance(root)
         root.opened.add(place.site)
 
+    def trained_by_graph(self) -> None:
+        """A compiled graph that a backward pass follows was executed, and no module was called."""
+        self._graph_ran = True
+        self._concluded = False
+
     def optimizer_stepped(self) -> None:
         self._optimizer_seen = True
         if self._by in ("manual", "call"):
             return
         without_models = self.ran_outside and not self._roots
-        ran = without_models or any(root.called or root.opened for root in self._roots)
+        called = any(root.called or root.opened for root in self._roots)
+        ran = without_models or called or self._graph_ran
         if self._by == "optimizer" or ran:
             self._advance_all()
             self._concluded = self._by == "auto"
@@ -124,6 +131,7 @@ class StepClock:
     def _advance_all(self) -> None:
         done = max([self._base, *(root.step for root in self._roots)])
         self._base = done + 1
+        self._graph_ran = False
         for root in self._roots:
             root.step = self._base
             root.called = False

@@ -42,6 +42,16 @@ def hide_from_compiler(*functions: Any, callees: bool = True) -> None:
             frames.skip_code(code)
 
 
+def break_graphs(*hooks: Any) -> None:
+    """Have the compiler run these hooks, rather than take them into a program that it compiles.
+
+    Traced, a hook may run once too often: Dynamo begins anew where it meets what it cannot compile.
+    """
+    hide_from_compiler(*hooks)
+    for hook in hooks:
+        hook.__dict__["_torchdynamo_disable"] = True  # what `torch.compiler.disable` leaves, too
+
+
 class Watcher(Protocol):
     """Runs an operator, and looks at it while doing so."""
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from driftline.adapters.torch.device_watch import DeviceWatch
+from driftline.adapters.torch.dispatch import break_graphs
 from driftline.adapters.torch.judging import Input, Numbers, judge
 from driftline.adapters.torch.origins import Origin, Origins
 from driftline.adapters.torch.reporting import Call, Part, Reporter
@@ -208,3 +209,6 @@ class ModuleTap:
                     call = Call(name, name, name, "backward", step, 0, stack())
                     reason = "a gradient, as the optimizer got it; --level operator names its maker"
                     self.reporter.report(verdict._replace(reason=reason), call, (), parts)
+
+
+break_graphs(ModuleTap._before_optimizer)

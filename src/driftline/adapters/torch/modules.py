@@ -27,6 +27,7 @@ from driftline.adapters.recursion import DEEP, give_room_back, more_room
 from driftline.adapters.torch import flatten
 from driftline.adapters.torch.compiled_regions import explain
 from driftline.adapters.torch.device.alike import Last
+from driftline.adapters.torch.dispatch import break_graphs
 from driftline.adapters.torch.names import Place, is_compiled, is_transparent, unwrapped
 from driftline.adapters.torch.session import CaptureSession
 from driftline.adapters.torch.snapshot import undisturbed
@@ -384,6 +385,9 @@ def _hide_from_compiler() -> None:
 
 def _optimizer_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer_stepped(_sessions)
+
+
+break_graphs(_optimizer_stepped)  # a step may be compiled, hooks and all
 
 
 def _after_fork() -> None:

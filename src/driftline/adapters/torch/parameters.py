@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from driftline.adapters.backward import Contributions, Owner
-from driftline.adapters.torch.dispatch import hide_from_compiler
+from driftline.adapters.torch.dispatch import break_graphs, hide_from_compiler
 from driftline.adapters.torch.names import class_name_of
 
 _FLAT = "torch.distributed.fsdp._flat_param"
@@ -233,3 +233,6 @@ class ParameterGradients:
                         self._given.take("optimizer_grad", owner, gradient)
         except Exception as error:
             self._session.event_once("gradient-lost", f"optimizer gradients not captured: {error}")
+
+
+break_graphs(ParameterGradients._at_optimizer)

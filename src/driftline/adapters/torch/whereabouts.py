@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from driftline.adapters.torch.dispatch import break_graphs
 from driftline.adapters.torch.schemas import Operator
 from driftline.adapters.torch.unwelcome import is_unwelcome
 
@@ -258,3 +259,6 @@ class Whereabouts:
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._thread.optimizers.end(sys._getframe(1))
+
+
+break_graphs(Whereabouts._before_optimizer, Whereabouts._after_optimizer)

@@ -195,6 +195,8 @@ class Recorder:
         frame = session.current_frame()
         site = self._caller(compiled.graph, frame.site if frame is not None else "")
         step = frame.step if frame is not None else session.step
+        if frame is None and compiled.graph.kind == "forward":
+            session.clock.trained_by_graph()
         if not session.wants_step(step):
             return None
         if frame is None and not session.execution_order:
