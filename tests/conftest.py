@@ -23,6 +23,13 @@ def warm_llama() -> Iterator[str]:
         yield python
 
 
+@pytest.fixture(scope="session")
+def warm_compiler() -> Iterator[str]:
+    """The same, and torch.compile with its own backends is imported too."""
+    with warm("torch", "torch._dynamo", "torch._inductor.compile_fx") as python:
+        yield python
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Tests of pages need a browser; a run without one must not look complete."""
     left_out = [

@@ -59,7 +59,8 @@ def warm(*modules: str) -> Iterator[str]:
             [sys.executable, __file__, str(place / "line"), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Processes that a compiler starts at its import would be lost to the copies.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
             start_new_session=True,
         )
         assert server.stdin is not None and server.stdout is not None

@@ -98,3 +98,13 @@ def quick(dump: Dump, warm_python: str) -> Dump:
         return dump(*options, argv=[warm_python, *run])
 
     return quick
+
+
+@pytest.fixture
+def compiling(dump: Dump, warm_compiler: str) -> Dump:
+    """The same for programs that compile: torch.compile is there too."""
+
+    def compiling(*options: str, run: Sequence[str]) -> Dumped:
+        return dump(*options, argv=[warm_compiler, *run])
+
+    return compiling

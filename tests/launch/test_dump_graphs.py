@@ -41,8 +41,8 @@ def program(workshop, monkeypatch):
     return "compiles.py"
 
 
-def test_nodes_of_an_unchanged_program_are_recorded_and_what_ran_is_said(quick, program):
-    dumped = quick("--graph", "fx", run=[program, "aot_eager"])
+def test_nodes_of_an_unchanged_program_are_recorded_and_what_ran_is_said(compiling, program):
+    dumped = compiling("--graph", "fx", run=[program, "aot_eager"])
     assert dumped.code == 0, dumped.err
     assert dumped.out.startswith("sum ")
     assert "executed node by node by torch's own operators" in dumped.err
@@ -70,9 +70,9 @@ with torch.no_grad():
 """
 
 
-def test_a_function_around_a_model_has_the_names_of_the_model(quick, workshop):
+def test_a_function_around_a_model_has_the_names_of_the_model(compiling, workshop):
     (workshop / "around.py").write_text(AROUND)
-    dumped = quick("--graph", "fx", run=["around.py"])
+    dumped = compiling("--graph", "fx", run=["around.py"])
     assert dumped.code == 0, dumped.err
     sites = {r.key.site: r.class_name for r in dumped.run.records}
     assert sites["1/silu"] == "aten.silu.default"
@@ -81,8 +81,8 @@ def test_a_function_around_a_model_has_the_names_of_the_model(quick, workshop):
     assert {site.partition("/")[0] for site in parameters} == {"0"}
 
 
-def test_kernels_of_an_unchanged_program_are_recorded(quick, program, workshop, capfd):
-    dumped = quick("--graph", "inductor", run=[program, "inductor"])
+def test_kernels_of_an_unchanged_program_are_recorded(compiling, program, workshop, capfd):
+    dumped = compiling("--graph", "inductor", run=[program, "inductor"])
     assert dumped.code == 0, dumped.err
     assert "kernels ran as inductor made them" in dumped.err
     kernels = {r.class_name for r in dumped.run.records if "/" in r.key.site}
@@ -92,8 +92,10 @@ def test_kernels_of_an_unchanged_program_are_recorded(quick, program, workshop, 
     assert "Kernels of graph 0" in shown and "cpp_fused_mul_sigmoid_0" in shown
 
 
-def test_a_program_that_fails_to_compile_shows_its_own_error_and_nothing_of_ours(quick, program):
-    dumped = quick("--graph", "inductor", run=[program, "broken"])
+def test_a_program_that_fails_to_compile_shows_its_own_error_and_nothing_of_ours(
+    compiling, program
+):
+    dumped = compiling("--graph", "inductor", run=[program, "broken"])
     assert dumped.code == 1
     assert "backend='broken' raised:\nValueError: no such tile" in dumped.err
     assert "broken could not compile a graph, which is not recorded" in dumped.err

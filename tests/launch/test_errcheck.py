@@ -171,14 +171,15 @@ def test_exit_stops_the_program_and_prints_the_finding_last(errcheck, workshop: 
     assert "the program was stopped" in done.err
 
 
-def test_two_ranks_are_told_apart(errcheck) -> None:
+def test_two_ranks_are_told_apart(errcheck, warm_python: str) -> None:
     text = BAD + (
         "import os, torch.distributed as dist\ndist.init_process_group('gloo')\n"
         "x = torch.ones(2, 4)\nif dist.get_rank() == 1: net(x)\n"
         "dist.barrier()\ndist.destroy_process_group()\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = errcheck(text=text, argv=[*torchrun, "--master-port", "29763", "prog.py"])
+    torchrun = [warm_python, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    program = ["--standalone", "--no-python", warm_python, "prog.py"]
+    done = errcheck(text=text, argv=[*torchrun, *program])
     assert done.code == 1, done.err
     (found,) = done.found
     assert found.rank == 1

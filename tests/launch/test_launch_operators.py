@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import driftline
 
@@ -56,10 +55,12 @@ def test_a_program_without_modules_is_captured_compared_and_its_fault_named(quic
     assert table.first_site == "(program)/aten.cumsum"
 
 
-def test_a_training_program_prints_and_saves_the_same_and_shows_loss_and_optimizer(quick, workshop):
+def test_a_training_program_prints_and_saves_the_same_and_shows_loss_and_optimizer(
+    quick, workshop, warm_python
+):
     (workshop / "train.py").write_text(TRAIN)
     plain = subprocess.run(
-        [sys.executable, "train.py"], capture_output=True, text=True, check=True, cwd=workshop
+        [warm_python, "train.py"], capture_output=True, text=True, check=True, cwd=workshop
     )
     weights = (workshop / "net.pt").read_bytes()
     dumped = quick("--level", "ops", "--level", "modules", "--step", "*", run=["train.py"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -38,11 +37,18 @@ def warm_paddle() -> Iterator[str]:
         yield python
 
 
-def test_a_program_with_torch_and_paddle_is_captured_in_both(dump, workshop):
+@pytest.fixture(scope="module")
+def warm_both() -> Iterator[str]:
+    with warm("paddle", "torch") as python:
+        yield python
+
+
+def test_a_program_with_torch_and_paddle_is_captured_in_both(dump, workshop, warm_both):
     text = NET + "import torch\ntrain()\nprint(torch.nn.Linear(2, 2)(torch.ones(1, 2)).shape)\n"
     (workshop / "both.py").write_text(text)
-    plain = subprocess.run([sys.executable, "both.py"], capture_output=True, text=True, check=True)
-    dumped = dump("--level", "modules,gradients,params", "--step", "*", run=["both.py"])
+    plain = subprocess.run([warm_both, "both.py"], capture_output=True, text=True, check=True)
+    words = ("--level", "modules,gradients,params", "--step", "*")
+    dumped = dump(*words, argv=[warm_both, "both.py"])
     assert dumped.code == 0 and dumped.out == plain.stdout
     assert dumped.folders == ["rank0", "rank0.p1"]
     assert {each["framework"] for each in dumped.run.processes()} == {"torch", "paddle"}
@@ -98,11 +104,11 @@ def test_what_is_not_there_for_paddle_is_said(dump, workshop, warm_paddle):
     assert "a static graph calls no layers" in dumped.err
 
 
-def test_one_of_two_frameworks_can_be_chosen(dump, workshop, warm_paddle):
+def test_one_of_two_frameworks_can_be_chosen(dump, workshop, warm_both):
     text = NET + "import torch\ntrain(1)\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
     (workshop / "both.py").write_text(text)
     for engine in ("torch", "paddle"):
-        dumped = dump("--engine", engine, "--force", argv=[warm_paddle, "both.py"])
+        dumped = dump("--engine", engine, "--force", argv=[warm_both, "both.py"])
         assert [each["framework"] for each in dumped.run.processes()] == [engine]
 
 
