@@ -127,6 +127,88 @@ def test_a_replay_of_another_run_acquits_nobody_whose_results_it_did_not_give() 
     assert "no values of it were kept" in judged["inner.1.up"].trouble
 
 
+class Wide(nn.Module):
+    """Two products and a function between them, wide enough for statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 160)
+        self.act = nn.GELU()
+        self.down = nn.Linear(160, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def of_another_device(fault: str) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """A candidate in 16 bits of whose elements some fall to the neighbouring value."""
+    torch.manual_seed(5)
+    reference = HalfModel(Wide().eval())
+    candidate = copy.deepcopy(reference).to(torch.bfloat16)
+    chance = torch.Generator().manual_seed(6)
+
+    def nudged(module: nn.Module, args: object, result: torch.Tensor) -> torch.Tensor:
+        if fault and module is candidate.inner.up:
+            result = FAULTS[fault](result)
+        up = torch.rand(result.shape, generator=chance) < 0.004
+        down = torch.rand(result.shape, generator=chance) < 0.004
+        codes = result.view(torch.int16) + (up ^ down).short() * (1 - 2 * down.short())
+        return codes.view(torch.bfloat16)
+
+    for module in candidate.inner.modules():
+        if module is not candidate.inner:
+            module.register_forward_hook(nudged)
+    return reference, candidate, torch.randn(4, 64, 64)
+
+
+def one_row(result: torch.Tensor) -> torch.Tensor:
+    result = result.clone()
+    result[2, 17] = result[2, 16]
+    return result
+
+
+FAULTS = {
+    "a factor below noise": lambda y: (y.float() * 1.004).to(y.dtype),
+    "an offset": lambda y: y + 0.01,
+    "one token": one_row,
+    "a channel": lambda y: torch.cat((y[..., :40] * 0.5, y[..., 40:]), dim=-1),
+    "fewer bits": lambda y: (y.float() * 3).to(torch.bfloat16) / 3,
+}
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_products_as_good_as_the_trusted_ones_are_told_from_faults(fault: str) -> None:
+    reference, candidate, x = of_another_device(fault)
+    sink = MemorySink(name="reference")
+    with torch.no_grad(), driftline.capture(reference, sink):
+        reference(x)
+    found = []
+    for keep_all in (True, False):
+        made = Replay(reference, candidate, x, keep_all=keep_all)
+        sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
+        evidence = diagnosis.Replay(made.exact, made.native, sites)
+        found.append(driftline.diagnose(sink.run(), made.captured, replay=evidence))
+    whole, spare = found
+    assert [s.status for s in whole.sites] == [s.status for s in spare.sites]
+    assert (whole.first_site, whole.cause) == (spare.first_site, spare.cause)
+    assert spare.first_site == ("inner.up" if fault else "")
+    kept = {t.key.site for t in made.exact.tensors() if t.record.kept == "full"}
+    assert kept == {"inner.act", *(["inner.up"] if fault else [])}
+    about = made.sites["inner.down"]
+    assert "same_bits" not in about
+    assert 0.0 < about["near"]["most"] < 0.75
+    assert about["near"]["digests"] == [made.captured.get("inner.down").record.digest]
+
+
+def test_what_is_near_another_run_acquits_nobody() -> None:
+    reference, clean, x = of_another_device("")
+    made = Replay(reference, clean, x, keep_all=False)
+    sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
+    faulty = Replay(reference, of_another_device("an offset")[1], x).captured
+    judged = judge(faulty, diagnosis.Replay(made.exact, made.native, sites))
+    assert "no values of it were kept" in judged["inner.up"].trouble
+
+
 def test_a_call_of_which_nothing_is_new_is_read_from_its_noise_on_disk(tmp_path: Path) -> None:
     about = {"same_bits": 2, "noise": {"rows": 8, "error": 0.002, "projection": 1e-4}}
     site = ReplayedSite.from_json(about)

@@ -36,7 +36,8 @@ class ReplayedSite(NamedTuple):
         applied: leaf, whole, or `own code` for a container whose parts were answered with what the
             candidate's gave.
         noise: How far the candidate's format is from exact, of calls that gave the candidate's own
-            results in it, to the bit; None where no call did.
+            results in it, to the bit or as good as that; None where no call did.
+        near: Digests of the candidate's results that are as good as what the replay gave.
     """
 
     status: str = "replayed"
@@ -44,6 +45,7 @@ class ReplayedSite(NamedTuple):
     reproduced: bool | None = True
     applied: str = ""
     noise: Effect | None = None
+    near: frozenset[str] = frozenset()
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ReplayedSite:
@@ -52,12 +54,14 @@ class ReplayedSite(NamedTuple):
         Raises:
             ValueError: A number is none.
         """
+        near = _near(fields.get("near"))
         return cls(
             str(fields.get("status", "replayed")),
             str(fields.get("reason") or ""),
             _told(fields.get("reproduced", True)),
             str(fields.get("applied") or ""),
-            _noise(fields.get("noise")) if fields.get("same_bits") else None,
+            _noise(fields.get("noise")) if fields.get("same_bits") or near else None,
+            near,
         )
 
     @property
@@ -189,6 +193,13 @@ def _noise(told: Any) -> Effect:
         projection=float(fields.get("projection", nan)),
         projection_se=float(fields.get("projection_se", nan)),
     )
+
+
+def _near(told: Any) -> frozenset[str]:
+    fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    digests = fields.get("digests")
+    found = cast("list[Any]", digests) if isinstance(digests, list) else []
+    return frozenset(each for each in found if isinstance(each, str) and each)
 
 
 def _identity(candidate: Any) -> str:

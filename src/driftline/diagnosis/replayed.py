@@ -151,7 +151,11 @@ def judge(
             unit, given = coarsest[name], handed.get(name, ())
             found = _streams(candidate, replay, [*records, *given], exact, native, unit)
             noise = None if found or about is None else about.noise
-            if noise and all(_is_its_own(each, exact, native) for each in (*records, *given)):
+            near = frozenset[str]() if about is None else about.near
+            if noise and all(
+                each.digest in near or _is_its_own(each, exact, native)
+                for each in (*records, *given)
+            ):
                 judged[name] = _as_trusted(noise, unit, bool(given))
                 continue
             alone = about is not None and about.applied == "own code"
@@ -186,7 +190,7 @@ def _is_its_own(
 
 
 def _as_trusted(noise: Effect, unit: float, given: bool) -> Judgement:
-    """Of a site that does, to the bit, what the trusted module does in its format.
+    """Of a site that does what the trusted module does in its format, to the bit or as good as it.
 
     Whatever is measured of it is measured of that module as well, and lies in its interval.
     """

@@ -1,8 +1,8 @@
 """Apply a module of the program to captured inputs, in both number formats, and keep the results.
 
-The captured run's own format comes first: where a call gives the captured results to the bit, wide
-arithmetic is only asked how large the noise is. Which calls can be applied again, and how, is known
-before.
+The captured run's own format comes first: where a call gives the captured results to the bit, or as
+good as these, wide arithmetic is only asked how large the noise is. Which
+calls can be applied again, and how, is known before.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -28,8 +28,13 @@ from driftline.adapters.torch.replay_calls import (
 )
 from driftline.adapters.torch.replay_noise import Noise
 from driftline.adapters.torch.replay_parts import Hand, Parts
-from driftline.adapters.torch.replay_results import Handed, Results, is_a_plain_product
-from driftline.runs.key import TensorKey
+from driftline.adapters.torch.replay_results import (
+    About,
+    Handed,
+    Native,
+    Results,
+    is_a_plain_product,
+)
 from driftline.runs.record import Record
 
 
@@ -64,10 +69,13 @@ class Kept(NamedTuple):
     Attributes:
         left_out: Slots of which nothing is known.
         is_its_own: Whether it gave the captured results to the bit.
+        near: Digests of captured results that are as good as what it gave, and how far the two
+            are apart in units of noise.
     """
 
     left_out: list[str]
     is_its_own: bool
+    near: dict[str, float]
 
 
 class Applying:
@@ -113,12 +121,14 @@ class Applying:
             NotReplayed: It gives nothing that the captured run has.
         """
         self._recast.begin()
-        there, own = (
-            self._in_one_format(again, check)
-            if self._one_format
-            else self._in_both_formats(again, check)
-        )
-        return Kept([slot for slot, _, _ in again.live if slot not in there], own)
+        near: dict[str, float] = {}
+        if self._one_format:
+            there, own = self._in_one_format(again, check)
+        elif is_a_plain_product(again.opened, again.way):
+            there, own, near = self._as_a_product(again, check)
+        else:
+            there, own, near = self._in_both_formats(again, check)
+        return Kept([slot for slot, _, _ in again.live if slot not in there], own, near)
 
     def _in_one_format(self, again: Again, check: Callable[[], None]) -> tuple[set[str], bool]:
         opened, results, outputs = again.opened, self._results, again.outputs
@@ -144,43 +154,67 @@ class Applying:
                 results.put_exact(outputs[slot], opened.frame.class_name, alias, made[slot])
         return there, own
 
-    def _in_both_formats(self, again: Again, check: Callable[[], None]) -> tuple[set[str], bool]:
-        opened, results, outputs = again.opened, self._results, again.outputs
-        first = Handed(results, self._require_room, narrow=True)
+    def _as_a_product(
+        self, again: Again, check: Callable[[], None]
+    ) -> tuple[set[str], bool, dict[str, float]]:
+        """A linear layer: wide arithmetic on some rows says how large the noise is.
+
+        Only where the captured product is neither the trusted one to the bit nor as good as that
+        is all of it computed once more.
+        """
+        opened, results, module = again.opened, self._results, again.opened.frame.module
+        nothing = Handed(results, self._require_room, narrow=True)
+        native = self._apply(again, nothing, exact=False)
+        check()
+        there, own = self._told(again, native, nothing)
+        weights = self._recast.weights({"": module}, exact=False, cast=again.cast)
+        with self._recast.arithmetic(module, exact=True):
+            some = results.some_of_a_product(opened, weights)
+        ((slot, record),) = again.outputs.items()
+        apart = None if own else results.nearness(record, native[slot], some)
+        about = record, opened.frame.class_name, again.live[0][1]
+        if own or apart is not None:
+            self._noise.add(opened.site, slot, some.exact, some.captured)
+            results.mention_exact(*about, own=False)
+            results.mention_native(*about, own=own)
+            return there, own, {} if apart is None else {record.digest: apart}
+        results.put_exact(*about, self._apply(again, nothing, exact=True)[slot])
+        results.put_native(*about, native[slot])
+        return there, own, {}
+
+    def _in_both_formats(
+        self, again: Again, check: Callable[[], None]
+    ) -> tuple[set[str], bool, dict[str, float]]:
+        opened, outputs = again.opened, again.outputs
+        first = Handed(self._results, self._require_room, narrow=True)
         native = self._apply(again, first, exact=False)
         check()
         there, own = self._told(again, native, first)
-        handed: set[TensorKey] = set()
-        exact: dict[str, torch.Tensor] = {}
-        if own and is_a_plain_product(opened, again.way):
-            module = opened.frame.module
-            weights = self._recast.weights({"": module}, exact=False, cast=again.cast)
-            with self._recast.arithmetic(module, exact=True):
-                results.some_of_a_product(opened, weights, self._noise)
-        else:
-            exact = self._apply(again, self._exactly(opened.site, own, handed), exact=True)
-            there = {slot for slot in there if slot in exact}
-            _require(there)
-        for key, (record, tensor) in first.found.items():
-            if key not in handed:  # no more than a change of format
-                continue
-            if tensor is None:
-                results.mention_native(record, record.class_name, record.alias)
-            else:
-                results.put_native(record, record.class_name, record.alias, tensor)
+        near: dict[str, float] = {}
+
+        def settle(slot: str, about: About, tensor: torch.Tensor, other: Native) -> None:
+            apart = self._results.settle(
+                *(opened.site, slot, about, tensor, other, self._noise),
+                may_be_near=again.way != "leaf",
+            )
+            if apart is not None:
+                near[about[0].digest] = apart
+
+        def hand(record: Record, tensor: torch.Tensor) -> None:
+            found = first.found.get(record.key)
+            about = record, record.class_name, record.alias
+            if found is not None:
+                slot = f"{record.key.site}/input/{record.key.slot}"
+                settle(slot, about, tensor, found[1])
+
+        exact = self._apply(again, hand, exact=True)
+        there = {slot for slot in there if slot in exact}
+        _require(there)
         for slot, alias, _ in again.live:
-            if slot not in there:
-                continue
-            about = outputs[slot], opened.frame.class_name, alias
-            if own:
-                if slot in exact:
-                    results.measure(opened.site, slot, outputs[slot], exact[slot], self._noise)
-                results.mention_exact(*about, own=False)
-                results.mention_native(*about)
-            else:
-                results.put_exact(*about, exact[slot])
-                results.put_native(*about, native[slot])
-        return there, own
+            if slot in there:
+                about = outputs[slot], opened.frame.class_name, alias
+                settle(slot, about, exact[slot], None if own else native[slot])
+        return there, own, near
 
     def _told(
         self, again: Again, made: dict[str, torch.Tensor], handed: Handed
@@ -192,21 +226,6 @@ class Applying:
             self._results.is_its_own(again.outputs[slot], made[slot]) for slot in there
         )
         return there, own
-
-    def _exactly(self, site: str, own: bool, handed: set[TensorKey]) -> Hand:
-        """Takes what a module's own code hands to its parts in wide arithmetic."""
-
-        def hand(record: Record, tensor: torch.Tensor) -> None:
-            handed.add(record.key)
-            about = record, record.class_name, record.alias
-            if own:
-                slot = f"{record.key.site}/input/{record.key.slot}"
-                self._results.measure(site, slot, record, tensor, self._noise)
-                self._results.mention_exact(*about, own=False)
-            else:
-                self._results.put_exact(*about, tensor)
-
-        return hand
 
     def _apply(self, again: Again, hand: Hand, *, exact: bool) -> dict[str, torch.Tensor]:
         """The module on the captured inputs; slot to tensor."""

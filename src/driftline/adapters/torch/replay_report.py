@@ -15,11 +15,15 @@ _MOST_FAULTS = 8
 
 
 class _Site:
-    __slots__ = ("left_out", "not_reproduced", "own", "reason", "replayed", "unknown", "way")
+    __slots__ = (
+        *("left_out", "near", "not_reproduced", "own"),
+        *("reason", "replayed", "unknown", "way"),
+    )
 
     def __init__(self) -> None:
         self.replayed = 0
         self.own = 0
+        self.near: dict[str, float] = {}
         self.unknown = 0
         self.not_reproduced = 0
         self.reason = ""
@@ -47,17 +51,26 @@ class Report:
         self.calls = 0
         self.noise = Noise()
 
-    def replayed(self, site: str, way: str, *, its_own: bool = False) -> None:
+    def replayed(
+        self,
+        site: str,
+        way: str,
+        *,
+        its_own: bool = False,
+        near: Mapping[str, float] | None = None,
+    ) -> None:
         """A call that was applied again.
 
         Args:
             site: Of the captured run.
             way: How.
             its_own: Whether it gave the captured results to the bit.
+            near: Digests of captured results that are as good as that, and how far apart each is.
         """
         entry = self._sites.setdefault(site, _Site())
         entry.replayed += 1
         entry.own += its_own
+        entry.near.update(near or {})
         entry.way = way
         self.calls += 1
 
@@ -158,7 +171,12 @@ class Report:
                 "calls": entry.replayed,
             }
             if entry.own:
-                data |= {"same_bits": entry.own, "noise": self.noise.of(site)}
+                data["same_bits"] = entry.own
+            if entry.near:
+                most = max(entry.near.values())
+                data["near"] = {"most": round(most, 4), "digests": [*entry.near]}
+            if entry.own or entry.near:
+                data["noise"] = self.noise.of(site)
             if entry.replayed and entry.unknown:
                 data["unknown_calls"] = entry.unknown
             if entry.left_out:

@@ -2,8 +2,10 @@
 
 A module that gives the captured run's own results in its own format, to the bit, does what the
 trusted module does: its error is that format's noise, whatever its values are. Of such a call the
-noise is measured on some rows, and the values need not be kept. Of every other call they are. Who
-is to blame for what is not known here.
+noise is measured on some rows, and the values need not be kept. So it is with results that differ
+by less than that noise everywhere (`replay_nearness`): of linear layers and of the own code of
+modules with parts. Of functions and norms small differences say more, and all values are kept, as
+of every other call. Who is to blame for what is not known here.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -20,6 +22,7 @@ from driftline.adapters.torch.candidate import Candidate, torch_dtype
 from driftline.adapters.torch.recasting import widened
 from driftline.adapters.torch.repeating import clone, same_bits
 from driftline.adapters.torch.replay_calls import NotReplayed, Open, is_pure
+from driftline.adapters.torch.replay_nearness import Some, nearness
 from driftline.adapters.torch.replay_noise import Noise, some_rows
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Kept, Record
@@ -27,6 +30,11 @@ from driftline.runs.sink import Sink
 
 _CHANNELS = 128
 """Of a linear layer's outputs, as many are looked at to measure noise."""
+
+
+About = tuple[Record, str, str]
+"""The captured record, the class of the module, another name of the slot."""
+Native = torch.Tensor | None
 
 
 class Results:
@@ -70,10 +78,13 @@ class Results:
         else:
             _put(self._native, like, class_name, alias, tensor)
 
-    def mention_native(self, like: Record, class_name: str, alias: str) -> None:
-        """What came of the captured run's format is the captured run's own."""
+    def mention_native(
+        self, like: Record, class_name: str, alias: str, *, own: bool = True
+    ) -> None:
+        """What came of the captured run's format is its `own` result, or as good as that."""
         if self._native is not None:
-            _mention(self._native, like, class_name, alias, like.dtype, "digest")
+            kept = "digest" if own else "describe"
+            _mention(self._native, like, class_name, alias, like.dtype, kept)
 
     def mention_exact(self, like: Record, class_name: str, alias: str, *, own: bool) -> None:
         """What came of wide arithmetic is not kept: it is the `own`, or differs by noise alone."""
@@ -82,15 +93,62 @@ class Results:
         name = like.dtype if wide else "float32"
         _mention(self._exact, like, class_name, alias, name, "digest" if own else "describe")
 
-    def some_of_a_product(
-        self, opened: Open, weights: Mapping[str, torch.Tensor], noise: Noise
-    ) -> None:
-        """Measure the noise of a linear layer on some of its rows and channels.
+    def settle(
+        self,
+        site: str,
+        slot: str,
+        about: About,
+        exact: torch.Tensor,
+        native: Native,
+        noise: Noise,
+        *,
+        may_be_near: bool,
+    ) -> float | None:
+        """Keep a result in both formats, or only its noise where it is as good as the captured one.
+
+        Args:
+            site: Whose.
+            slot: Which, for the noise.
+            about: The captured record, and what it is called.
+            exact: What came of wide arithmetic.
+            native: What came of the captured run's format; None where that is the captured one.
+            noise: Where to.
+            may_be_near: Whether it suffices to be near.
+
+        Returns:
+            How far the two are apart, where they are near and not the same.
+        """
+        record = about[0]
+        apart = None
+        if native is not None and not self.is_its_own(record, native):
+            if may_be_near and exact.dim() > 1 and exact.shape == record.shape:
+                captured = self._candidate.tensor(record, exact.device, own=False)
+                some = Some(some_rows(exact), some_rows(captured), 1)
+                apart = self.nearness(record, native, some)
+            if apart is None:
+                self.put_exact(*about, exact)
+                self.put_native(*about, native)
+                return None
+        self.measure(site, slot, record, exact, noise)
+        self.mention_exact(*about, own=False)
+        self.mention_native(*about, own=apart is None)
+        return apart
+
+    def nearness(self, record: Record, native: torch.Tensor, some: Some) -> float | None:
+        """How far a captured product is from a trusted one, as `replay_nearness` has it."""
+        if self._keep_all or record.kept != "full" or not record.digest:
+            return None
+        if self._candidate.run.lost(record):
+            return None
+        captured = self._candidate.tensor(record, native.device, own=False)
+        return nearness(captured, native, some)
+
+    def some_of_a_product(self, opened: Open, weights: Mapping[str, torch.Tensor]) -> Some:
+        """Some rows and channels of a linear layer, in wide arithmetic.
 
         Args:
             opened: Its call.
             weights: Its weights in the captured run's format, where that is not their own.
-            noise: Where to.
         """
         call, module = opened.candidate, opened.frame.module
         assert call is not None
@@ -107,7 +165,7 @@ class Results:
                 widened(weight[::every]),
                 None if bias is None else widened(bias[::every]),
             )
-        noise.add(opened.site, next(iter(call.outputs)), made, y[:, ::every])
+        return Some(made, y[:, ::every], every)
 
     def measure(self, site: str, slot: str, like: Record, exact: torch.Tensor, to: Noise) -> None:
         """Measure the noise of a call on some rows of what it gave."""
