@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sharing_kit import write_run, written
 
@@ -17,6 +19,8 @@ import driftline
 from driftline.errors import BadInput, DriftlineError
 from driftline.executors.ray_cluster import RayCluster
 from driftline.executors.work import Task, WorkerFailed
+from driftline.runs.writer import RunWriter
+from driftline.testing.runs import record_into
 
 ray = pytest.importorskip("ray")
 
@@ -215,6 +219,11 @@ START = (
 )
 
 
+def about_data(told):
+    """Without the node that another test has ended: it is listed until Ray notices, later."""
+    return [line for line in told if ": is gone; it is given no such work" not in line]
+
+
 @pytest.mark.slow
 def test_a_node_without_the_data_is_named_with_its_path_and_left_out(two, joined, monkeypatch):
     finely(monkeypatch)
@@ -224,7 +233,7 @@ def test_a_node_without_the_data_is_named_with_its_path_and_left_out(two, joined
         table = driftline.compare(two / "ref", two / "cand", executor=RayCluster(tell=told.append))
         one = driftline.compare(two / "ref", two / "cand")
         assert written(table, two / "many") == written(one, two / "one")
-        (said,) = told
+        (said,) = about_data(told)
         assert "node " in said and f"there is no '{two / 'ref'}'" in said
         assert said.endswith("it is given no such work")
     finally:
@@ -243,7 +252,7 @@ def test_a_node_with_some_of_the_ranks_is_given_their_work_only(two, joined, mon
         table = driftline.compare(two / "ref", two / "cand", executor=who)
         one = driftline.compare(two / "ref", two / "cand")
         assert written(table, two / "many") == written(one, two / "one")
-        (said,) = told
+        (said,) = about_data(told)
         assert f"cannot read '{two / 'ref'}': " in said and said.endswith("no such work")
     finally:
         os.killpg(node.pid, signal.SIGTERM)
@@ -289,6 +298,26 @@ def test_a_machine_is_given_nothing_that_it_has_no_data_for():
     blind = machine("blind", absent=[("1:3:0", "cannot read it")])
     work = round_of(tasks, [blind])
     assert [work._choose(blind) for _ in range(3)] == [0, 2, None]
+
+
+def test_a_machine_without_the_runs_is_given_no_summaries_either(tmp_path):
+    """Of summaries no byte is read, but a worker opens the runs it is sent something of."""
+    from sharing_kit import Here
+
+    from driftline.executors.work import open_workshop
+
+    for name in ("ref", "cand"):
+        writer = RunWriter(tmp_path / name, seal_at_exit=False)
+        record_into(writer, "site", np.ones(8, np.float32), keep="summary")
+        writer.close()
+    here = Here(elsewhere=True)
+    driftline.compare(tmp_path / "ref", tmp_path / "cand", executor=here)
+    (job,), (task,) = here.jobs, here.tasks
+    assert open_workshop(job.workshop, job.about).absent() == []
+    (tmp_path / "ref").rename(tmp_path / "moved")
+    absent = open_workshop(job.workshop, job.about).absent()
+    assert [place for place, _ in absent] == ["0:0:0"] and "there is no '" in absent[0][1]
+    assert not machine("blind", absent=absent).can(task)
 
 
 @pytest.mark.slow
@@ -359,8 +388,8 @@ finally:
 """
 
 
-@pytest.fixture
-def client_server(cluster):
+@contextlib.contextmanager
+def client_server(cluster, **surroundings):
     """What `ray start --head` opens on port 10001."""
     pytest.importorskip("grpc")
     port = free_port()
@@ -370,26 +399,75 @@ def client_server(cluster):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        env={**os.environ, **surroundings},
     )
-    give_up = time.monotonic() + 60
-    while time.monotonic() < give_up:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            break
-        except OSError:
-            time.sleep(0.1)
-    yield f"ray://127.0.0.1:{port}"
-    os.killpg(server.pid, signal.SIGTERM)
-    server.wait(20)
+    try:
+        give_up = time.monotonic() + 60
+        while time.monotonic() < give_up:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"ray://127.0.0.1:{port}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
 
 
 @pytest.mark.slow
-def test_a_cluster_elsewhere_is_reached_through_its_client_server(two, client_server, monkeypatch):
+def test_a_cluster_elsewhere_is_reached_through_its_client_server(two, cluster, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     one = driftline.compare(two / "ref", two / "cand")
-    table = driftline.compare(two / "ref", two / "cand", executor=client_server, jobs=2)
+    with client_server(cluster) as address:
+        table = driftline.compare(two / "ref", two / "cand", executor=address, jobs=2)
     assert written(table, two / "many") == written(one, two / "one")
     assert not ray.is_initialized()
+
+
+DIES = """
+import os, signal, subprocess
+from pathlib import Path
+left = Path({left!r})
+begin = subprocess.Popen.__init__
+def begins(self, command, *rest, **words):
+    if "--mode=specific-server" in command and (times := int(left.read_text())):
+        left.write_text(str(times - 1))
+        words["preexec_fn"] = lambda: os.kill(os.getpid(), signal.SIGSEGV)
+    begin(self, command, *rest, **words)
+subprocess.Popen.__init__ = begins
+"""
+
+
+@pytest.mark.slow
+def test_a_session_that_dies_as_it_is_made_is_asked_for_again(two, cluster, tmp_path, monkeypatch):
+    """The process that Ray forks for a client may crash in gRPC: not ours, and not for users."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    left = tmp_path / "left"
+    (tmp_path / "sitecustomize.py").write_text(DIES.format(left=str(left)))
+    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    one = driftline.compare(two / "ref", two / "cand")
+    left.write_text("1")
+    with client_server(cluster, PYTHONPATH=search) as address:
+        table = driftline.compare(two / "ref", two / "cand", executor=address, jobs=1)
+    assert written(table, two / "many") == written(one, two / "one")
+    assert left.read_text() == "0"
+    assert not ray.is_initialized()
+
+
+def test_a_session_that_always_dies_is_refused_with_what_ray_says_of_it():
+    from driftline.executors import ray_session
+
+    tries = []
+
+    def init():
+        tries.append(1)
+        why = "  File 'proxier.py', line 772\nRuntimeError: Starting Ray client server failed. See"
+        raise ConnectionAbortedError(f"Initialization failure from server:\nTraceback:\n{why}\n")
+
+    with pytest.raises(DriftlineError, match="refuses: RuntimeError: Starting Ray client server f"):
+        ray_session._bounded(init, "ray://head:10001")
+    assert len(tries) == 3
 
 
 def test_an_address_where_nobody_is_is_refused_at_once(two):

@@ -42,7 +42,8 @@ _PROBES = 8
 
 def weight_of(pair: Pair) -> int:
     """How much work a pair is, in bytes to be read."""
-    return _EACH + sum(_bytes(record) for record in set(_sources(pair)))
+    ours, theirs = _sides(pair)
+    return _EACH + sum(_bytes(record) for record in {*ours, *theirs})
 
 
 def share_out(
@@ -258,11 +259,12 @@ def _job(
     return Job("pairs", about, folder, kernel.active())
 
 
-def _sources(pair: Pair) -> Sequence[Record]:
+def _sides(pair: Pair) -> tuple[Sequence[Record], Sequence[Record]]:
+    """What is read of each run."""
     ours, theirs = pair.reference_recipe, pair.candidate_recipe
     return (
-        *((pair.reference,) if ours is None else ours.records),
-        *((pair.candidate,) if theirs is None else theirs.records),
+        (pair.reference,) if ours is None else ours.records,
+        (pair.candidate,) if theirs is None else theirs.records,
     )
 
 
@@ -279,36 +281,30 @@ def _place(side: int, record: Record) -> str:
 
 
 def _needs(pairs: Sequence[Pair]) -> tuple[str, ...]:
-    """The processes of both runs that some pairs are about."""
+    """The processes of both runs that some pairs are about.
+
+    Also where nothing but a summary is known: a worker opens both runs whatever it is sent.
+    """
     found: dict[str, None] = {}
     for pair in pairs:
-        ours, theirs = pair.reference_recipe, pair.candidate_recipe
-        sides = (
-            (pair.reference,) if ours is None else ours.records,
-            (pair.candidate,) if theirs is None else theirs.records,
-        )
-        for side, records in enumerate(sides):
-            found |= {_place(side, record): None for record in records if _bytes(record)}
+        for side, records in enumerate(_sides(pair)):
+            found |= {_place(side, record): None for record in records}
     return tuple(found)
 
 
 def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
     """For every process of both runs a few small tensors, of different files, with their digests.
 
-    What this process cannot read itself is no probe.
+    What this process cannot read itself is no probe. A process without any has one of no tensor:
+    can the run be opened at all?
     """
     smallest: dict[str, dict[str, Record]] = {}
     for pair in pairs:
-        ours, theirs = pair.reference_recipe, pair.candidate_recipe
-        sides = (
-            (pair.reference,) if ours is None else ours.records,
-            (pair.candidate,) if theirs is None else theirs.records,
-        )
-        for side, records in enumerate(sides):
+        for side, records in enumerate(_sides(pair)):
             for record in records:
+                files = smallest.setdefault(_place(side, record), {})
                 if record.blob is None or record.lost or not record.blob.length:
                     continue
-                files = smallest.setdefault(_place(side, record), {})
                 known = files.get(record.blob.shard)
                 if known is None and len(files) >= _PROBES:
                     continue
@@ -317,8 +313,10 @@ def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
     found: list[list[Any]] = []
     for place, files in smallest.items():
         side = int(place[0])
-        for record in files.values():
-            if not runs[side].lost(record):
-                digest = kernel.digest(runs[side].raw(record))
-                found.append([side, place, record_to_plain(record), digest])
+        readable = [record for record in files.values() if not runs[side].lost(record)]
+        for record in readable:
+            digest = kernel.digest(runs[side].raw(record))
+            found.append([side, place, record_to_plain(record), digest])
+        if not readable:
+            found.append([side, place, None, ""])
     return found

@@ -21,6 +21,7 @@ from typing import Any
 from driftline import __version__
 from driftline.errors import DriftlineError
 from driftline.executors import ray_bench, ray_session, wire
+from driftline.executors.ray_session import told
 from driftline.executors.work import Finished, Job, Said, Task, WorkerFailed, result_of
 
 _RETRIES = 3
@@ -140,8 +141,8 @@ class _Round:
         self.attempts = [0] * len(tasks)
         self.workers: list[_Worker] = []
         self.under_way: dict[Any, tuple[_Worker, int]] = {}
-        told = {**job._asdict(), "version": __version__}
-        self.job = session.ray.put(wire.pack(told))
+        about = {**job._asdict(), "version": __version__}
+        self.job = session.ray.put(wire.pack(about))
 
     def run(self, finished: Finished, said: Said | None) -> None:
         left = len(self.tasks)
@@ -160,7 +161,7 @@ class _Round:
                     if ref in self.under_way:
                         left -= self._taken(ref, finished, said)
         except ConnectionError as trouble:
-            raise WorkerFailed(f"the connection to Ray is lost: {_first(trouble)}") from trouble
+            raise WorkerFailed(f"the connection to Ray is lost: {told(trouble)}") from trouble
         finally:
             for worker in self.workers:
                 self._dismiss(worker)
@@ -212,7 +213,9 @@ class _Round:
             host, version, trouble, absent = wire.unpack(self.ray.get(ref))
         except self.ray.exceptions.RayError as bug:
             where = f"{node['NodeManagerAddress']} ({short})"
-            troubles.append(f"node {where}: cannot load Driftline: {_told(bug)}")
+            alive = any(each["NodeID"] == node["NodeID"] for each in self.session.nodes())
+            why = f"cannot load Driftline: {told(bug)}" if alive else "is gone"
+            troubles.append(f"node {where}: {why}")
             return
         name = f"{host} ({short})"
         if version != __version__:
@@ -306,7 +309,7 @@ class _Round:
         try:
             lines, answer = wire.unpack(self.ray.get(ref))
         except exceptions.RayTaskError as bug:  # not the task's own: `Bench.do` answers those
-            raise WorkerFailed(f"a worker on {worker.machine.name} failed: {_told(bug)}") from bug
+            raise WorkerFailed(f"a worker on {worker.machine.name} failed: {told(bug)}") from bug
         except exceptions.RayError as loss:
             self._lost(worker, loss)
             return 0
@@ -332,7 +335,7 @@ class _Round:
         if self.attempts[first] > _RETRIES:
             raise WorkerFailed(
                 f"{self.attempts[first]} workers were lost at {self.tasks[first].called}, the last "
-                f"on {worker.machine.name}: {_told(loss)}",
+                f"on {worker.machine.name}: {told(loss)}",
                 hint="memory may be short there: try fewer --jobs",
             )
         worker.machine.losses += 1
@@ -364,16 +367,3 @@ class _Round:
                     f"the machine that had the data of {self.tasks[at].called} is gone; node "
                     f"{self.machines[0].name}: {why}"
                 )
-
-
-def _first(trouble: BaseException) -> str:
-    return (str(trouble) or type(trouble).__name__).strip().partition("\n")[0]
-
-
-def _told(trouble: BaseException) -> str:
-    """What Ray has to say, in one line: the last of a traceback is the exception itself."""
-    lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
-    for line in reversed(lines):
-        if "Error:" in line and not line.startswith("ray::"):
-            return line[:300]
-    return (lines[0] if lines else type(trouble).__name__)[:300]

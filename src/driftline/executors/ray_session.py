@@ -23,6 +23,9 @@ _GREETING = 8.0
 """Seconds in which whoever takes the connection must answer as Ray's servers do."""
 _PATIENCE = 90.0
 """Seconds in which Ray must give a session: on a busy machine its client server took 30."""
+_TRIES = 3
+"""How often a session is asked for: the process that Ray's client server starts for one may die as
+it is made (it forks while gRPC's threads run; seen on busy machines), and the next one lives."""
 _PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
 _HINT = _PORT + "say --executor ray"
 
@@ -168,6 +171,21 @@ def _bounded(init: Any, address: str) -> None:
     Raises:
         DriftlineError: Ray refused, or did not answer in time.
     """
+    trouble: BaseException | None = None
+    for _ in range(_TRIES):
+        trouble = _attempt(init, address)
+        if not isinstance(trouble, ConnectionAbortedError):
+            break
+    if trouble is not None:
+        raise DriftlineError(f"Ray at {address} refuses: {told(trouble)}", hint=_HINT) from trouble
+
+
+def _attempt(init: Any, address: str) -> BaseException | None:
+    """Ask for a session once; what came of it, if not a session.
+
+    Raises:
+        DriftlineError: Nothing did.
+    """
     outcome: list[BaseException | None] = []
 
     def connect() -> None:
@@ -186,6 +204,13 @@ def _bounded(init: Any, address: str) -> None:
             f"what is at {address} does not answer as a Ray cluster: waited {_PATIENCE:.0f} s",
             hint=_HINT,
         )
-    if (trouble := outcome[0]) is not None:
-        why = (str(trouble) or type(trouble).__name__).strip().partition("\n")[0]
-        raise DriftlineError(f"Ray at {address} refuses: {why}", hint=_HINT) from trouble
+    return outcome[0]
+
+
+def told(trouble: BaseException) -> str:
+    """What Ray has to say, in one line: the last of a traceback is the exception itself."""
+    lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
+    for line in reversed(lines):
+        if "Error:" in line and not line.startswith("ray::"):
+            return line[:300]
+    return (lines[0] if lines else type(trouble).__name__)[:300]

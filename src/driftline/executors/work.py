@@ -166,6 +166,7 @@ def result_of(answer: Sequence[Any], called: str, where: str = "") -> Any:
         _, name, message, hint = answer
         kind = getattr(errors, name, WorkerFailed)
         ours = isinstance(kind, type) and issubclass(kind, DriftlineError)
+        message = f"node {where}: {message}" if where else message
         raise (kind if ours else WorkerFailed)(message, hint=hint)
     from driftline import settings
 
