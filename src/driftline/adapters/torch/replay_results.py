@@ -8,7 +8,7 @@ modules with parts. Of functions and norms small differences say more, and all v
 of every other call. Who is to blame for what is not known here.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
@@ -158,6 +158,8 @@ class Results:
         )
         every = max(1, -(-y.shape[1] // _CHANNELS))
         weight = weights.get("weight", module.weight)
+        if type(module) is not nn.Linear:
+            weight = weight.t()
         bias = weights.get("bias") if module.bias is None else weights.get("bias", module.bias)
         with torch.no_grad():
             made = nn.functional.linear(
@@ -215,11 +217,21 @@ def is_a_plain_product(opened: Open, way: str) -> bool:
     call, module = opened.candidate, opened.frame.module
     return (
         way == "leaf"
-        and type(module) is nn.Linear
-        and is_pure(module)
+        and (_is_transposed(module) if type(module) is not nn.Linear else is_pure(module))
         and call is not None
         and len(call.inputs) == len(call.outputs) == len(opened.inputs) == 1
         and all(map(_has_rows, (*call.inputs.values(), *call.outputs.values())))
+    )
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """The linear layer of GPT-2, which holds its weight the other way round."""
+    kind = type(module)
+    return (
+        (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+        and "forward" not in module.__dict__
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
     )
 
 

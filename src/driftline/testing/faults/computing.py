@@ -176,7 +176,8 @@ def _window(model: nn.Module, site: str, amount: float, generator: torch.Generat
 
     def change(mask: torch.Tensor) -> torch.Tensor:
         rows, columns = mask.shape[-2:]
-        far = torch.arange(rows)[:, None] - torch.arange(columns)[None] >= int(amount)
+        late, early = (torch.arange(n, device=mask.device) for n in (rows, columns))
+        far = late[:, None] - early[None] >= int(amount)
         return mask.masked_fill(far, torch.finfo(mask.dtype).min)
 
     _with_mask(model, site, change)
