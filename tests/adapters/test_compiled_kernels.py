@@ -15,9 +15,11 @@ from capture_zoo import one_thread
 from torch import nn
 
 import driftline
+from driftline.alignment.door import align_runs
 from driftline.alignment.planfile import write_plan
 from driftline.runs.calls import GRAPHS
 from driftline.runs.graphs import Graph, read_graphs
+from driftline.runs.narrowed import only
 
 decomposition: Any = importlib.import_module("torch._inductor.decomposition")
 metrics: Any = importlib.import_module("torch._inductor.metrics")
@@ -126,6 +128,7 @@ def test_recording_changes_neither_kernels_nor_bits(desk: Desk) -> None:
     assert {r.key.site: r.class_name for r in run.records if "/" in r.key.site} == {
         "(root)/arg2_1": "placeholder",
         "up/addmm": "extern_kernels.addmm",
+        "gate.act/sigmoid": "aten.sigmoid.default inside cpp_fused_mul_sigmoid_view_0",
         "gate/mul": "cpp_fused_mul_sigmoid_view_0",
         "down/addmm_1": "extern_kernels.addmm",
     }
@@ -135,11 +138,11 @@ def test_a_fused_kernel_is_set_against_the_last_node_of_the_fusion(desk: Desk) -
     plan = driftline.align(desk.path / "fx", desk.path / "inductor")
     pairs = {p.reference.key.site: p for p in plan.pairs if p.by == "graph"}
     views = {"up/view_1", "down/view_2", "down/view_3"}  # of what those give
-    assert pairs.keys() - views == {"(root)/arg2_1", "up/addmm", "gate/mul", "down/addmm_1"}
+    kernels = {"(root)/arg2_1", "up/addmm", "gate/mul", "down/addmm_1"}
+    assert pairs.keys() - views == {*kernels, "gate.act/sigmoid"}
     assert all(pair.confidence == 1 for pair in pairs.values())
-    reasons = {key.site: why for (side, key), why in plan.reasons.items() if side == "reference"}
-    assert reasons["gate.act/sigmoid"] == (
-        "inside a fusion: cpp_fused_mul_sigmoid_view_0 computes it on the way to mul"
+    assert pairs["gate.act/sigmoid"].fused == (
+        "cpp_fused_mul_sigmoid_view_0, whose nodes were computed one by one"
     )
     assert pairs["gate/mul"].fused == "gate.act: sigmoid; gate: mul"
     assert pairs["up/addmm"].fused == ""
@@ -151,7 +154,8 @@ def test_a_fused_kernel_is_set_against_the_last_node_of_the_fusion(desk: Desk) -
         assert table.verdict == "pass", table.finding
     plan = driftline.align(desk.path / "modules", desk.path / "inductor")
     outputs = {p.reference.key.site for p in plan.pairs if p.reference.key.port == "output"}
-    assert outputs == {"up", "gate", "down", "(root)"}  # act lies inside the fusion
+    assert outputs == {"up", "gate.act", "gate", "down", "(root)"}
+    assert any("1 values of nodes inside the candidate's fusions" in note for note in plan.notes)
 
 
 def test_a_wrong_decomposition_is_named_at_its_node(desk: Desk) -> None:
@@ -165,15 +169,34 @@ def test_a_wrong_decomposition_is_named_at_its_node(desk: Desk) -> None:
     assert site == "gate.act/aten.sigmoid"
 
 
-def test_inside_a_fusion_the_kernel_that_holds_it_is_named(desk: Desk) -> None:
-    path = desk.path
-    site, finding = starts_at(path / "fx", path / "wrong")
-    said = "inside the fusion of gate.act: sigmoid; gate: mul; --no-fusion takes them apart)"
-    assert site == "gate/mul" and said in finding
-    site, finding = starts_at(path / "modules", path / "wrong")
-    assert site == "gate" and said in finding
-    site, finding = starts_at(path / "ops", path / "wrong")
-    assert site == "gate/aten.mul" and said in finding
+@pytest.mark.parametrize(
+    ("reference", "site"),
+    [("fx", "gate.act/sigmoid"), ("modules", "gate.act"), ("ops", "gate.act/aten.sigmoid")],
+)
+def test_inside_a_fusion_it_is_named_at_its_node_too(desk: Desk, reference: str, site: str) -> None:
+    table = driftline.compare(desk.path / reference, desk.path / "wrong")
+    assert table.verdict == "fail" and table.first_site == site
+    assert "inside cpp_fused_" in table.finding and "computed one by one" in table.finding
+    assert "off by itself is aten.sigmoid.default of 'gate.act' at" in table.finding
+    assert "from torch's own operator for the same inputs" in table.finding
+    first = next(row for row in table.rows if row.status == "fail")
+    assert first.culprit and not [
+        row for row in table.rows if row.culprit and row.order < first.order
+    ]
+    clean = driftline.compare(desk.path / reference, desk.path / "inductor")
+    assert clean.verdict == "pass" and not any(row.culprit for row in clean.rows)
+
+
+def test_what_was_not_computed_beside_a_kernel_is_counted_as_inside_its_fusion(desk: Desk) -> None:
+    run = driftline.open_run(desk.path / "inductor")
+    older = only(run, lambda record: " inside " not in record.class_name)
+    plan = align_runs(driftline.open_run(desk.path / "fx"), older)
+    (alone,) = [r for r in plan.missing if r.key.site == "gate.act/sigmoid"]
+    assert plan.reasons["reference", alone.key] == (
+        "inside a fusion: cpp_fused_mul_sigmoid_view_0 computes it on the way to mul"
+    )
+    assert plan.inside["reference", alone.key].site == "gate/mul"
+    assert str(plan).endswith("1 of these inside a fusion")
 
 
 def test_every_row_of_a_node_has_its_line_and_a_saved_plan_keeps_it(desk: Desk) -> None:

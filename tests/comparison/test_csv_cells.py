@@ -25,6 +25,7 @@ PAIR = Row(
         (),
         "net.py:3 in forward",
         "mlp: silu, mul",
+        "'mlp/silu' (aten.silu.default): off",
     ),
     *("values", ("cosine", "rmse"), {"rmse": 0.1, "different": 7, "cosine": math.nan}),
     *("rmse", math.inf, "user", 2.5),

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from driftline.alignment.compiled_counts import counted_together
 from driftline.alignment.recipe import Recipe
 from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, Origin, read_graphs
+from driftline.runs.graphs import (
+    INSIDE,
+    Graph,
+    GraphNode,
+    Kept,
+    Kernel,
+    Off,
+    read_errors,
+    read_graphs,
+)
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
@@ -60,6 +70,13 @@ class Value(NamedTuple):
     kernel: Kernel | None = None
     kept: Kept | None = None
 
+    @property
+    def inside(self) -> str:
+        """The fused kernel that computes it on the way; it was computed beside that kernel."""
+        if self.graph.engine == "fx" or self.kernel is not None:
+            return ""
+        return self.record.class_name.partition(INSIDE)[2]
+
 
 class Match(NamedTuple):
     """A tensor of a plain or compiled run, and the compiled value it belongs to."""
@@ -71,9 +88,12 @@ class Match(NamedTuple):
 
 
 class Found(NamedTuple):
+    """Pairs, why the rest of each side is alone, and which of them lie inside what other tensor."""
+
     matches: list[Match]
     ours: dict[TensorKey, str]
     theirs: dict[TensorKey, str]
+    inside: dict[TensorKey, TensorKey]
 
 
 class Piece(NamedTuple):
@@ -98,8 +118,11 @@ class Place(NamedTuple):
 class Graphs:
     """The graphs of one process of a run, and the tensors that are values of their nodes."""
 
-    def __init__(self, graphs: Sequence[Graph], records: Sequence[Record]) -> None:
-        self.graphs = graphs = _counted_together(graphs)
+    def __init__(
+        self, graphs: Sequence[Graph], records: Sequence[Record], errors: Sequence[Off] = ()
+    ) -> None:
+        self.errors = errors
+        self.graphs = graphs = counted_together(graphs)
         self.engine = graphs[0].engine if graphs else ""
         self._parts = Counter((graph.compile_id, graph.kind, graph.base) for graph in graphs)
         order = sorted({graph.piece for graph in graphs}, key=_natural)
@@ -122,9 +145,9 @@ class Graphs:
         found: dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]
         found = defaultdict(list)
         for graph in self.graphs:
-            nodes = self._nodes[id(graph)]
+            nodes, keeps = self._nodes[id(graph)], self._kept_nodes[id(graph)]
             for node in graph.nodes:
-                if graph.engine == "fx" or node.target == "placeholder":
+                if node.name not in keeps:
                     found[node.site].append((graph, None, None, node))
             for kernel in graph.kernels:
                 for kept in kernel.kept:
@@ -178,12 +201,14 @@ class Graphs:
         """Values by graph, node, step and visit; a view's is that of what it shows, too."""
         found: dict[tuple[int, str, int, int], Value] = {}
         shown: dict[tuple[int, str, int, int], Value] = {}
+        inside: dict[tuple[int, str, int, int], Value] = {}
         for value in self.values:
             key = value.record.key
             for node in self.same_elements(value):
                 at = (id(value.graph), node.name, key.step, key.visit)
-                (found if node is value.node else shown).setdefault(at, value)
-        return shown | found
+                known = found if node is value.node else shown
+                (inside if value.inside else known).setdefault(at, value)
+        return inside | shown | found
 
     def same_elements(self, value: Value) -> Iterator[GraphNode]:
         """The node of a value, and those before it of which it only is another shape.
@@ -220,7 +245,33 @@ class Graphs:
                 for kept in kernel.kept:
                     for name in kept.nodes:
                         found.setdefault((id(graph), name), (kernel, kept))
+            for kernel in graph.kernels:
+                for name in kernel.nodes if kernel.kept else ():
+                    found.setdefault((id(graph), name), (kernel, kernel.kept[-1]))
         return found
+
+    @cached_property
+    def _by_kept(self) -> dict[tuple[int, str, int, int], Record]:
+        """What kernels kept, by graph, buffer, step and visit."""
+        return {
+            (id(value.graph), value.kept.buffer, value.record.key.step, value.record.key.visit): (
+                value.record
+            )
+            for value in self.values
+            if value.kept is not None
+        }
+
+    def whole(self, graph: Graph, node: GraphNode, step: int, visit: int) -> Record | None:
+        """What a fused kernel keeps that computes a node on the way."""
+        _, kept = self._fusions.get((id(graph), node.name), (None, None))
+        if kept is None or is_view(node):
+            return None
+        return self._by_kept.get((id(graph), kept.buffer, step, visit))
+
+    def kernel_of(self, graph: Graph, node: GraphNode) -> str:
+        """The name of the kernel that computes a node."""
+        kernel, _ = self._fusions.get((id(graph), node.name), (None, None))
+        return kernel.name if kernel is not None else ""
 
     def why_not_kept(self, graph: Graph, node: GraphNode) -> str:
         """Why the value of a node is nowhere in memory."""
@@ -304,59 +355,6 @@ def said_of(value: Value) -> str:
     return ""
 
 
-def _counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
-    """Graphs whose calls are counted by piece of the program, also where a piece was cut in parts.
-
-    The graph of a distributed model is cut at the buckets of its gradients, and each part is traced
-    by itself. Backward parts are executed from the last to the first.
-    """
-    parts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for at, graph in enumerate(graphs):
-        parts[graph.compile_id, graph.kind, graph.base].append(at)
-    found = list(graphs)
-    for group in parts.values():
-        if len(group) == 1:
-            continue
-        totals: dict[tuple[str, str, str], int] = defaultdict(int)
-        before: dict[int, dict[tuple[str, str, str], int]] = {}
-        for at in group:  # backward graphs are listed as they come: the last part first
-            before[at] = dict(totals)
-            for call, total in _calls_of(found[at]).items():
-                totals[call] += total
-        for at in group:
-            found[at] = _recounted(found[at], before[at], totals)
-    return found
-
-
-def _calls_of(graph: Graph) -> dict[tuple[str, str, str], int]:
-    """How often a graph calls each operator, by module and phase."""
-    return {
-        (node.phase, node.module, origin.name): origin.total
-        for node in graph.nodes
-        if node.target != "placeholder" and not node.body
-        for origin in node.origins
-    }
-
-
-def _recounted(
-    graph: Graph,
-    before: Mapping[tuple[str, str, str], int],
-    totals: Mapping[tuple[str, str, str], int],
-) -> Graph:
-    def counted(node: GraphNode) -> GraphNode:
-        if not node.origins or node.body:
-            return node
-        phase = "forward" if node.target == "placeholder" else node.phase
-        origins: list[Origin] = []
-        for one in node.origins:
-            call = (phase, node.module, one.name)
-            nth = one.nth + before.get(call, 0)
-            origins.append(one._replace(nth=nth, total=totals.get(call, one.total)))
-        return node._replace(origins=tuple(origins))
-
-    return graph._replace(nodes=tuple(counted(node) for node in graph.nodes))
-
-
 def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:
     """The graphs of every process of a run; empty for a run that has none."""
     owners: dict[tuple[int, int], list[Record]] = {}
@@ -365,9 +363,10 @@ def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:
     found: dict[tuple[int, int], Graphs] = {}
     for owner, records in owners.items():
         if GRAPHS in run.sheets(*owner):
-            graphs = list(read_graphs(run.sheet(GRAPHS, *owner)))
+            text = run.sheet(GRAPHS, *owner)
+            graphs = list(read_graphs(text))
             if graphs:
-                found[owner] = Graphs(graphs, records)
+                found[owner] = Graphs(graphs, records, tuple(read_errors(text)))
     return found
 
 

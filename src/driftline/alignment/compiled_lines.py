@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from driftline.alignment.compiled import Graphs, Value, is_view
+from driftline.alignment.compiled_errors import Culprits
 from driftline.alignment.plan import Pair, Plan
 from driftline.runs.graphs import GraphNode
 from driftline.runs.key import TensorKey
@@ -40,18 +41,20 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
 
 
 class _Told(NamedTuple):
-    """A value, and the graphs that tell about it."""
+    """A value, the graphs that tell about it, and what is known to be off in them."""
 
     graphs: Graphs
     value: Value
+    culprits: Culprits
 
 
 def _values(owners: Owners) -> dict[TensorKey, _Told]:
-    return {
-        value.record.key: _Told(graphs, value)
-        for graphs in owners.values()
-        for value in graphs.values
-    }
+    found: dict[TensorKey, _Told] = {}
+    for graphs in owners.values():
+        culprits = Culprits(graphs, graphs.errors)
+        for value in graphs.values:
+            found[value.record.key] = _Told(graphs, value, culprits)
+    return found
 
 
 def _with_line(
@@ -60,7 +63,12 @@ def _with_line(
     here, there = ours.get(pair.reference.key), theirs.get(pair.candidate.key)
     line = _line(here) or _line(there)
     fused = _fused(there) or _fused(here)
-    return pair._replace(line=line, fused=fused) if line or fused else pair
+    culprit = next(
+        (said for one in (there, here) if one and (said := one.culprits.of(one.value))), ""
+    )
+    if line or fused or culprit:
+        return pair._replace(line=line, fused=fused, culprit=culprit)
+    return pair
 
 
 def _line(told: _Told | None) -> str:
@@ -77,6 +85,8 @@ def _fused(told: _Told | None) -> str:
     """Operators that went into a kernel's result, module by module; empty for a single one."""
     if told is None:
         return ""
+    if told.value.inside:
+        return f"{told.value.inside}, whose nodes were computed one by one"
     calls: dict[str, list[str]] = {}
     of_passes: list[str] = []
     for node in told.graphs.computed_for(told.value):

@@ -55,6 +55,8 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
                 found.ours[key] = "an input of the graph, which no kernel gives"
             elif graphs.engine != "fx":
                 found.ours[key] = graphs.why_not_kept(graph, behind)
+                if whole := graphs.whole(graph, behind, key.step, visit):
+                    found.inside[key] = whole.key
 
 
 def _of_shape(nodes: Sequence[GraphNode], shape: tuple[int, ...]) -> list[GraphNode]:

@@ -36,14 +36,17 @@ def pair_operators(records: Sequence[Record], graphs: Graphs, found: Found) -> I
         for graph, node, step in called.executed():
             for ours in called.by(graph, node, step):
                 found.ours[ours.key] = graphs.why_not_kept(graph, node)
+                if whole := graphs.whole(graph, node, step, 0):
+                    found.inside[ours.key] = whole.key
     once: set[TensorKey] = set()
     shown = [
-        (node is not value.node, value, node)
+        (bool(value.inside), node is not value.node, value, node)
         for value in graphs.values
         for node in graphs.same_elements(value)
     ]
-    # Views come last: they stand for an operator of which nothing else was kept.
-    for _, value, node in sorted(shown, key=lambda one: one[0]):
+    # Views come last: they stand for an operator of which nothing else was kept. What was computed
+    # beside a kernel stands for nothing that a kernel kept.
+    for *_, value, node in sorted(shown, key=lambda one: one[:2]):
         key = value.record.key
         for ours in called.by(value.graph, node, key.step, key.visit):
             fits = math.prod(ours.shape) == math.prod(value.record.shape)

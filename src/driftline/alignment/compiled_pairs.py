@@ -48,6 +48,7 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
     pairs: list[Pair] = []
     reasons: dict[tuple[str, TensorKey], str] = {}
     notes: list[str] = []
+    inside: dict[tuple[str, TensorKey], TensorKey] = {}
     for mine, other in _owners(list(ours), list(theirs)):
         a, b = here.get(mine), there.get(other)
         left, right = ours[mine], theirs[other]
@@ -68,6 +69,7 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
                 [_turned(one) for one in turned.matches],
                 turned.theirs,
                 turned.ours,
+                turned.inside,
             )
         else:
             continue
@@ -86,9 +88,18 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
                     candidate_recipe=None if first else match.recipe,
                 )
             )
+        known = {id(record): record.key for record in (*left, *right)}
+        wholes = {known[id(r)] for pair in pairs for r in pair.records if id(r) in known}
+        inside.update(
+            {
+                ("reference" if key in found.ours else "candidate", key): whole
+                for key, whole in found.inside.items()
+                if whole in wholes
+            }
+        )
         reasons.update({("reference", key): why for key, why in found.ours.items()})
         reasons.update({("candidate", key): why for key, why in found.theirs.items()})
-        notes += [*_said("reference", a, found.ours), *_said("candidate", b, found.theirs)]
+        notes += [*_said("reference", a), *_said("candidate", b)]
     together = sorted([*plan.pairs, *pairs], key=lambda pair: _execution(pair.reference))
     paired = {id(record) for pair in pairs for record in pair.records}
     missing = tuple(record for record in plan.missing if id(record) not in paired)
@@ -100,6 +111,7 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
         extra=extra,
         notes=(*plan.notes, *dict.fromkeys(notes)),
         reasons={**plan.reasons, **{at: why for at, why in reasons.items() if at in alone}},
+        inside={**plan.inside, **{at: whole for at, whole in inside.items() if at in alone}},
     )
 
 
@@ -107,7 +119,7 @@ def _turned(match: Match) -> Match:
     return match._replace(ours=match.theirs, theirs=match.ours)
 
 
-def _said(side: str, graphs: Graphs | None, alone: Mapping[TensorKey, str]) -> Iterator[str]:
+def _said(side: str, graphs: Graphs | None) -> Iterator[str]:
     if graphs is None:
         return
     count = len(graphs.graphs)
@@ -122,22 +134,30 @@ def _said(side: str, graphs: Graphs | None, alone: Mapping[TensorKey, str]) -> I
         f"the {side} ran inductor's kernels of {what}: {exact} of their results are the value of "
         f"one node, and only those are paired; {inside} lie inside a fusion"
     )
+    if beside := sum(bool(value.inside) for value in graphs.values):
+        yield (
+            f"{beside} values of nodes inside the {side}'s fusions were computed beside the "
+            "kernels, node by node, from what those were given: they show what inductor takes "
+            "operators apart into, the kernels' own results what was generated from it"
+        )
 
 
 # --- two compiled runs
 
 
 def _by_calls(a: Graphs, b: Graphs) -> Found:
-    found = Found([], {}, {})
+    found = Found([], {}, {}, {})
     index: dict[tuple[Place, int, int], Value] = {}
     shown: dict[tuple[Place, int, int], Value] = {}
+    inside: dict[tuple[Place, int, int], Value] = {}
     for value in b.values:
         key = value.record.key
         for node in b.same_elements(value):
             for place in b.places(value.graph, node):
                 at = (place, key.step, key.visit)
-                (index if node is value.node else shown).setdefault(at, value)
-    index = shown | index
+                known = index if node is value.node else shown
+                (inside if value.inside else known).setdefault(at, value)
+    index = inside | shown | index
     inputs: dict[_Input, list[Value]] = defaultdict(list)
     for value in b.values:
         if _is_input(value) and not b.is_cut(value.graph):
@@ -153,11 +173,11 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
             found.matches.append(
                 Match(value.record, partner.record, reshaped(partner.record, value.record.shape))
             )
-        elif reason := said_of(value) or _why_alone(a, value, b):
+        elif reason := said_of(value) or _why_alone(a, value, b, found.inside):
             found.ours[value.record.key] = reason
     for value in b.values:
         if id(value.record) not in matched and (
-            reason := said_of(value) or _why_alone(b, value, a)
+            reason := said_of(value) or _why_alone(b, value, a, found.inside)
         ):
             found.theirs[value.record.key] = reason
     return found
@@ -206,13 +226,18 @@ def _input(graphs: Graphs, value: Value) -> _Input:
     return piece, body, whose, key.phase, value.record.shape, key.step, key.visit
 
 
-def _why_alone(mine: Graphs, value: Value, other: Graphs) -> str:
+def _why_alone(
+    mine: Graphs, value: Value, other: Graphs, inside: dict[TensorKey, TensorKey]
+) -> str:
     if value.node is None:
         return ""
     for place in mine.places(value.graph, value.node):
         there = other.by_place.get(place)
         if there:
             graph, node = there[-1]
+            key = value.record.key
+            if whole := other.whole(graph, node, key.step, key.visit):
+                inside[key] = whole.key
             return other.why_not_kept(graph, node) if other.engine != "fx" else ""
     if value.node.target == "placeholder" and value.node.body:
         return "what a body is given by its operator, compared where it comes from"
@@ -225,7 +250,7 @@ def _why_alone(mine: Graphs, value: Value, other: Graphs) -> str:
 
 
 def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
-    found = Found([], {}, {})
+    found = Found([], {}, {}, {})
     matched: set[int] = set()
     for match in (
         *pair_operators(records, graphs, found),

@@ -42,6 +42,8 @@ class Pair(NamedTuple):
             can, as far as the plan knows.
         line: The program's line that computes them, where a compiled graph tells.
         fused: What else one kernel computes on the way to it, in words; empty where nothing.
+        culprit: The first node of a compiled graph on the way to it that is off by itself: gives
+            something else than it should for what it is given. In words, with its line.
     """
 
     reference: Record
@@ -53,6 +55,7 @@ class Pair(NamedTuple):
     trouble: str = ""
     line: str = ""
     fused: str = ""
+    culprit: str = ""
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -136,6 +139,8 @@ class Plan(NamedTuple):
                 yield f"           cannot be compared: {pair.trouble}"
             if pair.fused:
                 yield f"           inside the fusion of {pair.fused}"
+            if pair.culprit:
+                yield f"           off by itself: {pair.culprit}"
         for record in self.missing:
             yield f"  missing  {record.key}  {record.dtype} {_dims(record)}" + self._why(
                 "reference", record

@@ -95,6 +95,8 @@ class Row(NamedTuple):
         line: The program's line that computes it, `file:number in function`, where a side knows it.
         fused: The calls that one kernel of a compiler computes on the way to it, where it is more
             than this one; in words.
+        culprit: The first node of a compiled graph on the way to it that is off by itself, whatever
+            the other side has: it gives something else than it should for what it is given.
         basis: What the measurements were made from.
         estimated: Names of measurements that are estimates (from sketches) rather than exact.
         metrics: Measurements by name; non-finite numbers are ordinary values here.
@@ -126,6 +128,7 @@ class Row(NamedTuple):
     candidate_shape: tuple[int, ...] | None = None
     line: str = ""
     fused: str = ""
+    culprit: str = ""
     basis: Basis = ""
     estimated: tuple[str, ...] = ()
     metrics: Mapping[str, Number] = NO_METRICS
@@ -191,7 +194,7 @@ class Row(NamedTuple):
         reason: str = "",
     ) -> Row:
         """This row with its measurements, and no judgement."""
-        judgement = (status, reason, *self[3:22], basis, estimated, metrics)
+        judgement = (status, reason, *self[3:23], basis, estimated, metrics)
         return self._make((self[0], *judgement, "", None, "", 0.0))
 
     def judged(
@@ -207,7 +210,7 @@ class Row(NamedTuple):
         """This row with another judgement in place of whatever it had."""
         # By position: `_replace` takes three times as long, for each of 10^5 rows.
         judgement = (decided_by, limit, limit_from, severity)
-        return self._make((self[0], status, reason, *self[3:25], *judgement))
+        return self._make((self[0], status, reason, *self[3:26], *judgement))
 
     def __str__(self) -> str:
         return f"{self.status:>12}  {self.key}" + (f"  {self.reason}" if self.reason else "")
@@ -245,6 +248,7 @@ class Row(NamedTuple):
             "candidate_shape": _listed(self.candidate_shape),
             "line": self.line,
             "fused": self.fused,
+            "culprit": self.culprit,
             "basis": self.basis,
             "estimated": list(self.estimated),
             "decided_by": self.decided_by,
@@ -293,6 +297,7 @@ class Row(NamedTuple):
             candidate_shape=_shape(shown.get("candidate_shape")),
             line=str(shown.get("line", "")),
             fused=str(shown.get("fused", "")),
+            culprit=str(shown.get("culprit", "")),
             basis=cast(Basis, shown.get("basis", "")),
             estimated=tuple(shown.get("estimated", ())),
             metrics={

@@ -61,7 +61,7 @@ class SmallPairs:
 
     def elements(self, pair: Pair) -> int | None:
         """How many elements a pair has that is, as far as its records say, as usual; else None."""
-        ours, theirs, _, _, our_recipe, their_recipe, trouble, _, _ = pair
+        ours, theirs, _, _, our_recipe, their_recipe, trouble, *_ = pair
         if not self._able or our_recipe is not None or their_recipe is not None or trouble:
             return None
         shape = ours.shape

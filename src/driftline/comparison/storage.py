@@ -287,6 +287,7 @@ def _cells(row: Row) -> list[JSON]:
         _dims(row.candidate_shape),
         row.line,
         row.fused,
+        row.culprit,
         row.basis,
         " ".join(row.estimated),
         row.decided_by,

@@ -36,6 +36,7 @@ def paired(pair: Pair, basis: Basis = "", metrics: Mapping[str, Number] = NO_MET
         theirs.shape,
         pair.line,
         pair.fused,
+        pair.culprit,
         basis,
         (),
         metrics,

@@ -73,8 +73,12 @@ def _computed(first: Row) -> str:
         said.append(f"computed at {first.line}")
     if first.fused:
         said.append(f"inside the fusion of {_shortened(first.fused)}")
-        if first.line:  # a compiled graph knows its lines, an exported one was fused elsewhere
+        if (
+            first.line and not first.culprit
+        ):  # a compiled graph knows its lines, an exported one was fused elsewhere
             said.append("--no-fusion takes them apart")
+    if first.culprit:
+        said.append(f"off by itself is {first.culprit}")
     return f" ({'; '.join(said)})" if said else ""
 
 

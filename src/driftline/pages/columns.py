@@ -39,6 +39,7 @@ _TEXT: dict[str, Callable[[Row], str]] = {
     "candidate_shape": lambda row: _dims(row.candidate_shape),
     "line": lambda row: row.line,
     "fused": lambda row: row.fused,
+    "culprit": lambda row: row.culprit,
     "basis": lambda row: row.basis,
     "estimated": lambda row: " ".join(row.estimated),
     "decided_by": lambda row: row.decided_by,

@@ -7,11 +7,15 @@ executed is not known here. Files come from strangers: what cannot be read is le
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_LINE = 1 << 27
+INSIDE = " inside "
+"""In the class of a tensor between the operator of its node and the fused kernel that computes it
+on the way: its value was computed beside the kernel, from what that was given."""
 
 
 class Origin(NamedTuple):
@@ -99,10 +103,41 @@ class Kept(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel, generated or of a library, and what it kept."""
+    """A kernel, generated or of a library, and what it kept.
+
+    Attributes:
+        name: Its name.
+        kept: What it left in memory.
+        nodes: All nodes that it computes, also those of which it keeps nothing.
+    """
 
     name: str
     kept: tuple[Kept, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+class Off(NamedTuple):
+    """A node that gives something else than it should for what it was given, in one step.
+
+    Attributes:
+        graph: Number of its graph.
+        node: Its name there.
+        step: When.
+        error: relative_l2; infinite where no number says it.
+        kernel: Its generated kernel is off from the nodes that it was made of, computed one by one.
+            Otherwise what the compiler took the operator apart into is off from the operator.
+    """
+
+    graph: int
+    node: str
+    step: int
+    error: float
+    kernel: bool = False
+
+    def to_line(self) -> str:
+        error = self.error if math.isfinite(self.error) else None
+        told = {"off": self.graph, "node": self.node, "step": self.step, "error": error}
+        return _encode({**told, "kernel": self.kernel}) + "\n"
 
 
 class Graph(NamedTuple):
@@ -145,7 +180,11 @@ class Graph(NamedTuple):
         }
         if self.kernels:
             data["kernels"] = [
-                {"name": kernel.name, "kept": [_short(kept) for kept in kernel.kept]}
+                {
+                    "name": kernel.name,
+                    "kept": [_short(kept) for kept in kernel.kept],
+                    "nodes": kernel.nodes,
+                }
                 for kernel in self.kernels
             ]
         return _encode(data) + "\n"
@@ -196,10 +235,29 @@ def _short(value: Any) -> dict[str, Any]:
 def read_graphs(text: str) -> Iterator[Graph]:
     """The graphs of a file, in order; damaged lines are passed over."""
     for line in text.splitlines():
-        if not line.strip() or len(line) > _LONGEST_LINE:
+        if not line.strip() or len(line) > _LONGEST_LINE or line.startswith('{"off"'):
             continue
         try:
             yield _graph(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+
+
+def read_errors(text: str) -> Iterator[Off]:
+    """The nodes that are off, in order; damaged lines are passed over."""
+    for line in text.splitlines():
+        if not line.startswith('{"off"') or len(line) > _LONGEST_LINE:
+            continue
+        try:
+            data = json.loads(line)
+            error = math.inf if data["error"] is None else float(data["error"])
+            yield Off(
+                int(data["off"]),
+                str(data["node"]),
+                int(data["step"]),
+                error,
+                bool(data.get("kernel", False)),
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
 
@@ -214,7 +272,11 @@ def _graph(data: Mapping[str, Any]) -> Graph:
         str(data.get("base", "")),
         tuple(_node(node) for node in data.get("nodes", ())),
         tuple(
-            Kernel(str(kernel["name"]), tuple(_kept(kept) for kept in kernel.get("kept", ())))
+            Kernel(
+                str(kernel["name"]),
+                tuple(_kept(kept) for kept in kernel.get("kept", ())),
+                _texts(kernel.get("nodes", ())),
+            )
             for kernel in data.get("kernels", ())
         ),
     )

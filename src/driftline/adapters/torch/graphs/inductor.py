@@ -23,12 +23,16 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from driftline.adapters.torch.dispatch import hide_from_compiler
-from driftline.adapters.torch.graphs.kernels import is_called, kernel_name, results
+from driftline.adapters.torch.graphs.kernels import is_called, kernel_name, nodes_of, results
 from driftline.adapters.torch.graphs.nodes import compile_id
-from driftline.adapters.torch.graphs.recorder import Compiled, Execution, Recorder
+from driftline.adapters.torch.graphs.programmes import Programme, Scheduled
+from driftline.adapters.torch.graphs.recorder import Recorder
+from driftline.adapters.torch.graphs.working_steps import Unit
+from driftline.adapters.torch.graphs.workings import workings_of
 from driftline.runs.graphs import GraphNode, Kept, Kernel
 
 _LINE = "__import__('sys').modules[{module!r}].kept({graph}, {buffer!r}, {variable})"
+_DONE = "__import__('sys').modules[{module!r}].called({graph}, {unit})"
 MODULE = "torch._inductor.graph"
 _CACHES = {
     "torch._functorch.config": ("enable_autograd_cache", "enable_remote_autograd_cache"),
@@ -38,10 +42,8 @@ _lock = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()
 _settings: list[tuple[Any, str, Any]] = []
 _replaced: list[tuple[Any, str, Any, Any]] = []
-_under_way: weakref.WeakKeyDictionary[Any, _Scheduled] = weakref.WeakKeyDictionary()
-_graphs: dict[int, _Programme] = {}
-_Results = tuple[str, list[tuple[str, str, tuple[str, ...]]]]
-"""A kernel, and of what it left in memory: the buffer, its exact node if it has one, all nodes."""
+_under_way: weakref.WeakKeyDictionary[Any, Scheduled] = weakref.WeakKeyDictionary()
+_graphs: dict[int, Programme] = {}
 
 
 class Watcher(Protocol):
@@ -52,47 +54,6 @@ class Watcher(Protocol):
     fusion: bool
 
 
-class _Programme:
-    """One compiled graph, and the executions of it that are under way, by thread.
-
-    Attributes:
-        shown: Who is shown its values.
-        first: The first value of an execution.
-        part_of: The graph that executes it, for the body of a control flow operator.
-        within: What comes before the names of such a body.
-    """
-
-    def __init__(self) -> None:
-        self.shown: list[tuple[Recorder, Compiled]] = []
-        self.first = ""
-        self.part_of: _Programme | None = None
-        self.within = ""
-        self._thread = threading.local()
-
-    def executions(self, buffer: str) -> list[Execution]:
-        """Of this thread; the first buffer of the graph begins a new one."""
-        found: list[Execution] | None = getattr(self._thread, "executions", None)
-        if found is None or buffer == self.first:
-            found = [
-                execution
-                for one, compiled in self.shown
-                if (execution := one.execution(compiled)) is not None
-            ]
-            self._thread.executions = found
-        return found
-
-
-class _Scheduled:
-    """A graph that is being scheduled."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.inputs: list[str] = []
-        self.waiting: list[Any] = []
-        self.kernels: list[_Results] = []
-        self.bodies: list[tuple[str, _Scheduled]] = []
-
-
 def kept(graph: int, buffer: str, value: Any) -> None:
     """Called by compiled programs: a kernel has written this. Never raises."""
     programme = _graphs.get(graph)
@@ -101,12 +62,14 @@ def kept(graph: int, buffer: str, value: Any) -> None:
     if programme.part_of is not None:
         programme, buffer = programme.part_of, programme.within + buffer
     for watcher in _watchers[:1]:
-        watcher.session.shielded("inductor", _show, programme, buffer, value)
+        watcher.session.shielded("inductor", programme.take, buffer, value)
 
 
-def _show(programme: _Programme, buffer: str, value: Any) -> None:
-    for execution in programme.executions(buffer):
-        execution.take_kept(buffer, value)
+def called(graph: int, unit: int) -> None:
+    """Called by compiled programs: a kernel has written all it writes. Never raises."""
+    programme = _graphs.get(graph)
+    if programme is not None and _watchers:
+        _watchers[0].session.shielded("inductor", programme.called, unit)
 
 
 # --- switching on and off
@@ -186,6 +149,7 @@ def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
     def codegen(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _watchers:
             return original(self, *args, **kwargs)
+        _watchers[0].session.shielded("inductor", _no_cuda_graph, self)
         result = original(self, *args, **kwargs)
         for watcher in _watchers:
             watcher.session.shielded("inductor", _describe, self)
@@ -193,6 +157,18 @@ def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return codegen
+
+
+def _no_cuda_graph(lowering: Any) -> None:
+    """Have kernels called one by one: a CUDA graph replays them without us, and owns its memory."""
+    if importlib.import_module("torch._inductor.config").triton.cudagraphs:
+        lowering.disable_cudagraphs_reason = "Driftline reads what each kernel has written"
+        for watcher in _watchers:
+            watcher.session.event_once(
+                "cuda-graph",
+                "the program's CUDA graphs were not made: the same kernels were called one by one, "
+                "so that each result could be read",
+            )
 
 
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,13 +225,13 @@ def _comes(scheduler: Any, node: Any) -> None:
     scheduled.waiting.append(node)
 
 
-def _begun() -> _Scheduled:
+def _begun() -> Scheduled:
     """A graph whose first node comes; before it, the program shows us what it was given."""
     number = len(_graphs)
     while number in _graphs:
         number += 1
-    _graphs[number] = _Programme()
-    scheduled = _Scheduled(number)
+    _graphs[number] = Programme()
+    scheduled = Scheduled(number)
     graph: Any = importlib.import_module("torch._inductor.virtualized").V.graph
     wrapper = graph.wrapper_code
     # Parts that are to become CUDA graphs are functions of their own: inputs have no names there.
@@ -268,10 +244,11 @@ def _begun() -> _Scheduled:
                 graph.module.graph, compile_id(), backward=graph.is_backward
             )
         }
+        _graphs[number].silent = owned
         for name in graph.graph_input_names:
-            if name not in owned:
-                scheduled.inputs.append(name)
-                wrapper.writeline(_line(number, name, name))
+            scheduled.inputs.append(name)
+            wrapper.writeline(_line(number, name, name))
+        wrapper.writeline(_DONE.format(module=__name__, graph=number, unit=-1))
     return scheduled
 
 
@@ -309,11 +286,17 @@ def _called(scheduler: Any) -> None:
     scheduled.waiting = [node for node in scheduled.waiting if node not in done]
     name = kernel_name(wrapper.lines, done)
     found: list[tuple[str, str, tuple[str, ...]]] = []
+    nodes: dict[str, None] = {}
     for node in done:
+        nodes.update(dict.fromkeys(nodes_of(graph, node)))
         for buffer, variable, exact, origins in results(graph, wrapper, node):
             found.append((buffer, exact, origins))
             wrapper.writeline(_line(scheduled.number, buffer, variable))
-    scheduled.kernels.append((name, found))
+        scheduled.ends.update(dict.fromkeys(node.last_usage, len(scheduled.units)))
+    line = _DONE.format(module=__name__, graph=scheduled.number, unit=len(scheduled.units))
+    wrapper.writeline(line)
+    library = all(node.is_extern() for node in done)
+    scheduled.units.append(Unit(name, library, found, tuple(nodes)))
 
 
 def _describe(lowering: Any) -> None:
@@ -346,13 +329,21 @@ def _describe(lowering: Any) -> None:
         )
         by_name = {node.name: node for node in nodes}
         kernels = tuple(
-            Kernel(name, tuple(_kept(by_name, within, *one) for one in found))
+            Kernel(
+                unit.name,
+                tuple(_kept(by_name, within, *one) for one in unit.results),
+                tuple(within + node for node in unit.nodes),
+            )
             for within, part in parts
-            for name, found in part.kernels
+            for unit in part.units
         )
         compiled = recorder.add(nodes, compile_id(), kind, "inductor", "inductor", kernels)
         programme.shown.append((recorder, compiled))
         programme.first = next(iter((*scheduled.inputs, *compiled.kept)), "")
+    if scheduled.inputs:
+        known = set(scheduled.inputs)
+        workings = workings_of(lowering.module, scheduled.units, scheduled.ends, known)
+        programme.workings = None if workings.is_empty else workings
 
 
 def _kept(
@@ -365,4 +356,4 @@ def _kept(
     return Kept(within + buffer, f"{nodes[names[-1]].site}:{buffer}", "", names)
 
 
-hide_from_compiler(kept)
+hide_from_compiler(kept, called)

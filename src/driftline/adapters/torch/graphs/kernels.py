@@ -33,6 +33,18 @@ def kernel_name(lines: list[Any], done: list[Any]) -> str:
     return type(getattr(done[0], "node", done[0])).__name__
 
 
+def nodes_of(graph: Any, node: Any) -> list[str]:
+    """The nodes that a scheduled node computes, also where it keeps nothing of them."""
+    places = {one.name: index for index, one in enumerate(graph.module.graph.nodes)}
+    found = {
+        origin.name
+        for output in node.get_outputs()
+        for origin in output.node.get_origins()
+        if origin.name in places
+    }
+    return sorted(found, key=places.__getitem__)
+
+
 def results(graph: Any, wrapper: Any, node: Any) -> list[tuple[str, str, str, tuple[str, ...]]]:
     """Buffer, variable, exact origin and all origins of what a scheduled node left in memory."""
     ir: Any = importlib.import_module("torch._inductor.ir")

@@ -18,10 +18,12 @@ from torch import nn
 from driftline.adapters.torch.dispatch import has_values
 from driftline.adapters.torch.graphs.nodes import Naming, Owner, is_plain_input, owner_of, owners_of
 from driftline.adapters.torch.whereabouts import PROGRAM
-from driftline.runs.graphs import Graph, GraphNode, Kept, Kernel, rebased
+from driftline.runs.graphs import INSIDE, Graph, GraphNode, Kept, Kernel, Off, rebased
 
 Write = Callable[[str], None]
 _MOST_MADE = 200_000
+_ROUNDING = {"float64": 1e-9, "float32": 1e-5, "float16": 3e-3, "bfloat16": 3e-2}
+"""Operators and what a compiler made of them may be apart by so much, for the same inputs."""
 _C: Any = torch._C
 _autograd: Any = torch.autograd
 
@@ -73,6 +75,20 @@ class Execution:
         if node is not None:
             shielded = self._recorder.session.shielded
             shielded(kept.site, self._take, node, kept.site, value, kernel)
+
+    def take_inside(self, name: str, kernel: str, value: Any) -> None:
+        """Show what a node inside of a fused kernel gives; never raises."""
+        node = self.compiled.nodes.get(name)
+        if node is not None and node.phase != "recompute":
+            what = f"{node.target}{INSIDE}{kernel}"
+            self._recorder.session.shielded(node.site, self._take, node, node.site, value, what)
+
+    def take_error(self, name: str, error: float, *, kernel: bool) -> None:
+        """Say how far off a node's value is from what it should be for the same inputs."""
+        node = self.compiled.nodes.get(name)
+        if node is not None and not error <= _ROUNDING.get(node.dtype, 0.0):
+            number = self.compiled.graph.number
+            self._recorder.write(Off(number, name, self.step, error, kernel).to_line())
 
     def _take(self, node: GraphNode, site: str, value: Any, class_name: str) -> None:
         tensors = [one for one in _tensors(value, "") if has_values(one[1])]
@@ -183,9 +199,13 @@ class Recorder:
 
     def _listed(self, graph: Graph) -> Compiled:
         self._lines += 1
-        if self._write is not None:
-            self._write(graph.to_line())
+        self.write(graph.to_line())
         return Compiled(graph)
+
+    def write(self, line: str) -> None:
+        """A line for the list of graphs."""
+        if self._write is not None:
+            self._write(line)
 
     def execution(self, compiled: Compiled) -> Execution | None:
         """An execution begins; None where its step is not wanted."""

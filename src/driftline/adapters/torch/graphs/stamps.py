@@ -19,7 +19,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -31,6 +31,7 @@ STACK = "driftline_modules"
 _MOST_TRACES = 512
 _proxy: Any = None
 _traceback: Any = importlib.import_module("torch.fx.traceback")
+_pytree: Any = importlib.import_module("torch.utils._pytree")
 _autograd: Any = torch.autograd
 _numbers = itertools.count()
 _original: Any = None
@@ -46,19 +47,57 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+class Call(NamedTuple):
+    """An operator call as the program makes it, before it is taken apart.
+
+    Attributes:
+        operator: What is called.
+        arguments: Positional and by name; tensors are `Given`, sizes that vary `Varying`.
+    """
+
+    operator: Any
+    arguments: tuple[Any, Any]
+
+
+class Given(NamedTuple):
+    """A tensor that a call takes.
+
+    Attributes:
+        results: Results of calls that it is.
+        name: Its node, where it is no call's result: an input of the graph.
+        constant: Its value, where that is known while tracing.
+    """
+
+    results: tuple[Result, ...]
+    name: str
+    constant: torch.Tensor | None = None
+
+
+class Varying(NamedTuple):
+    """A number that depends on sizes of the inputs."""
+
+    formula: Any
+
+
+Result = tuple[int, str, str, int, str]
+"""Trace, place, operator without overload, which call of it, and which of its results."""
+
+
 class _Counts:
     """Calls of one trace so far.
 
     Attributes:
         calls: By module, phase and operator.
+        taken: What each call was given, by place, operator and number.
         made: Which module made the autograd node of a number, for its backward operators.
         backward: The backward pass has begun; nothing of the forward pass comes after it.
     """
 
-    __slots__ = ("backward", "calls", "made")
+    __slots__ = ("backward", "calls", "made", "taken")
 
     def __init__(self) -> None:
         self.calls: dict[tuple[str, str], int] = {}
+        self.taken: dict[tuple[str, str, int], Call] = {}
         self.made: dict[int, str] = {}
         self.backward = False
 
@@ -120,6 +159,21 @@ def of_node(node: Any) -> tuple[Origin, ...]:
     return tuple(found)
 
 
+def results_of(node: Any) -> list[Result]:
+    """The results of calls that a node gives."""
+    return [
+        (trace, place, name_of(operator), nth, slot)
+        for operator, slot, nth, place, trace in node.meta.get(STAMP, ())
+    ]
+
+
+def call_of(result: Result) -> Call | None:
+    """The call that gave a result, as long as its trace is remembered."""
+    trace, place, name, nth, _ = result
+    counts = _traces.get(trace)
+    return counts.taken.get((place, name, nth)) if counts is not None else None
+
+
 def name_of(operator: str) -> str:
     """An operator without its overload: a program that is not compiled may take another."""
     return operator.rpartition(".")[0]
@@ -137,7 +191,7 @@ def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         _thread.depth = 0
     if result is not NotImplemented:
         try:
-            _stamp(mode.tracer, func, result)
+            _stamp(mode.tracer, func, result, args, kwargs)
         except Exception:  # the compiler goes on; the node has no origin then
             return result
     return result
@@ -166,7 +220,7 @@ def _can_stand_in(old: Any, new: Any) -> bool:
     return before.dtype == after.dtype and before.dim() == after.dim()
 
 
-def _stamp(tracer: Any, func: Any, result: Any) -> None:
+def _stamp(tracer: Any, func: Any, result: Any, args: Any, kwargs: Any) -> None:
     trace = tracer.__dict__.get(STAMP)
     if trace is None:
         trace = tracer.__dict__[STAMP] = next(_numbers)
@@ -180,6 +234,8 @@ def _stamp(tracer: Any, func: Any, result: Any) -> None:
     key = (place, name_of(operator))
     nth = counts.calls.get(key, 0)
     counts.calls[key] = nth + 1
+    # After `proxy_mode, func` come `pre_dispatch`, the arguments and those by name.
+    counts.taken[(*key, nth)] = Call(func, _given(tracer, (*args, *kwargs.values())[-2:]))
     for slot, tensor in _tensors(result, ""):
         held = _proxy.get_proxy_slot(tensor, tracer, None)
         proxy = getattr(held, "proxy", held)
@@ -190,6 +246,24 @@ def _stamp(tracer: Any, func: Any, result: Any) -> None:
             node.meta[STAMP] = [*before, [operator, slot or "0", nth, place, trace]]
             if stack := _traceback.current_meta.get("nn_module_stack"):
                 node.meta[STACK] = stack
+
+
+def _given(tracer: Any, arguments: Any) -> Any:
+    """What a call takes, without the tensors of the trace."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            held = _proxy.get_proxy_slot(value, tracer, None)
+            node = getattr(getattr(held, "proxy", held), "node", None)
+            if node is None:
+                return Given((), "")
+            results = () if node.op == "placeholder" else tuple(results_of(node))
+            return Given(results, node.name, getattr(held, "constant", None))
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return Varying(value.node.expr)
+        return value
+
+    return _pytree.tree_map(described, arguments)
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
