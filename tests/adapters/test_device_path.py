@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,10 @@ from torch import nn
 
 import driftline
 from driftline.adapters.budgets import Budgets
-from driftline.adapters.torch.device import sheets
+from driftline.adapters.torch.device import graph_watch, sheets
+from driftline.adapters.torch.device.desk import Desk
+from driftline.adapters.torch.device.launching import CannotLaunch, Kernel
+from driftline.adapters.torch.device.places import HostPlace, _Reached
 from driftline.adapters.torch.device.transfers import Transfers
 from driftline.adapters.torch.door import capture
 from driftline.errors import BadInput
@@ -170,6 +176,7 @@ def test_a_slow_run_drops_tensors_with_a_count_where_that_is_chosen() -> None:
     (said,) = [e for e in made.events() if e["kind"] == "dropped"]
     assert len(made.records) == 18
     assert len(made.losses) == said["details"]["tensors"] > 0
+    assert said["details"]["bytes"] == len(made.losses) * 3 * 8 * 4
     assert "dropped" in made.losses[0].reason
 
 
@@ -212,6 +219,129 @@ def test_a_machine_without_triton_goes_over_the_host(monkeypatch: pytest.MonkeyP
     assert len(made.records) == 6
     assert made.records[0].digest.startswith(("xxh3", "blake2b"))
     assert "Triton is not installed" in next(iter(made.events()))["message"]
+
+
+class Lost(_Reached):
+    """A mark in the work of a device that has failed."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: planted\nfor debugging see elsewhere")
+
+
+@pytest.mark.parametrize("keep", ["full", "digest"])
+def test_what_a_failed_device_still_had_is_listed_as_lost_and_the_run_ends_well(
+    monkeypatch: pytest.MonkeyPatch, keep: str
+) -> None:
+    plain = HostPlace.copy_here
+    calls = iter(range(100))
+
+    def fails_later(self: HostPlace, copies: Any) -> Any:
+        plain(self, copies)
+        return _Reached() if next(calls) < 1 else Lost()
+
+    monkeypatch.setattr(HostPlace, "copy_here", fails_later)
+    monkeypatch.setattr(HostPlace, "is_sound", lambda _: False)
+    made = run(keep, steps=3)
+    assert {loss.reason for loss in made.losses} == {"lost on its way: CUDA error: planted"}
+    (said,) = [e for e in made.events() if e["kind"] == "device-failed"]
+    assert said["details"]["tensors"] == len(made.losses) >= 6
+    assert len(made.records) >= 12
+    assert "capture-fault" not in [e["kind"] for e in made.events()]
+
+
+def test_copies_of_our_own_are_not_taken_for_the_program_s_operators() -> None:
+    def operators(pretend: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model, x, sink = Net(), torch.randn(3, 8), MemorySink()
+        watching = capture(model, sink, levels=("modules", "ops"))
+        watching.session.arrivals.pretends = pretend
+        with torch.no_grad(), watching:
+            for _ in range(2):
+                model(x)
+        assert not [e for e in sink.run().events() if e["kind"] == "capture-fault"]
+        return [(r.key, r.digest) for r in sink.run().records]
+
+    assert operators(pretend=True) == operators(pretend=False)
+
+
+def test_threads_that_come_first_at_the_same_time_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Desk.__init__
+
+    def slow(self: Desk, *args: Any) -> None:
+        time.sleep(0.05)
+        plain(self, *args)
+
+    monkeypatch.setattr(Desk, "__init__", slow)
+    model, sink = Net(), MemorySink()
+    watching = capture(model, sink)
+    watching.session.arrivals.pretends = True
+    threads = [threading.Thread(target=lambda: model(torch.randn(3, 8))) for _ in range(4)]
+    with watching:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(sink.run().records) == 24 and not sink.run().losses
+
+
+def test_kernels_that_cannot_be_made_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise CannotLaunch("Triton made no kernel (RuntimeError: no C compiler)")
+
+    monkeypatch.setattr(Kernel, "__call__", fails)
+    made = run("summary", steps=2)
+    assert len(made.records) == 12 and all(r.summary is not None for r in made.records)
+    (said,) = [e for e in made.events() if e["kind"] == "device-path"]
+    assert "no C compiler" in said["message"]
+
+
+def test_a_sample_for_which_there_is_no_memory_becomes_a_summary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scarce(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", scarce)
+    made = run("sample(5)")
+    assert {r.kept for r in made.records} == {"summary"} and len(made.records) == 6
+    kinds = [e["kind"] for e in made.events()]
+    assert "degraded" in kinds and "capture-fault" not in kinds
+
+
+def test_a_graph_that_could_not_be_recorded_leaves_capture_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a recording is under way")
+
+    monkeypatch.setitem(graph_watch._plain, "capture_begin", fails)
+    model, sink = Net(), MemorySink()
+    watching = capture(model, sink)
+    watching.session.arrivals.pretends = True
+    with torch.no_grad(), watching:
+        graph_watch._watching[:] = [watching.session.arrivals]
+        with pytest.raises(RuntimeError, match="under way"):
+            graph_watch._capture_begin(None)
+        model(torch.randn(3, 8))
+        watching.session.flush()
+        assert len(sink.run().records) == 6
+
+
+def test_a_forked_process_lets_its_parent_s_things_lie() -> None:
+    model, sink = Net(), MemorySink()
+    watching = capture(model, sink)
+    arrivals = watching.session.arrivals
+    arrivals.pretends = True
+    with torch.no_grad(), watching:
+        model(torch.randn(3, 8))
+        watching.session.flush()
+        parents = weakref.ref(arrivals.desk)
+        arrivals.after_fork()  # as in the child
+        assert arrivals.desk is None
+        gc.collect()
+        assert parents() is not None
 
 
 def test_a_run_on_disk_is_sealed_with_everything_in_it(tmp_path: Any) -> None:

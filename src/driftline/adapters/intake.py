@@ -35,6 +35,10 @@ Tensors = Sequence[tuple[str, str, Any]]
 _REMEMBERED_SUMMARIES = 512
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
 class Elsewhere(Protocol):
     """Takes in what does not lie in host memory, and hands it over later, in its turn.
 
@@ -153,7 +157,7 @@ class Intake:
         try:
             self.event_once(
                 "capture-fault",
-                f"capture failed: {type(error).__name__}: {error}",
+                f"capture failed: {type(error).__name__}: {_first_line(error)}",
                 site=where,
                 trace=traceback.format_exc(limit=-4),
             )

@@ -213,7 +213,14 @@ def device_of(index: int | None) -> int | None:
 def budgets_of(device: str, host: str, when_full: str) -> Budgets:
     """Memory for tensors of devices, from sizes as people write them."""
     return budgets_from(
-        None if not device else 0 if device.strip() == "0" else size_of(device),
-        size_of(host) if host else None,
-        when_full,
+        _budget("--device-budget", device), _budget("--host-budget", host), when_full
     )
+
+
+def _budget(option: str, text: str) -> int | None:
+    if not text:
+        return None
+    try:
+        return 0 if text.strip() == "0" else size_of(text)
+    except BadInput as error:
+        raise BadInput(f"{option} is a size such as 500MB or 2GiB, or 0, not '{text}'") from error

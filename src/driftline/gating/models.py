@@ -62,6 +62,9 @@ def compare_models(
         DriftlineError: As `compare` does.
     """
     require("torch", install="driftline[torch]")
+    for model in (reference, candidate):
+        if not hasattr(model, "named_modules"):
+            raise BadInput(f"{type(model).__name__} is not a torch module")
     if isolate:
         if keep != "full":
             raise BadInput(

@@ -261,6 +261,8 @@ class Launched:
         self.session.outside = 0
 
     def _make_sink(self) -> Sink:
+        # A spawned process knows only now that it is one; the writer's own end must come later.
+        self._end_with_multiprocessing()
         rank, world_size = self._rank()
         if not self.plan.selection.takes_rank(rank):
             return Nowhere()

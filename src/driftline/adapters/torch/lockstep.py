@@ -23,6 +23,7 @@ from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Refusal
 from driftline.adapters.torch import snapshot as snapshots
+from driftline.adapters.torch.device.launching import CannotLaunch
 from driftline.adapters.torch.device.pairs import can_pair, moments_of, pair_on_device
 from driftline.adapters.torch.session import CaptureSession
 from driftline.numerics import kernel
@@ -120,8 +121,11 @@ class _Meeting:
         if held is not None and held[1] is tensor:
             if self._bytes > MOST_WAITING:
                 self._give_up("too many tensors have no partner at the same place")
-            else:
+                return
+            try:
                 self._waiting[side][key] = held[0], tensor.clone()
+            except torch.OutOfMemoryError:
+                self._give_up("there is no memory for tensors that wait for their partner")
 
     def _sink(self, side: Name) -> MemorySink:
         return self.steps.reference if side == "reference" else self.steps.candidate
@@ -143,8 +147,9 @@ class _Meeting:
         if r.device != c.device and c.is_cuda:
             r = r.to(c.device)
         if can_pair(r, c) and c.is_cuda:
-            self._rows.append((key, c.numel(), pair_on_device(r, c, rtol=rtol, atol=atol)))
-            return
+            with contextlib.suppress(CannotLaunch):  # then on the host
+                self._rows.append((key, c.numel(), pair_on_device(r, c, rtol=rtol, atol=atol)))
+                return
         here, there = (t.detach().cpu().contiguous() for t in (r, c))
         self.steps.moments[key] = kernel.pair_moments(
             _raw(here),

@@ -104,7 +104,7 @@ class CaptureSession(Session):
         graph_watch.unwatch(self.arrivals)
 
     def after_fork(self) -> None:
-        self.arrivals.forget()
+        self.arrivals.after_fork()
         super().after_fork()
 
     def undisturbed(self) -> AbstractContextManager[None]:

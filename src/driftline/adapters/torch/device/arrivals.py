@@ -20,6 +20,7 @@ from driftline.adapters.reduction import Reduction
 from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Refusal, Snapshot
 from driftline.adapters.torch import snapshot as snapshots
+from driftline.adapters.torch.device.abandoned import abandon
 from driftline.adapters.torch.device.alike import Alike, Last
 from driftline.adapters.torch.device.delivery import Delivery, Repeat, Waiting
 from driftline.adapters.torch.device.desk import Desk, Ticket
@@ -66,13 +67,18 @@ class Arrivals:
         self.pretends = False
         self.forget()
 
+    def after_fork(self) -> None:
+        """This process is a copy, and cannot use its parent's devices, not even to let go."""
+        abandon(self.desk, self.delivery, self.alike)
+        self.forget()
+
     def forget(self) -> None:
-        """Nothing has come yet; a forked child cannot use its parent's devices."""
+        """Nothing has come yet."""
         self._lock = threading.RLock()  # never held by the thread that hands over
         self.desk: Desk | None = None
         intake = self._intake
         self.delivery = Delivery(
-            intake.hand_over, intake.hand_over_group, intake.shielded, self._pressed
+            intake.hand_over, intake.hand_over_group, intake.shielded, self._pressed, self._failed
         )
         self._still = False
         self._replays = 0
@@ -82,6 +88,10 @@ class Arrivals:
 
     def _pressed(self) -> bool:
         return self.desk is not None and self.desk.pressure
+
+    def _failed(self) -> None:
+        """A device can be used no more."""
+        abandon(self.desk, self.alike)
 
     @property
     def under_way(self) -> bool:
@@ -160,11 +170,22 @@ class Arrivals:
         return True
 
     def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
-        desk = self.desk
-        if desk is None:
-            desk = self.desk = Desk(self.budgets, self._intake.event_once)
+        desk = self.desk or self._new_desk()
+        if self.delivery.failure:
+            return True
         if not desk.usable:
             return False
+        try:
+            return self._take(desk, tensor, address, placement)
+        except RuntimeError as error:
+            if desk.is_sound:
+                raise
+            self.delivery.fail(str(error))
+            return True
+
+    def _take(
+        self, desk: Desk, tensor: torch.Tensor, address: Sequence[Any], placement: str
+    ) -> bool:
         site, port, slot, step, visit, phase, moment, alias, class_name = address
         place = (site, port, slot, moment)
         known = self._known.get(place)
@@ -193,6 +214,12 @@ class Arrivals:
         key = TensorKey(site, port, slot, step, visit, self._rank, self._process, phase, moment)
         with self._lock:
             return self._taken(desk, key, shot, tensor, alias, class_name)
+
+    def _new_desk(self) -> Desk:
+        with self._lock:  # threads may come at the same time
+            if self.desk is None:
+                self.desk = Desk(self.budgets, self._intake.event_once)
+            return self.desk
 
     def _remember(
         self,
@@ -252,13 +279,15 @@ class Arrivals:
         what: Ticket | Parcel | None = None
         stride, lost = 1, ""
         if kept in ("full", "sample") and not desk.degraded:
-            whole = tensor
+            whole: torch.Tensor | None = tensor
             if kept == "sample":
                 stride = self._reduction.stride(shot.elements)
                 if stride > 1:
-                    whole = tensor.reshape(-1)[::stride].contiguous()
-            size = whole.numel() * whole.element_size()
-            carried = desk.carry(whole, size, self.send)
+                    whole = desk.every_nth(tensor, stride)
+            carried: Parcel | str | None = None
+            if whole is not None:
+                size = whole.numel() * whole.element_size()
+                carried = desk.carry(whole, size, self.send)
             if isinstance(carried, str):
                 lost = carried
             elif carried is not None:
@@ -295,23 +324,7 @@ class Arrivals:
 
     def queue(self, record: Record, data: Bytes | None) -> None:
         """Queue a record behind what is under way; its bytes are copied."""
-        self.delivery.add(
-            Waiting(
-                record.key,
-                record.dtype,
-                record.shape,
-                record.alias,
-                record.class_name,
-                record.device,
-                record.kept,
-                record.digest,
-                record.sample_stride,
-                record.summary,
-                record.placement,
-                record.lost,
-                None if data is None else data.copy(),
-            )
-        )
+        self.delivery.add(Waiting.of(record, None if data is None else data.copy()))
 
     def queue_act(self, act: Callable[[], None]) -> None:
         self.delivery.add(act)
@@ -320,10 +333,17 @@ class Arrivals:
 
     def send(self) -> None:
         """Start the copies of what was taken, and hand over what has come."""
-        if self.desk is None or self._still:
+        desk = self.desk
+        if desk is None or self._still:
             return
-        with self._lock:
-            self.desk.send()
+        try:
+            # Where operators are watched, copies of ours would be taken for the program's.
+            with self._lock, snapshots.undisturbed():
+                desk.send()
+        except RuntimeError as error:
+            if desk.is_sound:
+                raise
+            self.delivery.fail(str(error))
         self.delivery.sent()
 
     def drain(self) -> None:
@@ -333,8 +353,15 @@ class Arrivals:
 
     def finish(self) -> None:
         """The same for good; says what was left out."""
-        self.send()
+        self._still = False  # whoever recorded a graph until now has left it
+        self._intake.shielded("sending", self.send)
         self.delivery.finish()
+        if self.delivery.failure:
+            self._intake.event(
+                "device-failed",
+                f"{self.delivery.failure}: what was on its way is lost, nothing after it was taken",
+                tensors=self.delivery.lost,
+            )
         if self._replays:
             self._intake.event(
                 "cuda-graph",
@@ -345,20 +372,11 @@ class Arrivals:
         desk = self.desk
         if desk is None:
             return
-        if desk.dropped:
-            self._intake.event(
-                "dropped",
-                f"{desk.dropped} tensors ({desk.dropped_bytes} bytes) were dropped: the run could "
-                "not be written as fast as the program ran",
-                tensors=desk.dropped,
-                bytes=desk.dropped_bytes,
-            )
-        if desk.waited:
-            self._intake.event(
-                "waited",
-                f"the program waited {desk.waited} times for the run to be written",
-                times=desk.waited,
-            )
+        if desk.is_sound:
+            desk.close()
+        else:
+            self._failed()
+        desk.report(self._intake.event)
 
     # --- CUDA graphs, and memory
 

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from driftline.adapters.torch.device.abandoned import abandon
 from driftline.adapters.torch.device.desk import Ticket
 from driftline.adapters.torch.device.flights import Constant, Flight, Group
-from driftline.adapters.torch.device.places import Mark
 from driftline.adapters.torch.device.transfers import Parcel
 from driftline.numerics.kernel import bytes_at
 from driftline.numerics.summary import Summary
@@ -52,6 +52,45 @@ class Waiting(NamedTuple):
     lost: str
     what: Ticket | Parcel | Bytes | None
 
+    @classmethod
+    def of(cls, record: Record, data: Bytes | None) -> Waiting:
+        """A record that is complete, and its bytes."""
+        return cls(
+            record.key,
+            record.dtype,
+            record.shape,
+            record.alias,
+            record.class_name,
+            record.device,
+            record.kept,
+            record.digest,
+            record.sample_stride,
+            record.summary,
+            record.placement,
+            record.lost,
+            data,
+        )
+
+    def recorded(self) -> Record:
+        """Its record, as far as it is known."""
+        (key, dtype, shape, alias, class_name, device, kept, digest, stride, summary) = self[:10]
+        return Record(
+            key,
+            0,
+            dtype,
+            shape,
+            alias,
+            class_name,
+            device,
+            kept,
+            digest,
+            None,
+            stride,
+            summary,
+            self.placement,
+            self.lost,
+        )
+
 
 class Repeat(NamedTuple):
     """A whole tensor like one that came before: its record is made when its bytes are here."""
@@ -62,6 +101,18 @@ class Repeat(NamedTuple):
     parcel: Parcel
 
 
+def _carrier(first: Waiting | Repeat | Group) -> Flight | Parcel | None:
+    """What brings the values of something in the queue; None if they are here."""
+    if isinstance(first, Group):
+        return first.flight
+    if isinstance(first, Repeat):
+        return first.parcel
+    what = first.what
+    if isinstance(what, Ticket):
+        return what.flight
+    return what if isinstance(what, Parcel) else None
+
+
 class Delivery:
     """The queue, and who empties it.
 
@@ -70,9 +121,12 @@ class Delivery:
         hand_over_group: Takes summaries that have no records yet; likewise.
         shielded: Does something so that it cannot raise.
         pressed: Whether the room for what waits is running out.
+        failed: Told once when a device can be used no more.
 
     Attributes:
         tail: The group at the end of the queue, if there is one: more may be added to it.
+        failure: Why what was on its way did not come; empty as long as it does.
+        lost: How many tensors that were.
     """
 
     def __init__(
@@ -81,11 +135,13 @@ class Delivery:
         hand_over_group: Callable[[Group], None],
         shielded: Callable[..., None],
         pressed: Callable[[], bool],
+        failed: Callable[[], None],
     ) -> None:
         self._hand_over = hand_over
         self._hand_over_group = hand_over_group
         self._shielded = shielded
         self._pressed = pressed
+        self._failed = failed
         self._queue: deque[Waiting | Repeat | Group | Callable[[], None]] = deque()
         self.tail: Group | None = None
         self._changed = threading.Condition(threading.Lock())
@@ -93,6 +149,8 @@ class Delivery:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._last = 0.0
+        self.failure = ""
+        self.lost = 0
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -164,6 +222,9 @@ class Delivery:
             thread.join()
             self._thread = None
         self.deliver(wait=True)
+        if self._queue:  # they were never sent: nobody could
+            self.fail("the device did not take what was left to do")
+            self.deliver(wait=True)
 
     def _work(self) -> None:
         while True:
@@ -191,77 +252,79 @@ class Delivery:
     def _one(self, *, wait: bool) -> bool:
         """Hand the first one over; False if it has not arrived, or was not even sent."""
         first = self._queue[0]
-        if isinstance(first, Group):
-            flight = first.flight
-            if not flight.there and not self._here(flight.mark, wait=wait):
-                return False
-            flight.there = True
-            self._queue.popleft()
-            self._shielded("summaries", self._hand_over_group, first)
-            return True
-        if isinstance(first, Repeat):
-            if not self._here(first.parcel.mark, wait=wait):
-                return False
-            self._queue.popleft()
-            record = first.constant.recorded(first.step, first.visit)
-            self._shielded(record.key.site, self._deliver_bytes, record, first.parcel)
-            return True
-        if not isinstance(first, Waiting):
+        if not isinstance(first, (Group, Repeat, Waiting)):
             self._queue.popleft()
             self._shielded("delivery", first)
             return True
-        what = first.what
-        if isinstance(what, Ticket):
-            flight = what.flight
-            if not flight.there and not self._here(flight.mark, wait=wait):
-                return False
-            flight.there = True
-        elif isinstance(what, Parcel) and not self._here(what.mark, wait=wait):
+        carrier = _carrier(first)
+        here = carrier is None or self._arrived(carrier, wait=wait)
+        if not here and not self.failure:
             return False
         self._queue.popleft()
-        self._shielded(first.key.site, self._deliver, first)
+        if not here:
+            self._shielded("delivery", self._lose, first)
+        elif isinstance(first, Group):
+            self._shielded("summaries", self._hand_over_group, first)
+        elif isinstance(first, Repeat):
+            record = first.constant.recorded(first.step, first.visit)
+            self._shielded(record.key.site, self._deliver_bytes, record, first.parcel)
+        else:
+            self._shielded(first.key.site, self._deliver, first)
         return True
 
-    @staticmethod
-    def _here(mark: Mark | None, *, wait: bool) -> bool:
-        if mark is None:
+    def _arrived(self, carrier: Flight | Parcel, *, wait: bool) -> bool:
+        if isinstance(carrier, Flight) and carrier.there:
+            return True
+        mark = carrier.mark
+        if mark is None or self.failure:
             return False
-        if not mark.query():
-            if not wait:
-                return False
-            mark.synchronize()
+        try:
+            if not mark.query():
+                if not wait:
+                    return False
+                mark.synchronize()
+        except RuntimeError as error:
+            if "captur" not in str(error):  # the program records a graph: nobody may ask
+                self.fail(str(error))
+            return False
+        if isinstance(carrier, Flight):
+            carrier.there = True
         return True
+
+    def fail(self, why: str) -> None:
+        """The device is gone for this process, and with it what was on its way."""
+        if self.failure:
+            return
+        lines = why.strip().splitlines() or ["the device failed"]
+        self.failure = lines[0][:200]
+        abandon(list(self._queue))
+        self._failed()
+
+    def _lose(self, first: Waiting | Repeat | Group) -> None:
+        if isinstance(first, Group):
+            records = list(first.described())
+        elif isinstance(first, Repeat):
+            records = [first.constant.recorded(first.step, first.visit)]
+            first.parcel.done()
+        else:
+            records = [first.recorded()]
+            if isinstance(first.what, Parcel):
+                first.what.done()
+        for record in records:
+            self.lost += 1
+            self._hand_over(record._replace(lost=f"lost on its way: {self.failure}"), None)
 
     def _deliver(self, waiting: Waiting) -> None:
-        (key, dtype, shape, alias, class_name, device, kept, digest, stride, summary) = waiting[:10]
-        data: Bytes | None = None
-        what = waiting.what
-        if isinstance(what, Ticket):
-            digest, summary = what.flight.result(what.slot, what.count, what.width)
-            if kept == "digest":
-                summary = None
-        elif what is not None and not isinstance(what, Parcel):
-            data = what
-        record = Record(
-            key,
-            0,
-            dtype,
-            shape,
-            alias,
-            class_name,
-            device,
-            kept,
-            digest,
-            None,
-            stride,
-            summary,
-            waiting.placement,
-            waiting.lost,
-        )
+        record, what = waiting.recorded(), waiting.what
         if isinstance(what, Parcel):
             self._deliver_bytes(record, what)
+        elif isinstance(what, Ticket):
+            digest, summary = what.flight.result(what.slot, what.count, what.width)
+            if record.kept == "digest":
+                summary = None
+            self._hand_over(record._replace(digest=digest, summary=summary), None)
         else:
-            self._hand_over(record, data)
+            self._hand_over(record, what)
 
     def _deliver_bytes(self, record: Record, parcel: Parcel) -> None:
         try:

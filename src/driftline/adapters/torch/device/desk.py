@@ -79,10 +79,9 @@ class Desk:
         self._say = say
         self._devices: dict[int, Device] = {}
         self._ring: Ring | None = None
-        why_not = launching.why_not()
-        self.usable = not why_not
-        if why_not:
-            say("device-path", f"tensors of devices are copied one by one, slowly: {why_not}")
+        self.usable = True
+        if why_not := launching.why_not():
+            self._do_without(why_not)
 
     def device_of(self, tensor: torch.Tensor) -> Device:
         index = -1 if tensor.is_cpu else tensor.get_device()
@@ -113,7 +112,15 @@ class Desk:
         except torch.OutOfMemoryError:
             self._free(device)
             return None
+        except launching.CannotLaunch as error:
+            self._do_without(str(error))
+            return None
         return Ticket(flight, slot, count, kind.width)
+
+    def _do_without(self, why_not: str) -> None:
+        """No kernels: whatever is summarised is copied to the host for it."""
+        self.usable = False
+        self._say("device-path", f"tensors of devices are copied one by one, slowly: {why_not}")
 
     # --- whole tensors
 
@@ -141,7 +148,7 @@ class Desk:
                 return parcel
             self._leave_room(device)
             crate = transfers.room_for(size, self.budgets.host)
-            region = self._lend(device, crate or size, progress)
+            region = self._lend(device, crate or size, size, progress)
             if isinstance(region, str) or region is None:
                 return region
             try:
@@ -155,11 +162,21 @@ class Desk:
                 region.give_back()
                 raise
         except torch.OutOfMemoryError:
-            self._free(device)
-            self._degrade("the device has no memory left for copies of tensors")
+            self.out_of_memory(tensor)
             return None
 
-    def _lend(self, device: Device, size: int, progress: Callable[[], None]) -> Region | str | None:
+    def every_nth(self, tensor: torch.Tensor, stride: int) -> torch.Tensor | None:
+        """A sample of a tensor, side by side; None if there is no memory for it."""
+        try:
+            return tensor.reshape(-1)[::stride].contiguous()
+        except torch.OutOfMemoryError:
+            self.out_of_memory(tensor)
+            return None
+
+    def _lend(
+        self, device: Device, size: int, tensor: int, progress: Callable[[], None]
+    ) -> Region | str | None:
+        """Host memory of a size for a tensor that has so many bytes of it."""
         ring = self._ring
         if ring is None:
             ring = self._ring = Ring(device.place, self.budgets.host)
@@ -175,12 +192,9 @@ class Desk:
             if region is not None:
                 return region
             progress()
-            if self.budgets.when_full == "drop":
-                self.dropped += 1
-                self.dropped_bytes += size
-                return DROPPED
-            self.waited += 1
-            region = ring.wait_for(size, _LONGEST_WAIT)
+            if self.budgets.when_full == "wait":
+                self.waited += 1
+                region = ring.wait_for(size, _LONGEST_WAIT)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # pinning fails with a plain one
@@ -189,7 +203,11 @@ class Desk:
             ring.free()
             self._degrade("the host has no memory left to pin")
             return None
-        return region if region is not None else DROPPED
+        if region is None:
+            self.dropped += 1
+            self.dropped_bytes += tensor
+            return DROPPED
+        return region
 
     def _leave_room(self, device: Device) -> None:
         """Now and then, whether the device is nearly full: then no more clones."""
@@ -227,6 +245,11 @@ class Desk:
         ring = self._ring
         return ring is not None and ring.lent * 2 > ring.budget
 
+    def out_of_memory(self, tensor: torch.Tensor) -> None:
+        """There was no memory for what a tensor needs beside itself: summaries from now on."""
+        self._free(self.device_of(tensor))
+        self._degrade("the device has no memory left for copies of tensors")
+
     def _free(self, device: Device) -> None:
         device.transfers.free()
         if device.place.index >= 0:
@@ -236,6 +259,32 @@ class Desk:
         if not self.degraded:
             self.degraded = True
             self._say("degraded", f"{why}: from here on summaries are kept instead")
+
+    def report(self, event: Callable[..., None]) -> None:
+        """Say what was dropped, and how often the program waited."""
+        if self.dropped:
+            event(
+                "dropped",
+                f"{self.dropped} tensors ({self.dropped_bytes} bytes) were dropped: the run could "
+                "not be written as fast as the program ran",
+                tensors=self.dropped,
+                bytes=self.dropped_bytes,
+            )
+        if self.waited:
+            event(
+                "waited",
+                f"the program waited {self.waited} times for the run to be written",
+                times=self.waited,
+            )
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every device in use still answers."""
+        return all(device.place.is_sound() for device in self._devices.values())
+
+    def close(self) -> None:
+        """Nothing comes any more: give host memory back, as long as the device can be asked."""
+        self._ring = None
 
     def memory_wanted(self) -> None:
         """The program itself has no memory left: let go of all that can be had."""

@@ -143,6 +143,12 @@ class Group:
     def dtypes(self) -> set[str]:
         return {constant.record.dtype for constant in self._constants}
 
+    def described(self) -> Iterator[Record]:
+        """The records without what the flight brings."""
+        notes = self._notes
+        for i, constant in enumerate(self._constants):
+            yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2])
+
     def records(self) -> Iterator[Record]:
         """The records; only after the flight's arrival."""
         notes = self._notes

@@ -10,6 +10,7 @@ device memory is told of too, so that capture lets go of its own.
 # pyright: reportAttributeAccessIssue=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ def watch_memory() -> None:
     with _lock:
         if observe is not None and not _observed:
             _observed = True  # it cannot be taken off again, and does nothing without sessions
-            observe(_out_of_memory)
+            with contextlib.suppress(RuntimeError):  # cudaMallocAsync tells nobody
+                observe(_out_of_memory)
 
 
 def unwatch(arrivals: Arrivals) -> None:
@@ -70,7 +72,12 @@ def _out_of_memory(device: int, size: int, allocated: int, free: int) -> None:
 def _capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
     for arrivals in list(_watching):
         arrivals.recording_begins()
-    return _plain["capture_begin"](self, *args, **kwargs)
+    try:
+        return _plain["capture_begin"](self, *args, **kwargs)
+    except BaseException:  # nothing is recorded, and nobody will end it
+        for arrivals in list(_watching):
+            arrivals.recording_ends()
+        raise
 
 
 def _capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,9 +23,20 @@ LEAST_TRITON = (3, 2)
 """Below it `tl` lacks what the kernels use; every torch since 2.6 brings a newer one along."""
 
 
-@functools.cache
+_broken = ""
+
+
+class CannotLaunch(Exception):
+    """A kernel could not be compiled or started for the first time; none is tried again."""
+
+
 def why_not() -> str:
-    """Why kernels cannot run in this process; empty if they can."""
+    """Why kernels cannot run in this process; empty if they can, as far as is known."""
+    return _broken or _missing()
+
+
+@functools.cache
+def _missing() -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
@@ -116,8 +127,15 @@ class Kernel:
         if device < 0:  # the interpreter knows no devices
             self._function[(programs,)](*numbers, **self._constants, **self._options)
             return
-        with torch.cuda.device(device):
-            made = self._function[(programs,)](*numbers, **self._constants, **self._options)
+        if interpreted():  # it would look for the device's addresses in host memory
+            raise CannotLaunch("TRITON_INTERPRET is set, and Triton's interpreter reads no device")
+        try:
+            with torch.cuda.device(device):
+                made = self._function[(programs,)](*numbers, **self._constants, **self._options)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no compiler, no folder for what it makes, no such target
+            raise CannotLaunch(_give_up(error)) from error
         try:
             self._ready[device] = made.run, made.function, made.packed_metadata
         except AttributeError:
@@ -127,6 +145,13 @@ class Kernel:
         plain = getattr(about, "num_ctas", 1) == 1 and not getattr(about, "launch_pdl", False)
         if plain and not getattr(about, "launch_cooperative_grid", False):
             self._made[device] = Made(int(made.function), about.num_warps * 32, int(about.shared))
+
+
+def _give_up(error: Exception) -> str:
+    global _broken
+    lines = str(error).strip().splitlines() or [""]
+    _broken = f"Triton made no kernel ({type(error).__name__}: {lines[0][:200]})"
+    return _broken
 
 
 class _Usual:

@@ -58,7 +58,7 @@ def can_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
         and reference.device == candidate.device
         and reference.numel() > 0
         and not launching.why_not()
-        and (reference.is_cuda or launching.interpreted())
+        and reference.is_cuda != launching.interpreted()
     )
 
 

@@ -68,6 +68,10 @@ class Place(Protocol):
         """Bytes of device memory that nobody uses."""
         ...
 
+    def is_sound(self) -> bool:
+        """Whether the device answers; after an error in one of its kernels it never does again."""
+        ...
+
 
 class _Reached:
     def query(self) -> bool:
@@ -108,6 +112,9 @@ class HostPlace:
 
     def room(self) -> int:
         return 1 << 40
+
+    def is_sound(self) -> bool:
+        return True
 
 
 class CudaPlace:
@@ -162,6 +169,13 @@ class CudaPlace:
         if not stream:
             return torch.cuda.default_stream(self._device)
         return torch.cuda.ExternalStream(stream, device=self._device)
+
+    def is_sound(self) -> bool:
+        try:
+            torch.cuda.current_stream(self._device).query()
+        except RuntimeError as error:
+            return "captur" in str(error)
+        return True
 
     def room(self) -> int:
         """Free memory of the card, and what torch's allocator holds without a user."""

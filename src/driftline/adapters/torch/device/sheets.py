@@ -282,12 +282,18 @@ class Sheet:
         if not self._slot:
             return
         self._join()
-        host = self._place.pinned(self._slot * ROW_BYTES).view(torch.float64).view(self._slot, 80)
+        host = self._host(self._slot * ROW_BYTES).view(torch.float64).view(self._slot, 80)
         # In this queue: the next kernels write to the same results.
         mark = self._place.copy_here([(host, self._results[: self._slot])])
         self.flight.depart(host, mark)
         self.flight = Flight()
         self._slot = self._joined = 0
+
+    def _host(self, size: int) -> torch.Tensor:
+        try:
+            return self._place.pinned(size)
+        except RuntimeError:  # no more can be pinned: the copy waits for the device then
+            return torch.empty(size, dtype=torch.uint8)
 
     def _join(self) -> None:
         new = self._slot - self._joined
