@@ -10,7 +10,8 @@ from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
 from driftline.comparison.table import is_kept, kept_like
 from driftline.gating.loose_biases import GRADIENTS, is_far_output, with_loose_biases
-from driftline.gating.sums import is_far_sum, with_sums
+from driftline.gating.moved import is_far_moved, with_moved
+from driftline.gating.sums import with_sums
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -41,15 +42,16 @@ def _looked_up(
     rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
 ) -> Sequence[Row]:
     found = with_loose_biases(rows, pairs, reference, candidate)
-    return with_sums(found, pairs, reference, candidate)
+    found = with_sums(found, pairs, reference, candidate)
+    return with_moved(found, pairs, reference, candidate)
 
 
 def _may_be_asked(rows: KeptRows) -> bool:
     """Whether any row of a long table is one that evidence is looked for."""
-    biases = not rows.ports.isdisjoint(GRADIENTS)
-    if not biases and not rows.has_operators:
+    biases = rows.has_operators or not rows.ports.isdisjoint(GRADIENTS)
+    if not biases:
         return False
-    return any((biases and is_far_output(row)) or is_far_sum(row) for row in rows)
+    return any(is_far_output(row) or is_far_moved(row) for row in rows)
 
 
 class _OfOneProcess:
@@ -68,7 +70,7 @@ class _OfOneProcess:
             self._next = next(self._processes, None)
         if self._next is None or self._next[0] != place:
             return rows  # what is alone comes at the end
-        if not any(is_far_output(row) or is_far_sum(row) for row in rows):
+        if not any(is_far_output(row) or is_far_moved(row) for row in rows):
             return rows
         pairs = list(self._next[1])
         self._next = next(self._processes, None)

@@ -16,6 +16,7 @@ from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 from driftline.gating.divergence import find_divergence
 from driftline.gating.inherited import Inheritance, Inherited, Unrelated, reference_norm
 from driftline.gating.loose_biases import BEYOND_COLUMN
+from driftline.gating.moved import BEYOND_ROUNDING_COLUMN
 from driftline.gating.no_gradient import without_gradient
 from driftline.gating.quantised import Quantised, quantised_row
 from driftline.gating.sums import SUMMED, SUMMED_COLUMN
@@ -30,7 +31,7 @@ from driftline.tolerance.defaults import (
     with_smallest_steps,
 )
 from driftline.tolerance.limits import Tolerance
-from driftline.tolerance.scales import BEYOND, SUMMED_ELEMENTS
+from driftline.tolerance.scales import BEYOND, BEYOND_ROUNDING, SUMMED_ELEMENTS
 
 _WRITTEN_INTO = (
     "one side took it before the call, the other after it: the operator may have written into it"
@@ -57,8 +58,9 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
             tally.take(row)
         if BEYOND in tally.deciding and BEYOND not in columns:
             table = table.changed(columns=(*table.columns, BEYOND_COLUMN))
-    if SUMMED not in columns and _has(rows, SUMMED):
-        table = table.changed(columns=(*table.columns, SUMMED_COLUMN))
+    for column in (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN):
+        if column.name not in columns and _has(rows, column.name):
+            table = table.changed(columns=(*table.columns, column))
     coverage = table.changed(rows=rows).coverage
     first, first_site, finding = find_divergence(rows, ordered=ordered, tally=tally)
     verdict: Verdict = "pass"
@@ -181,6 +183,8 @@ def _judge(
                 if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
                     judged = excused
                     break
+            else:
+                judged = _beyond_rounding(judged)
     packed = "lowfloat" in row.reference_recipe or "lowfloat" in row.candidate_recipe
     if exact[0] != exact[1] and not codes and not packed:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
@@ -201,6 +205,22 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
     if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
         share = LIMITS[working.name] * summed / reference_norm(row)
         yield Inheritance(share, SUMMED_ELEMENTS)
+
+
+def _beyond_rounding(row: Row) -> Row:
+    """A failing row, unless it differs only where an optimizer made steps of rounding."""
+    left, limit = float(row.metrics.get(BEYOND_ROUNDING, math.inf)), row.limit
+    if limit is None or not left <= limit:
+        return row
+    return row.judged(
+        "pass",
+        f"{METRIC} {float(row.metrics[METRIC]):.3g} lies in elements whose gradient is nothing but "
+        "rounding, of which an optimizer makes whole steps",
+        decided_by=BEYOND_ROUNDING,
+        limit=limit,
+        limit_from=row.limit_from,
+        severity=left / limit,
+    )
 
 
 def _exact(row: Row) -> Row:

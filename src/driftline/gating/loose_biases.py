@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from driftline.alignment.plan import Pair
@@ -23,6 +23,7 @@ from driftline.comparison.unmeasured import clash, has_recipe, paired
 from driftline.comparison.values import F64, ValuePair, open_arrays
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DType, to_float64
+from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
 from driftline.tolerance.scales import BEYOND
@@ -38,6 +39,9 @@ BEYOND_COLUMN = Column(BEYOND, "lower", "relative L2 without what a bias of no g
 GRADIENTS = ("optimizer_grad", "param_grad")
 _APART, _ROUNDINGS = 1e-3, 64
 """Elements of a gradient that differ by this share, and by so many roundings, are not the same."""
+NO_MORE = 16
+"""Rounding of a bias's gradient, in units of roundoff of its weight's gradient."""
+_WEIGHTS = ("weight", "w_0")
 _FEW = 16
 """So many roundings are nobody's fault."""
 _POSITIONS = 64
@@ -54,6 +58,29 @@ _Place = tuple[int, int, str]
 def is_bias(slot: str) -> bool:
     """Whether a parameter is a layer's bias; `b_0` is Paddle's name of it."""
     return slot in ("bias", "b_0")
+
+
+def is_bias_gradient(key: TensorKey, class_name: str, shape: tuple[int, ...] | None) -> bool:
+    """Whether a tensor is the gradient of a bias: of a module, or the sum that an operator made."""
+    if key.port in GRADIENTS:
+        return is_bias(key.slot)
+    summed = key.port == "output" and key.phase == "backward" and class_name.startswith("aten.sum")
+    return summed and shape is not None and len(shape) > 0 and shape[-1] == math.prod(shape) > 1
+
+
+def module_of(site: str) -> str:
+    """The module of a site; an operator or node stands behind a slash."""
+    return site.partition("/")[0]
+
+
+def earlier(gradients: Sequence[int], step: int) -> Callable[[int], bool]:
+    """Which steps' gradients tell of a parameter in a step: those before it.
+
+    Where none before it was recorded, its own must do: what has no gradient has none in any step.
+    """
+    if any(one < step for one in gradients):
+        return lambda one: one < step
+    return lambda one: one == step
 
 
 def with_loose_biases(
@@ -75,10 +102,10 @@ def with_loose_biases(
     if not biases.known:
         return found
     wanted = {found[at].key for at in far}
-    of_row = {_ends(paired(pair)): pair for pair in pairs if pair.reference.key in wanted}
+    of_row = {ends(paired(pair)): pair for pair in pairs if pair.reference.key in wanted}
     for at in far:
         row = found[at]
-        pair = of_row.get(_ends(row))
+        pair = of_row.get(ends(row))
         loose = biases.loose_before(row)
         if pair is None or loose is None:
             continue
@@ -93,7 +120,9 @@ def with_loose_biases(
 
 def is_far_output(row: Row) -> bool:
     """An output of a later step that differs by more than a few roundings."""
-    if row.key.port != "output" or row.key.step == 0 or row.basis != "values":
+    if row.key.port != "output" or row.key.phase == "backward":
+        return False
+    if row.key.step == 0 or row.basis != "values":
         return False
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
     if dtype is None:
@@ -102,7 +131,7 @@ def is_far_output(row: Row) -> bool:
     return few < row.metrics.get(METRIC, 0.0) < math.inf
 
 
-def _ends(row: Row) -> tuple[object, ...]:
+def ends(row: Row) -> tuple[object, ...]:
     """What tells a pair from all others: both keys, as a row has them."""
     return (row.key, *row[4:10])
 
@@ -114,10 +143,16 @@ class _Biases:
         self._runs = (reference, candidate)
         self._given: dict[_Place, list[Pair]] = defaultdict(list)
         self._apart: dict[tuple[_Place, int], F64 | None] = {}
+        self._weights: dict[TensorKey, Pair] = {}
         for pair in pairs:
             key = pair.reference.key
-            if key.port in GRADIENTS and is_bias(key.slot) and len(pair.reference.shape) == 1:
-                self._given[key.rank, key.process, key.site].append(pair)
+            shape = pair.reference.shape
+            if key.port in GRADIENTS and key.slot in _WEIGHTS:
+                self._weights[key._replace(slot="")] = pair
+            if not is_bias_gradient(key, pair.reference.class_name, shape):
+                continue
+            if "/" in key.site or len(shape) == 1:
+                self._given[key.rank, key.process, module_of(key.site)].append(pair)
 
     @property
     def known(self) -> bool:
@@ -125,26 +160,46 @@ class _Biases:
 
     def loose_before(self, row: Row) -> _Mask | None:
         """Channels that were given other gradients in a step before; None when there are none."""
-        place: _Place = (row.key.rank, row.key.process, row.key.site)
+        place: _Place = (row.key.rank, row.key.process, module_of(row.key.site))
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
         apart = max(_APART, _ROUNDINGS * dtype.unit_roundoff) if dtype is not None else math.inf
         loose: _Mask | None = None
-        for pair in self._given.get(place, ()):
-            if pair.reference.key.step < row.key.step:
+        given = self._given.get(place, ())
+        tells = earlier([pair.reference.key.step for pair in given], row.key.step)
+        for pair in given:
+            if tells(pair.reference.key.step):
                 gaps = self._gaps(place, pair)
+                if gaps is not None and pair.reference.key.step == row.key.step:
+                    gaps = self._if_rounding(pair, gaps, apart)
                 if gaps is not None and (loose is None or loose.shape == gaps.shape):
                     loose = gaps > apart if loose is None else loose | (gaps > apart)
         return loose if loose is not None and loose.any() else None
+
+    def _if_rounding(self, pair: Pair, gaps: F64, apart: float) -> F64:
+        """Channels that have no gradient but rounding, beside their weight's, count as apart."""
+        weight = self._weights.get(pair.reference.key._replace(slot=""))
+        dtype = coarsest((pair.reference.dtype, pair.candidate.dtype))
+        if weight is None or dtype is None:
+            return gaps
+        try:
+            biases, weights = (opened(one, *self._runs).decoded() for one in (pair, weight))
+        except (DriftlineError, OSError, ValueError):
+            return gaps
+        sides = zip(biases, weights, strict=True)
+        share = NO_MORE * dtype.unit_roundoff
+        none = [np.abs(bias.reshape(-1)) <= share * np.linalg.norm(one) for bias, one in sides]
+        return np.where(none[0] & none[1], 2.0 * apart, gaps)
 
     def _gaps(self, place: _Place, pair: Pair) -> F64 | None:
         """How far apart the gradients of each channel are, as shares of themselves."""
         known = (place, pair.reference.order)
         if known not in self._apart:
             try:
-                ours, theirs = _opened(pair, *self._runs).decoded()
+                ours, theirs = opened(pair, *self._runs).decoded()
             except (DriftlineError, OSError, ValueError):
                 self._apart[known] = None
             else:
+                ours, theirs = ours.reshape(-1), theirs.reshape(-1)
                 size = np.maximum(np.abs(ours), np.abs(theirs))
                 self._apart[known] = np.abs(ours - theirs) / np.where(size > 0.0, size, 1.0)
         return self._apart[known]
@@ -157,7 +212,7 @@ def _without(pair: Pair, loose: _Mask, row: Row, reference: Run, candidate: Run)
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
     if axis is None or dtype is None or not math.prod(shape) <= _LARGEST:
         return None
-    values = _opened(pair, reference, candidate)
+    values = opened(pair, reference, candidate)
     sides: list[tuple[Any, DType]] = []
     for raw, own in (
         (values.reference, values.reference_dtype),
@@ -189,7 +244,7 @@ def _channels(shape: tuple[int, ...], count: int, class_name: str) -> int | None
     return next((axis for axis in axes if len(shape) > 1 and shape[axis] == count), None)
 
 
-def _opened(pair: Pair, reference: Run, candidate: Run) -> ValuePair:
+def opened(pair: Pair, reference: Run, candidate: Run) -> ValuePair:
     if why := pair.trouble or clash(pair):
         raise ValueError(why)
     if has_recipe(pair):

@@ -17,16 +17,16 @@ from collections.abc import Sequence
 
 from driftline.comparison.row import Row
 from driftline.comparison.table import is_kept
-from driftline.gating.loose_biases import GRADIENTS, is_bias
+from driftline.gating.loose_biases import GRADIENTS, NO_MORE, earlier, is_bias_gradient, module_of
 from driftline.tolerance.defaults import METRIC, coarsest
 from driftline.tolerance.scales import AS_GIVEN, BESIDE_WEIGHT, BEYOND
 
-_ROUNDINGS = 16
-"""Rounding of a bias's gradient, in units of roundoff of its weight's gradient."""
 _UNLIKE = 0.1
 """Gradients this far apart are two roundings."""
 _SAME = 1e-3
 """Differences whose norms agree this far are one difference."""
+
+_ATTENTION = "aten._scaled_dot_product_"
 
 _Layer = tuple[int, int, str]
 
@@ -35,7 +35,8 @@ def without_gradient(rows: Sequence[Row]) -> Sequence[Row]:
     """The judged rows of a table, without those failures."""
     if is_kept(rows):
         # All of it is about one process at a time.
-        return rows.changed_by_process(_without) if rows.ports & {*GRADIENTS} else rows
+        asked = rows.ports & {*GRADIENTS} or rows.has_operators
+        return rows.changed_by_process(_without) if asked else rows
     return tuple(_without(rows))
 
 
@@ -44,7 +45,8 @@ def _without(rows: Sequence[Row]) -> list[Row]:
     if not any(row.status == "fail" or BEYOND in row.metrics for row in rows):
         return found
     _gradients(found)
-    _carriers(found, _outputs(found))
+    moved = _outputs(found)
+    _carriers(found, [*moved, *_shifted(found, moved)])
     return found
 
 
@@ -68,7 +70,7 @@ def _gradients(rows: list[Row]) -> None:
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
         if weight is None or dtype is None or row.decided_by != METRIC:
             continue
-        share = _ROUNDINGS * dtype.unit_roundoff
+        share = NO_MORE * dtype.unit_roundoff
         sides = ("reference_l2", "candidate_l2")
         if all(_number(row, side) <= share * _number(weight, side) for side in sides):
             size = _number(row, "reference_l2")
@@ -102,7 +104,9 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
             given[_layer(row)].append(row)
     passing: list[tuple[int, Row]] = []
     for at in far:
-        before = [one for one in given[_layer(rows[at])] if one.key.step < rows[at].key.step]
+        known = given[_layer(rows[at])]
+        tells = earlier([one.key.step for one in known], rows[at].key.step)
+        before = [one for one in known if tells(one.key.step)]
         if any(one.status == "fail" for one in before):
             continue  # its bias was given a wrong gradient: no wonder that it moved
         if BEYOND in rows[at].metrics:
@@ -131,6 +135,39 @@ def _beyond(row: Row) -> Row:
         limit_from=row.limit_from,
         severity=left / limit,
     )
+
+
+def _shifted(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """Logarithms of attention's sums: a key that moved shifts them, and the shares stay.
+
+    Only the attention's own backward pass reads them. What the call gives must agree, and a key of
+    its module must have moved by rounding.
+    """
+    passing: list[tuple[int, Row]] = []
+    for at, row in enumerate(rows) if excused else ():
+        if row.status != "fail" or row.decided_by != METRIC or _ATTENTION not in row.class_name:
+            continue
+        module = f"{module_of(row.key.site)}."
+        keys = [one for _, one in excused if _moment(one) == _moment(row)]
+        given = [
+            one
+            for one in rows
+            if one.key == row.key._replace(slot="0") and one.key.slot != row.key.slot
+        ]
+        lies_within = any(one.key.site.startswith(module) for one in keys)
+        if not lies_within or not given or given[0].status != "pass":
+            continue
+        shape = given[0].reference_shape
+        if shape is None or row.reference_shape != shape[:-1]:
+            continue
+        rows[at] = row.judged(
+            "pass",
+            "a key whose bias has no gradient shifts it; what the attention gives agrees",
+            limit_from=f"{row.limit_from}, {AS_GIVEN}",
+            severity=given[0].severity,
+        )
+        passing.append((at, row))
+    return passing
 
 
 def _is_loose(gradient: Row) -> bool:
@@ -163,11 +200,11 @@ def _carriers(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> None:
 
 
 def _is_gradient(row: Row) -> bool:
-    return row.key.port in GRADIENTS and is_bias(row.key.slot)
+    return is_bias_gradient(row.key, row.class_name, row.reference_shape)
 
 
 def _layer(row: Row) -> _Layer:
-    return row.key.rank, row.key.process, row.key.site
+    return row.key.rank, row.key.process, module_of(row.key.site)
 
 
 def _moment(row: Row) -> tuple[int, int, int]:

@@ -14,6 +14,8 @@ from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
 
 BEYOND = "beyond_bias"
 """Metric: what is left of an output's error without a bias that has no gradient."""
+BEYOND_ROUNDING = "beyond_rounding"
+"""Metric: what is left of an error without elements whose gradient is nothing but rounding."""
 SUMMED_GRADIENTS = "of the gradients it sums"
 SUMMED_ELEMENTS = "of the elements it sums"
 BESIDE_WEIGHT = "beside the weight's gradient"
@@ -24,7 +26,7 @@ _OTHERS = (SUMMED_GRADIENTS, SUMMED_ELEMENTS, BESIDE_WEIGHT, AS_GIVEN)
 
 def is_on_another_scale(row: Row) -> bool:
     """Whether a row has passed on another scale than its own norm."""
-    other = row.decided_by == BEYOND or row.limit_from.endswith(_OTHERS)
+    other = row.decided_by in (BEYOND, BEYOND_ROUNDING) or row.limit_from.endswith(_OTHERS)
     return other and row.status == "pass"
 
 
