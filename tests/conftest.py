@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -28,6 +29,31 @@ def warm_compiler() -> Iterator[str]:
     """The same, and torch.compile with its own backends is imported too."""
     with warm("torch", "torch._dynamo", "torch._inductor.compile_fx") as python:
         yield python
+
+
+def pytest_collection_finish() -> None:
+    """Captures search the living objects, and so does every collection: not those of the suite.
+
+    Its modules and tests are two million, and stay; a search of them takes most of a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """What is never collected would be reported as lost by the extensions that made it."""
+    gc.unfreeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """The same after each file for what it has imported and left."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        pytest_collection_finish()
+    return result
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
