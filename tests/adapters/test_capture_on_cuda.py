@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -251,6 +254,87 @@ def test_several_streams_are_kept_apart(tmp_path: Path) -> None:
     for record in run.records:
         by_step[record.key.step].append(record.digest)
     assert by_step[0] == by_step[1] and len(by_step[0]) > 20
+
+
+@pytest.mark.parametrize("keep", ["summary", "full"])
+def test_threads_with_queues_of_their_own_lose_nothing(keep: str) -> None:
+    models, x, sink = [net(), net()], given(), MemorySink()
+
+    def work(model: nn.Module) -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(5):
+                model(x.clone())
+
+    root = nn.ModuleList(models)
+    with driftline.capture(root, sink, keep=keep, device_budget=8 << 20, host_budget=16 << 20):
+        torch.cuda.synchronize()
+        threads = [threading.Thread(target=work, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    run = sink.run()
+    assert not run.losses and {e["kind"] for e in run.events()} <= {"step", "estimate", "waited"}
+    by_model = [[r.digest for r in run.records if r.key.site.startswith(n)] for n in "01"]
+    assert sorted(by_model[0]) == sorted(by_model[1]) and len(by_model[0]) > 100
+
+
+def test_operators_of_our_own_are_not_the_program_s() -> None:
+    levels = ("modules", "ops", "gradients", "params")
+    counts: list[list[str]] = []
+    for device in ("cpu", "cuda"):
+        model, sink = net(dtype=torch.float32).to(device), MemorySink()
+        with driftline.capture(model, sink, keep="summary", levels=levels):
+            for _ in range(2):
+                model(given(dtype=torch.float32).to(device)).square().mean().backward()
+        assert not [e for e in sink.run().events() if e["kind"] == "capture-fault"]
+        counts.append([r.key.site for r in sink.run().records if "copy_" in r.key.site])
+    assert counts[0] == counts[1]
+
+
+LEFT_BY_FORK = """
+import os, sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda()
+with torch.no_grad():
+    for _ in range(3):
+        model(torch.ones(4, 64, device="cuda"))
+    child = os.fork()
+    if not child:
+        sys.exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+FAILS = """
+import torch
+model = torch.nn.Embedding(8, 64).cuda()
+with torch.no_grad():
+    for _ in range(3):
+        model(torch.zeros(4, dtype=torch.long, device="cuda"))
+    torch.cuda.synchronize()
+    print(model(torch.full((4,), 800, device="cuda")).sum().item())
+"""
+
+
+@pytest.mark.parametrize("keep", ["summary", "full"])
+def test_a_forked_process_and_a_failing_one_end_as_they_would(tmp_path: Path, keep: str) -> None:
+    (tmp_path / "forks.py").write_text(LEFT_BY_FORK)
+    (tmp_path / "fails.py").write_text(FAILS)
+    ran = {}
+    for name in ("forks", "fails"):
+        program = f"{sys.executable} {name}.py"
+        command = ["dump", "-o", name, "--keep", keep, "--step", "*", "--exec", program]
+        ran[name] = subprocess.run(
+            [sys.executable, "-m", "driftline", *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert ran["forks"].returncode == 0 and ran["forks"].stdout.split() == ["5"]
+    assert ran["fails"].returncode == 1, ran["fails"].stderr
+    run = driftline.open_run(tmp_path / "fails")
+    assert run.sealed and len(run.records) >= 6
+    assert "device-side assert" in ran["fails"].stderr
 
 
 def test_a_cuda_graph_is_recorded_undisturbed_and_what_is_not_seen_is_said(tmp_path: Path) -> None:

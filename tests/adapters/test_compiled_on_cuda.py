@@ -82,3 +82,20 @@ def test_triton_kernels_are_recorded_and_change_nothing(tmp_path: Path, training
         table = driftline.compare(tmp_path / reference, tmp_path / "inductor")
         assert table.verdict == "pass", table.finding
         assert sum(row.compared for row in table.rows) >= 4
+
+
+def test_kernels_of_a_program_with_cuda_graphs_are_called_one_by_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Net().cuda(), torch.randn(4, 16, 64, device="cuda")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    with torch.no_grad():
+        with driftline.capture(model, tmp_path / "run", graph="inductor"):
+            found = [compiled(x).clone() for _ in range(4)]
+        torch._dynamo.reset()
+    assert torch.allclose(found[0], model(x), atol=1e-5)
+    assert all(torch.equal(found[0], one) for one in found)
+    run = driftline.open_run(tmp_path / "run")
+    steps = [len([r for r in run.records if r.key.step == step]) for step in range(4)]
+    assert len(set(steps)) == 1 and steps[0] >= 4
+    assert any("were not made" in e["message"] for e in run.events() if e["kind"] == "cuda-graph")
