@@ -59,12 +59,14 @@ chromium:
 
 # The workers fill the cores; threads that torch starts beside them would only wait for one, spinning.
 test test-all: export OMP_NUM_THREADS := 1
+# A file stays with one worker: what its tests share is made once.
+SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: lint chromium
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" -q
+	$(BIN)/python -m pytest $(SHARED) -m "not slow" -q
 
 test-all: lint chromium
-	$(BIN)/python -m pytest -n $(JOBS) -q
+	$(BIN)/python -m pytest $(SHARED) -q
 
 bench: install
 	$(BIN)/python -m benchmarks
