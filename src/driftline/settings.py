@@ -36,6 +36,8 @@ STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """Set by GitHub Actions: the file that the summary of a step is appended to."""
 RAY_ADDRESS = "RAY_ADDRESS"
 """Set by whoever runs a Ray cluster: where `--executor ray` finds it."""
+RAY_TOKENS = "RAY_AUTH_MODE"
+"""`token` or `disabled`: whether Ray shows a token to its clusters; Ray's own variable."""
 TRITON_INTERPRET = "TRITON_INTERPRET"
 """`1`: Triton carries kernels out on the CPU, slowly; tests of them without a device do so."""
 NO_COLOR = "NO_COLOR"
@@ -61,6 +63,24 @@ def ray_address() -> str:
 
 def ray_uses_tls() -> bool:
     return environment().get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def ray_token_mode() -> str:
+    return environment().get(RAY_TOKENS, "").strip().lower()
+
+
+def ray_has_token() -> bool:
+    """Whether there is a token where Ray looks for one."""
+    from pathlib import Path  # here: programs that are started read this module at once
+
+    named = environment().get("RAY_AUTH_TOKEN_PATH", "")
+    file = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    return bool(environment().get("RAY_AUTH_TOKEN")) or file.is_file()
+
+
+def ray_uses_token() -> None:
+    """Have a Ray that is imported from now on show its token."""
+    os.environ[RAY_TOKENS] = "token"
 
 
 def ray_tells_nobody() -> None:

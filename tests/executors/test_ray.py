@@ -491,16 +491,86 @@ def test_what_is_no_address_is_refused(two, word):
 
 
 def test_somebody_who_does_not_speak_as_ray_does_is_given_up(two, monkeypatch):
-    from driftline.executors import ray_session
+    from driftline.executors import ray_door
 
     pytest.importorskip("grpc")
-    monkeypatch.setattr(ray_session, "_GREETING", 1.0)
+    monkeypatch.setattr(ray_door, "_GREETING", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         began = time.monotonic()
         with pytest.raises(DriftlineError, match="does not answer as a Ray cluster: waited 1 s"):
             driftline.compare(two / "ref", two / "cand", executor=f"ray://127.0.0.1:{port}")
         assert time.monotonic() - began < 8
+
+
+@contextlib.contextmanager
+def a_door(code):
+    """Somebody who speaks as Ray does, and answers every question with one code."""
+    grpc = pytest.importorskip("grpc")
+    from concurrent.futures import ThreadPoolExecutor
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details):
+            return grpc.unary_unary_rpc_method_handler(lambda asked, line: line.abort(code, "no"))
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Handler()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
+
+
+def test_a_cluster_that_asks_for_a_token_that_is_not_here_is_refused_at_once(two, monkeypatch):
+    from driftline.executors import ray_door
+
+    grpc = pytest.importorskip("grpc")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with a_door(grpc.StatusCode.UNAUTHENTICATED) as place:
+        with pytest.raises(
+            DriftlineError, match=rf"cluster at ray://{place} asks for a token"
+        ):
+            driftline.compare(two / "ref", two / "cand", executor=f"ray://{place}")
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")  # then it is Ray's: its token may be wrong
+        assert "is it the same here?" in ray_door.unlock(place, place)
+    with a_door(grpc.StatusCode.UNIMPLEMENTED) as place:
+        assert not ray_door.asks_for_token(place)
+
+
+TOKENS = """
+import os, subprocess, sys
+from ray.cluster_utils import Cluster
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+cluster = Cluster(initialize_head=True, head_node_args={
+    "num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20})
+env = {**os.environ, "RAY_ADDRESS": cluster.address}
+del env["RAY_AUTH_MODE"]
+words = [sys.executable, "-m", "driftline", "compare", "ref", "cand", "--executor", "ray", "-q"]
+try:
+    print(subprocess.run(words, env=env).returncode)
+    del env["RAY_AUTH_TOKEN"]
+    print(subprocess.run(words, env=env).returncode)
+finally:
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_the_token_of_this_machine_is_shown_to_a_cluster_that_asks_for_one(two, tmp_path):
+    """Ray itself does so only for a cluster that it has found by itself."""
+    secret = "0123456789abcdef" * 4
+    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secret, "HOME": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", TOKENS],
+        cwd=two,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, **env},
+    )
+    assert ran.stdout.split() == ["1", "2"], ran
+    assert "asks for a token" in ran.stderr and secret not in ran.stderr
 
 
 @pytest.mark.slow

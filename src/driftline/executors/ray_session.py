@@ -6,28 +6,23 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Generator
 from typing import Any, TextIO, cast
 
 from driftline import settings
-from driftline.errors import BadInput, DriftlineError
+from driftline.errors import DriftlineError
+from driftline.executors.ray_door import HINT, asks_for_token, knock, unlock
 from driftline.registry import require
 
-_DOOR = 5.0
-"""Seconds in which an address must take a connection at all."""
-_GREETING = 8.0
-"""Seconds in which whoever takes the connection must answer as Ray's servers do."""
 _PATIENCE = 90.0
 """Seconds in which Ray must give a session: on a busy machine its client server took 30."""
 _TRIES = 3
 """How often a session is asked for: the process that Ray's client server starts for one may die as
 it is made (it forks while gRPC's threads run; seen on busy machines), and the next one lives."""
-_PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
-_HINT = _PORT + "say --executor ray"
 
 
 class _Hushed:
@@ -90,82 +85,50 @@ def connect(address: str, jobs: int | None) -> Session:
     Raises:
         DriftlineError: There is none, or it does not answer.
     """
-    ray = require("ray", install="driftline[ray]")
-    if ray.is_initialized():
-        return Session(ray, owned=False)
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return Session(sys.modules["ray"], owned=False)
     settings.ray_tells_nobody()
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     wanted = address or settings.ray_address()
-    if wanted.startswith("ray://"):
-        require("grpc", install="driftline[ray]")
-        _knock(wanted.removeprefix("ray://"), wanted)
-        _bounded(lambda: ray.init(wanted, **quiet), wanted)
-    elif wanted and wanted not in ("auto", "local"):
-        _knock(wanted, wanted)
-        _bounded(lambda: ray.init(wanted, **quiet), wanted)
+    elsewhere = wanted if wanted not in ("auto", "local") else ""
+    hint = HINT
+    if elsewhere and importlib.util.find_spec("ray") is not None:
+        # Before Ray is imported: that is when it settles whether it uses tokens.
+        if elsewhere.startswith("ray://"):
+            require("grpc", install="driftline[ray]")
+        knock(elsewhere.removeprefix("ray://"), elsewhere)
+        hint = unlock(elsewhere.removeprefix("ray://"), elsewhere)
+    ray = require("ray", install="driftline[ray]")
+    if elsewhere:
+        _bounded(lambda: ray.init(elsewhere, **quiet), elsewhere, hint)
     elif wanted == "local" or not _joined(ray, quiet):
         ray.init("local", num_cpus=jobs, include_dashboard=False, **quiet)
     return Session(ray, owned=True)
 
 
 def _joined(ray: Any, quiet: dict[str, Any]) -> bool:
-    """Join the cluster that this machine is in, if it is in one."""
+    """Join the cluster that this machine is in, if it is in one.
+
+    Raises:
+        DriftlineError: Ray joins it with a token, and it was started without: workers would die.
+    """
+    chosen = settings.ray_token_mode()
     try:
         ray.init("auto", **quiet)
     except ConnectionError:
         return False
+    if not chosen and settings.ray_token_mode() == "token":  # Ray has found a token, and takes it
+        place = str(ray.get_runtime_context().gcs_address)
+        if not asks_for_token(place):
+            ray.shutdown()
+            raise DriftlineError(
+                f"the Ray cluster at {place} was started without a token, and Ray has one here now",
+                hint=f"set {settings.RAY_TOKENS}=disabled, or start the cluster again",
+            )
     return True
 
 
-def _knock(place: str, address: str) -> None:
-    """See whether anybody is there at all: Ray itself would wait for minutes.
-
-    Raises:
-        BadInput: It is no address.
-        DriftlineError: Nobody is.
-    """
-    host, colon, port = place.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise BadInput(
-            f"'{address}' is no address of a Ray cluster",
-            hint="write --executor ray://HOST:PORT, such as ray://head:10001",
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_DOOR).close()
-    except OSError as trouble:
-        why = trouble.strerror or str(trouble) or "no answer"
-        raise DriftlineError(
-            f"there is no Ray cluster at {address}: {why[0].lower()}{why[1:]}",
-            hint=_HINT if address.startswith("ray://") else "is RAY_ADDRESS of another cluster?",
-        ) from None
-    _greet(place, address)
-
-
-def _greet(place: str, address: str) -> None:
-    """See whether whoever is there speaks HTTP/2, as Ray does; with TLS only Ray can tell.
-
-    Raises:
-        DriftlineError: It does not.
-    """
-    try:
-        import grpc
-    except ImportError:
-        return
-    if settings.ray_uses_tls():
-        return
-    channel = grpc.insecure_channel(place)
-    try:
-        grpc.channel_ready_future(channel).result(timeout=_GREETING)
-    except grpc.FutureTimeoutError:
-        raise DriftlineError(
-            f"what is at {address} does not answer as a Ray cluster: waited {_GREETING:.0f} s",
-            hint=_HINT,
-        ) from None
-    finally:
-        channel.close()
-
-
-def _bounded(init: Any, address: str) -> None:
+def _bounded(init: Any, address: str, hint: str = HINT) -> None:
     """Connect, or give up: somebody may be there who does not speak as Ray does.
 
     Raises:
@@ -177,7 +140,7 @@ def _bounded(init: Any, address: str) -> None:
         if not isinstance(trouble, ConnectionAbortedError):
             break
     if trouble is not None:
-        raise DriftlineError(f"Ray at {address} refuses: {told(trouble)}", hint=_HINT) from trouble
+        raise DriftlineError(f"Ray at {address} refuses: {told(trouble)}", hint=hint) from trouble
 
 
 def _attempt(init: Any, address: str) -> BaseException | None:
@@ -202,7 +165,7 @@ def _attempt(init: Any, address: str) -> BaseException | None:
     if not outcome:
         raise DriftlineError(
             f"what is at {address} does not answer as a Ray cluster: waited {_PATIENCE:.0f} s",
-            hint=_HINT,
+            hint=HINT,
         )
     return outcome[0]
 
