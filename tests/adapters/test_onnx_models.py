@@ -12,6 +12,9 @@ import torch
 from onnx_runs import Exported, aligned_leaves, clean, first_of, run_of
 
 import driftline
+from driftline.adapters.onnxruntime.calls import Call, count
+from driftline.adapters.onnxruntime.names import Scope
+from driftline.alignment.exported_graph import exported_graph
 from driftline.alignment.planfile import write_plan
 from driftline.runs.memory import MemorySink
 
@@ -277,23 +280,74 @@ def test_fused_nodes_pair_with_what_they_replaced(cnn: Exported, llama: Exported
     assert ("Conv", "FusedConv") in classes
 
 
-@pytest.mark.parametrize("level", ["none", "all"])
-def test_nodes_align_with_those_of_torch_s_own_graph(
-    cnn: Exported, level: Any, tmp_path: Path
-) -> None:
+class Mixed(torch.nn.Module):
+    """Operators that exporters keep whole, reorder, turn into others or have several results of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48)
+        self.norm = torch.nn.LayerNorm(16)
+        self.act = torch.nn.GELU()
+        self.weight = torch.nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).split(16, -1)
+        k = torch.cat([-k[..., 8:], k[..., :8]], -1)
+        q = torch.cat([-q[..., 8:], q[..., :8]], -1)
+        scores = torch.einsum("btd,bsd->bts", q, k)
+        scores = scores.masked_fill(scores > 2, 0.0).softmax(-1)
+        top, at = scores.topk(3, -1)
+        mixed = torch.zeros_like(scores).scatter(-1, at, top) @ v
+        mixed = torch.nn.functional.linear(self.act(mixed), self.weight)
+        return mixed + x
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Its export and the run of its graph."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("mixed")
+    model, given = Mixed().eval(), torch.randn(2, 6, 16)
     torch._dynamo.reset()
-    compiled = torch.compile(cnn.model, backend="eager")
-    with torch.no_grad(), driftline.capture(compiled, tmp_path / "fx", graph="fx"):
-        compiled(cnn.given)
-    graph = driftline.open_run(tmp_path / "fx")
-    candidate = run_of(cnn.path, cnn.run, optimize=level)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), driftline.capture(compiled, folder / "fx", graph="fx"):
+        compiled(given)
+    path = zoo.export(model, given, folder / "m.onnx")
+    return path, driftline.open_run(folder / "fx")
+
+
+@pytest.mark.parametrize("level", ["none", "all"])
+def test_nodes_align_with_those_of_torch_s_own_graph(mixed: tuple[Path, Any], level: Any) -> None:
+    path, graph = mixed
+    candidate = run_of(path, graph, optimize=level)
     plan = driftline.align(graph, candidate)
     clean(driftline.compare(graph, candidate, plan=plan))
-    pairs = {(p.reference.key.site, p.candidate.key.site) for p in plan.pairs}
-    theirs = {there for _, there in pairs}
-    assert {"relu", "pool", "stages.0", "fc"} <= theirs  # modules, by what leaves them
+    outputs = [p for p in plan.pairs if p.candidate.key.port == "output"]
+    theirs = {pair.candidate.key.site for pair in outputs}
+    assert {"norm", "act", "qkv", "norm/layer_norm", "(root)/softmax"} <= theirs
+    told = exported_graph(candidate)
+    assert told is not None
+    calls = {r.key.site for r in candidate.records if told.call(r.key.site)}
+    assert len(theirs & calls) / len(calls) >= 0.9
+    # Both results of one call, in order; halves of k and q, in whatever order the file has them.
+    slots = [p.reference.key.slot for p in outputs if "topk" in p.reference.key.site]
+    assert sorted(slots) == ["0", "1"]
     if level == "none":
-        assert {"stages.0/add", "(root)/view"} & theirs  # operators between them, call by call
+        assert sum("/cat" in site for site in theirs) == 2
+    # A Split that the exporter says nothing of is no input of the model or its modules.
+    assert not any("split" in r.key.slot and "/" not in r.key.site for r in candidate.records)
+    why = {text for (side, _), text in plan.reasons.items() if side == "candidate"}
+    assert any(text.startswith("the same value is compared at ") for text in why)
+
+
+def test_a_weight_that_no_module_owns_is_named_at_its_node(
+    mixed: tuple[Path, Any], tmp_path: Path
+) -> None:
+    path, graph = mixed
+    changed = zoo.reweighted(path, tmp_path / "c.onnx", "linear_1", lambda w: -w)
+    table = driftline.compare(graph, run_of(changed, graph, optimize="none"))
+    assert table.verdict == "fail"
+    assert "'(root)/linear_1'" in table.finding
 
 
 class Repeated(torch.nn.Module):
@@ -370,15 +424,21 @@ def test_an_input_is_never_set_against_what_another_made(tmp_path: Path) -> None
 
 
 def test_calls_that_the_exporter_left_out_make_no_wrong_pairs() -> None:
-    from driftline.adapters.onnxruntime.names import Scope, _calls
-
     scopes = [
-        Scope(("a",), (), "mul", "aten.mul.Tensor"),
-        Scope(("a",), (), "mul_1", "aten.mul.Tensor"),
+        Scope(("a",), (), "mul_1", "aten.mul.Tensor", "net.py:2"),
+        Scope(("a",), (), "mul", "aten.mul.Scalar", "net.py:1"),  # in another order than torch's
         Scope(("b",), (), "mul_3", "aten.mul.Tensor"),  # mul_2 was a's or b's: nobody knows
         Scope(("b",), (), "add", "aten.add.Tensor"),
         Scope(("c",), (), "mul_4", "aten.mul.Tensor"),
         Scope(("c",), (), "pow_1", "aten.pow.Tensor_Scalar"),
         Scope(("c",), (), "pow_2", "aten.pow.Tensor_Scalar"),
     ]
-    assert _calls(scopes) == {"add": 0, "mul_4": 0, "pow_1": 0, "pow_2": 1}
+    assert count(scopes) == {
+        "mul": Call(0, 2, False, 0, 1),
+        "mul_1": Call(1, 2, False, 0, 1),
+        "mul_3": Call(0, 1, False, 0, 1),
+        "add": Call(0, 1, True, 0, 1),
+        "mul_4": Call(0, 1, True, 0, 1),
+        "pow_1": Call(0, 2, True, 0, 2),
+        "pow_2": Call(1, 2, True, 1, 2),
+    }

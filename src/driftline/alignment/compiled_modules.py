@@ -19,6 +19,8 @@ from driftline.runs.record import Record
 
 NO_NODE = "no node of the compiled graphs stems from it"
 OF_A_MODULE = 0.95
+_Side = tuple[int, int, int, str, int, str, tuple[int, ...]]
+"""One side of one call of a module, and a shape there."""
 
 
 def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
@@ -28,9 +30,15 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
         return
     forward = [graph for graph in graphs.graphs if graph.kind != "backward"]
     borders = {id(graph): _borders(graphs, graph) for graph in forward}
+    held: dict[_Side, set[str]] = defaultdict(set)
+    for record in wanted:
+        held[_side(record)].add(record.digest)
     for record in wanted:
         key = record.key
         found.ours[key] = NO_NODE
+        if len(held[_side(record)]) > 1:
+            found.ours[key] = "one of several of its shape here: which is which is not known"
+            continue
         holders = [graph for graph in forward if key.site in borders[id(graph)][key.port]]
         if len({graphs.piece(graph) for graph in holders}) > 1:
             found.ours[key] = "its nodes lie in several graphs: none of them is the module"
@@ -57,6 +65,11 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
                 found.ours[key] = graphs.why_not_kept(graph, behind)
                 if whole := graphs.whole(graph, behind, key.step, visit):
                     found.inside[key] = whole.key
+
+
+def _side(record: Record) -> _Side:
+    key = record.key
+    return (key.rank, key.process, key.step, key.site, key.visit, key.port, record.shape)
 
 
 def _of_shape(nodes: Sequence[GraphNode], shape: tuple[int, ...]) -> list[GraphNode]:

@@ -43,5 +43,7 @@ def with_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
         if (graph := exported_graph(run)) is not None and exported_graph(other) is None:
             from driftline.alignment.exported_nodes import pair_calls
 
-            plan = plan.with_pairs(pair_calls(plan, other, graph, exported_first=first))
+            pairs, reasons = pair_calls(plan, other, graph, exported_first=first)
+            plan = plan.with_pairs(pairs)
+            plan = plan._replace(reasons={**plan.reasons, **reasons})
     return plan

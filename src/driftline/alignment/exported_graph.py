@@ -49,6 +49,7 @@ class ExportedGraph(NamedTuple):
         codes: Site of integers → the name of the value they stand for, scale, zero point, and
             their type in the file.
         fusions: Nodes that several modules went into.
+        makers: Sites of further outputs of a node → the node.
     """
 
     nodes: Mapping[str, Mapping[str, Any]]
@@ -57,11 +58,26 @@ class ExportedGraph(NamedTuple):
     reworked: Mapping[str, str] = {}
     codes: Mapping[str, Any] = {}
     fusions: Sequence[Fusion] = ()
+    makers: Mapping[str, Mapping[str, Any]] = {}
 
     def replaced_by(self, site: str) -> tuple[str, ...]:
         """The sites that a fused node stands for."""
         gone = self.nodes.get(site, {}).get("replaces")
         return tuple(map(str, cast("list[object]", gone))) if isinstance(gone, list) else ()
+
+    def owner(self, site: str) -> Mapping[str, Any] | None:
+        """The node that makes what is at a site; it may make more."""
+        node = self.nodes.get(site)
+        return node if node is not None else self.makers.get(site)
+
+    def call(self, site: str) -> Mapping[str, Any]:
+        """The call of torch's graph whose result is at a site; empty where it is none's."""
+        node = self.owner(site)
+        if node is None:
+            return {}
+        calls = listed(node.get("calls"))
+        at = [*map(str, listed(node.get("outputs")) or [site])].index(site)
+        return _object(calls[at]) if at < len(calls) else {}
 
     def values(self) -> dict[str, str]:
         """Value → the site that makes it."""
@@ -114,6 +130,7 @@ def exported_graph(run: Run) -> ExportedGraph | None:
         _object(told.get("reworked")),
         _object(told.get("codes")),
         [_fusion(_object(one)) for one in listed(told.get("fusions"))],
+        {str(at): node for node in nodes.values() for at in listed(node.get("outputs"))},
     )
 
 

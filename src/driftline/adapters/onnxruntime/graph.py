@@ -127,6 +127,16 @@ class Graph:
         """What a node reads that is computed or given, in order, each once."""
         return [v for v in dict.fromkeys(node.inputs) if v and v not in self.constants]
 
+    def before(self, node: Node) -> list[int]:
+        """Numbers of the nodes that make what a node reads."""
+        makers = (self.maker.get(value) for value in node.inputs)
+        return [number for number in dict.fromkeys(makers) if number is not None]
+
+    def behind(self, node: Node) -> list[int]:
+        """Numbers of the nodes that read what a node makes."""
+        read = (number for value in node.outputs for number in self.readers.get(value, ()))
+        return list(dict.fromkeys(read))
+
 
 def _scalar(tensor: Any) -> float | None:
     """The number of a tensor of one element; None where it has more, or lies elsewhere."""

@@ -2,15 +2,15 @@
 
 torch's exporter writes the modules around a node beside it (`pkg.torch.onnx.name_scopes`); the
 older one, and others' exporters, put the path into the node's name (`/model/layers.0/mlp/Mul`).
-Read from the file as it was exported: an optimiser keeps neither. Knows names only.
+Read from the file as it was exported: an optimiser keeps neither. Knows names and who reads whom;
+how calls of torch's graph are counted is in `calls.py`.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 from driftline.adapters.onnxruntime.graph import Graph, Node
@@ -20,10 +20,12 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _STACK = "pkg.torch.onnx.stack_trace"
 _OUTPUT = re.compile(r"_output_(\d+)$|:(\d+)$")
-_SUFFIX = re.compile(r"_(\d{1,6})$")
 _LONGEST = 1 << 16
 _FARTHEST = 8
 """So many nodes that a quantiser put in are gone back to find one that the exporter wrote."""
+_MOST = 64
+"""So many nodes that say nothing of themselves are asked for those around them."""
+_ROUNDING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -117,8 +119,9 @@ class Names:
     def __init__(self, graph: Graph) -> None:
         self.scopes = [scope_of(node) for node in graph.nodes]
         self.told = any(_SCOPES in node.about for node in graph.nodes)
-        self.calls = _calls(self.scopes)
         self._graph = graph
+        if self.told:
+            self._place_the_silent()
         self._sites: dict[str, str] = {}
         self._taken: set[str] = set()
         for number, node in enumerate(graph.nodes):
@@ -128,6 +131,39 @@ class Names:
             for output, value in enumerate(node.outputs):
                 if value:
                     self._name(value, scope, node, output)
+
+    def _place_the_silent(self) -> None:
+        """Nodes that a rewriter put in and said nothing of: in the module around their neighbours.
+
+        A `Split` that was a sequence before. What rounds to integers and back stays outside.
+        """
+        silent = {
+            number: node
+            for number, node in enumerate(self._graph.nodes)
+            if self.scopes[number] is NOWHERE and node.op not in _ROUNDING
+        }
+        found = {number: self._neighbourhood(number) for number in silent}
+        for number, scope in found.items():
+            self.scopes[number] = scope
+
+    def _neighbourhood(self, number: int) -> Scope:
+        """The innermost module that holds all neighbours of a node which say where they stand."""
+        graph = self._graph
+        scopes: list[Scope] = []
+        for before in (True, False):
+            waiting, seen = [number], {number}
+            while waiting and len(seen) < _MOST:
+                node = graph.nodes[waiting.pop()]
+                nearby = graph.before(node) if before else graph.behind(node)
+                for other in nearby:
+                    if other in seen:
+                        continue
+                    seen.add(other)
+                    if self.scopes[other] is NOWHERE:
+                        waiting.append(other)
+                    else:
+                        scopes.append(self.scopes[other])
+        return _common(scopes)
 
     def _beside(self, node: Node) -> Scope:
         """Where a node stands that a quantiser put in: with who made what it reads, or reads it.
@@ -179,42 +215,20 @@ class Names:
         self._sites[value] = site
 
 
-def _calls(scopes: Sequence[Scope]) -> dict[str, int]:
-    """Call of torch's graph → the how manieth it is of its operator in its module.
-
-    An exporter leaves calls out. torch numbers them (`mul`, `mul_1`, ...), so a gap shows: in a
-    module beside one nothing is said of calls with that name.
-    """
-    counts: dict[tuple[str, str], int] = {}
-    found: dict[str, tuple[int, tuple[str, str]]] = {}
-    modules: dict[str, dict[int, str]] = {}
+def _common(scopes: Iterable[Scope]) -> Scope:
+    """The modules that are around all of some nodes."""
+    found: Scope | None = None
     for scope in scopes:
-        if scope.target and scope.operator not in found:
-            place = (scope.module, scope.target)
-            base, number = _base(scope.operator)
-            found[scope.operator] = counts.get(place, 0), (scope.module, base)
-            counts[place] = counts.get(place, 0) + 1
-            modules.setdefault(base, {})[number] = scope.module
-    doubtful: set[tuple[str, str]] = set()
-    for base, at in modules.items():
-        first = int(hasattr(builtins, base))  # torch calls no node `pow`, but `pow_1`
-        for number in range(first, max(at) + 1):
-            if number not in at:
-                beside = (at[n] for n in (_next(at, number, -1), _next(at, number, 1)) if n in at)
-                doubtful.update((module, base) for module in beside)
-    return {name: nth for name, (nth, place) in found.items() if place not in doubtful}
-
-
-def _next(at: Mapping[int, str], number: int, step: int) -> int:
-    """The nearest number that is there, on one side."""
-    while number not in at and 0 <= number <= max(at):
-        number += step
-    return number
-
-
-def _base(name: str) -> tuple[str, int]:
-    match = _SUFFIX.search(name)
-    return (name[: match.start()], int(match[1])) if match else (name, 0)
+        if found is None:
+            found = Scope(scope.modules, scope.classes)
+            continue
+        deep = 0
+        for mine, other in zip(found.modules, scope.modules, strict=False):
+            if mine != other:
+                break
+            deep += 1
+        found = Scope(found.modules[:deep], found.classes[: deep + 1])
+    return found if found is not None else NOWHERE
 
 
 def _numbered(match: re.Match[str]) -> str:

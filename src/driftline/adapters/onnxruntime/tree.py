@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from driftline.adapters.onnxruntime.calls import count, line_ends, results
 from driftline.adapters.onnxruntime.codes import codes_of
 from driftline.adapters.onnxruntime.folding import fusions
 from driftline.adapters.onnxruntime.modules import root_call
@@ -51,6 +52,7 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
     nodes: list[dict[str, Any]] = []
     graph = seen.optimised
     inside: dict[str, str] = {}
+    told = _Told(seen)
     for number, node in enumerate(graph.nodes):
         made = [value for value in node.outputs if value]
         if node.op == "Constant" or not made:
@@ -68,14 +70,7 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
             about["domain"] = node.domain
         if len(made) > 1:
             about["outputs"] = [seen.site(value) for value in made]
-        scope = seen.names.scope(made[0])
-        if scope.operator and seen.names.told:
-            about["fx"] = scope.operator
-            about["target"] = scope.target
-            about["line"] = scope.line
-            nth = seen.names.calls.get(scope.operator)
-            if made[0] == scope.operator and nth is not None:  # others are steps on the way to it
-                about["nth"] = nth
+        about |= told.of(made)
         gone = _gone(members, seen)
         if gone:
             about["replaces"] = gone
@@ -112,6 +107,41 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
             "works": works(seen.exported, seen.names),
         },
     }
+
+
+class _Told:
+    """What torch's exporter says of the calls that nodes were made for."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._names = names = seen.names
+        scopes = names.scopes if names.told else []
+        self._calls = count(scopes)
+        self._results = results(seen.exported, scopes) if scopes else {}
+        self._ends = line_ends(seen.exported, scopes) if scopes else set[str]()
+
+    def of(self, made: Sequence[str]) -> dict[str, Any]:
+        """The fields of a node; values that are no result are steps on the way to one."""
+        scope = self._names.scope(made[0])
+        if not scope.operator or not self._names.told:
+            return {}
+        about = {"fx": scope.operator, "target": scope.target, "line": scope.line}
+        calls = [self._call(value) for value in made]
+        return {**about, "calls": calls} if any(calls) else about
+
+    def _call(self, value: str) -> dict[str, Any]:
+        """The call that a value is the result of; nothing for one that is none."""
+        result = self._results.get(value)
+        call = self._calls.get(result.call) if result is not None else None
+        if result is None or call is None:
+            return {}
+        scope = self._names.scope(value)
+        return {
+            "target": scope.target,
+            "line": scope.line,
+            **call._asdict(),
+            "slot": result.slot,
+            "ends": value in self._ends,
+        }
 
 
 def _gone(members: Sequence[int], seen: Seen) -> list[str]:
