@@ -100,6 +100,8 @@ class Intake:
         weight_bytes: What parameters took of the sink; a second step finds them there.
         broken: The sink could not even take an event; nothing more is tried.
         elsewhere: Takes tensors of devices; the framework's session sets it.
+        prepare: Called by the program's thread before another one makes the sink: a fork must not
+            find it in the middle of an import.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Intake:
         self.tensors = self.weight_bytes = 0
         self.broken = False
         self.elsewhere: Elsewhere | None = None
+        self.prepare: Callable[[], object] = lambda: None
         self._sink_lock = threading.RLock()
         self._selection = selection
         self._reduction = reduction

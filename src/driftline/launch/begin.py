@@ -135,6 +135,7 @@ class Launched:
         arrivals: Any = getattr(self.session, "arrivals", None)
         if arrivals is not None:
             arrivals.budgets = plan.budgets
+        self.session.intake.prepare = lambda: importlib.import_module("driftline.runs.writer")
         self.experiment: Experiment | None = None
         if plan.experiment:
             kind = EXPERIMENTS[plan.experiment["kind"]]

@@ -292,7 +292,7 @@ class Arrivals:
                 lost = carried
             elif carried is not None:
                 what = carried
-                self.delivery.in_background()
+                self.delivery.in_background(self._intake.prepare)
                 self._remember(desk, key, shot, tensor, alias, class_name)
         if what is None and not lost:
             if kept in ("full", "sample"):

@@ -171,9 +171,10 @@ class Delivery:
         self.tail = group
         return group
 
-    def in_background(self) -> None:
-        """From now on a thread hands over."""
+    def in_background(self, prepare: Callable[[], object]) -> None:
+        """From now on a thread hands over; what it needs is prepared by the program's own."""
         if self._thread is None and not self._closing:
+            prepare()
             thread = threading.Thread(target=self._work, name="driftline-delivery", daemon=True)
             try:
                 thread.start()
