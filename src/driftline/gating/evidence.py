@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
 from driftline.comparison.table import is_kept, kept_like
+from driftline.gating.cancelled import is_far_cancelled, with_cancelled
 from driftline.gating.loose_biases import GRADIENTS, is_far_output, with_loose_biases
 from driftline.gating.moved import is_far_moved, with_moved
 from driftline.gating.sums import with_sums
@@ -43,15 +44,19 @@ def _looked_up(
 ) -> Sequence[Row]:
     found = with_loose_biases(rows, pairs, reference, candidate)
     found = with_sums(found, pairs, reference, candidate)
+    found = with_cancelled(found, pairs, reference, candidate)
     return with_moved(found, pairs, reference, candidate)
 
 
 def _may_be_asked(rows: KeptRows) -> bool:
     """Whether any row of a long table is one that evidence is looked for."""
-    biases = rows.has_operators or not rows.ports.isdisjoint(GRADIENTS)
-    if not biases:
+    if not rows.has_operators and rows.ports.isdisjoint((*GRADIENTS, "grad_input")):
         return False
-    return any(is_far_output(row) or is_far_moved(row) for row in rows)
+    return any(map(_is_asked, rows))
+
+
+def _is_asked(row: Row) -> bool:
+    return is_far_output(row) or is_far_moved(row) or is_far_cancelled(row)
 
 
 class _OfOneProcess:
@@ -70,7 +75,7 @@ class _OfOneProcess:
             self._next = next(self._processes, None)
         if self._next is None or self._next[0] != place:
             return rows  # what is alone comes at the end
-        if not any(is_far_output(row) or is_far_moved(row) for row in rows):
+        if not any(map(_is_asked, rows)):
             return rows
         pairs = list(self._next[1])
         self._next = next(self._processes, None)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from driftline.comparison.row import Row
 from driftline.gating.loose_biases import is_bias
+from driftline.gating.made_of_rounding import MadeOfRounding, reference_norm
 from driftline.gating.quantised import Quantised
 from driftline.numerics.dtypes import DType, coarser
 from driftline.tolerance.defaults import QUANTISED
@@ -35,6 +36,7 @@ class Inherited:
         self._codes: dict[tuple[int, int], str] = {}
         self._coarsest: dict[tuple[int, int], DType] = {}
         self._arrived: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+        self.rounding = MadeOfRounding()
 
     def format_of(self, row: Row, own: DType | None) -> DType | None:
         """The coarsest format a row's values went through, its own included.
@@ -63,6 +65,7 @@ class Inherited:
 
     def remember(self, judged: Row) -> None:
         """Note what arrived at a module from behind; parameters' gradients are made of that."""
+        self.rounding.remember(judged)
         if judged.key.port != "grad_output" or judged.status != "pass" or judged.limit is None:
             return
         if self._in_turn and self._moment != _module(judged)[:3]:
@@ -100,12 +103,6 @@ class Unrelated(Inherited):
 
     def remember(self, judged: Row) -> None:
         del judged
-
-
-def reference_norm(row: Row) -> float:
-    """Norm of the reference; 0.0 when it is zero, not finite or not known."""
-    norm = float(row.metrics.get("reference_l2", 0.0))
-    return norm if math.isfinite(norm) else 0.0
 
 
 def _module(row: Row) -> tuple[int, int, int, str]:

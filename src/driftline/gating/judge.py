@@ -13,9 +13,11 @@ from driftline.comparison.rank_words import GAP, SAME
 from driftline.comparison.row import Column, Row, Verdict
 from driftline.comparison.table import Table, is_kept, kept_like
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
+from driftline.gating.cancelled import CANCELLED, CANCELLED_COLUMN
 from driftline.gating.divergence import find_divergence
-from driftline.gating.inherited import Inheritance, Inherited, Unrelated, reference_norm
+from driftline.gating.inherited import Inheritance, Inherited, Unrelated
 from driftline.gating.loose_biases import BEYOND_COLUMN
+from driftline.gating.made_of_rounding import reference_norm
 from driftline.gating.moved import BEYOND_ROUNDING_COLUMN
 from driftline.gating.no_gradient import without_gradient
 from driftline.gating.quantised import Quantised, quantised_row
@@ -31,7 +33,7 @@ from driftline.tolerance.defaults import (
     with_smallest_steps,
 )
 from driftline.tolerance.limits import Tolerance
-from driftline.tolerance.scales import BEYOND, BEYOND_ROUNDING, SUMMED_ELEMENTS
+from driftline.tolerance.scales import BEYOND, BEYOND_ROUNDING, SUMMED_ELEMENTS, WHAT_CANCELS
 
 _WRITTEN_INTO = (
     "one side took it before the call, the other after it: the operator may have written into it"
@@ -58,7 +60,7 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
             tally.take(row)
         if BEYOND in tally.deciding and BEYOND not in columns:
             table = table.changed(columns=(*table.columns, BEYOND_COLUMN))
-    for column in (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN):
+    for column in (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN, CANCELLED_COLUMN):
         if column.name not in columns and _has(rows, column.name):
             table = table.changed(columns=(*table.columns, column))
     coverage = table.changed(rows=rows).coverage
@@ -184,7 +186,7 @@ def _judge(
                     judged = excused
                     break
             else:
-                judged = _beyond_rounding(judged)
+                judged = inherited.rounding.judged(_beyond_rounding(judged))
     packed = "lowfloat" in row.reference_recipe or "lowfloat" in row.candidate_recipe
     if exact[0] != exact[1] and not codes and not packed:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
@@ -201,6 +203,9 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
         yield Inheritance(steps, "near its smallest step")
     if (made_of := inherited.for_gradient(row)) is not None:
         yield made_of
+    if row.metrics.get(CANCELLED):
+        share = float(row.metrics[CANCELLED]) / reference_norm(row)
+        yield Inheritance(share, WHAT_CANCELS)
     summed = float(row.metrics.get(SUMMED, 0.0))
     if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
         share = LIMITS[working.name] * summed / reference_norm(row)

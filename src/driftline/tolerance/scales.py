@@ -19,9 +19,11 @@ BEYOND_ROUNDING = "beyond_rounding"
 SUMMED_GRADIENTS = "of the gradients it sums"
 SUMMED_ELEMENTS = "of the elements it sums"
 BESIDE_WEIGHT = "beside the weight's gradient"
+WHAT_CANCELS = "of the gradients that cancel"
+AS_CANCELLED = "as a gradient that cancels"
 AS_GIVEN = "as what it is given"
 
-_OTHERS = (SUMMED_GRADIENTS, SUMMED_ELEMENTS, BESIDE_WEIGHT, AS_GIVEN)
+_OTHERS = (SUMMED_GRADIENTS, SUMMED_ELEMENTS, BESIDE_WEIGHT, AS_GIVEN, WHAT_CANCELS, AS_CANCELLED)
 
 
 def is_on_another_scale(row: Row) -> bool:
