@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -528,14 +529,39 @@ def test_a_cluster_that_asks_for_a_token_that_is_not_here_is_refused_at_once(two
     grpc = pytest.importorskip("grpc")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with a_door(grpc.StatusCode.UNAUTHENTICATED) as place:
-        with pytest.raises(
-            DriftlineError, match=rf"cluster at ray://{place} asks for a token"
-        ):
+        with pytest.raises(DriftlineError, match=rf"cluster at ray://{place} asks for a token"):
             driftline.compare(two / "ref", two / "cand", executor=f"ray://{place}")
         monkeypatch.setenv("RAY_AUTH_MODE", "token")  # then it is Ray's: its token may be wrong
         assert "is it the same here?" in ray_door.unlock(place, place)
     with a_door(grpc.StatusCode.UNIMPLEMENTED) as place:
         assert not ray_door.asks_for_token(place)
+
+
+def test_a_web_server_is_told_from_a_cluster(two):
+    """It speaks HTTP/2, as Ray does, and knows no gRPC: a proxy, say."""
+    pytest.importorskip("grpc")
+    told = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # an empty SETTINGS frame
+    taken = b"\x00\x00\x00\x04\x01\x00\x00\x00\x00"
+    missing = b"\x00\x00\x01\x01\x05\x00\x00\x00\x01\x8d"  # HEADERS of stream 1: `:status: 404`
+
+    def serve(door):
+        with contextlib.suppress(OSError):
+            while True:
+                line = door.accept()[0]
+                line.sendall(told + taken)
+                seen = b""
+                while b"\x01\x04\x00\x00\x00\x01" not in seen:  # HEADERS that end, of stream 1
+                    if not (more := line.recv(4096)):
+                        break
+                    seen += more
+                else:
+                    line.sendall(missing)
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        threading.Thread(target=serve, args=(door,), daemon=True).start()
+        address = f"ray://127.0.0.1:{door.getsockname()[1]}"
+        with pytest.raises(DriftlineError, match="as a Ray cluster: it is a web server"):
+            driftline.compare(two / "ref", two / "cand", executor=address)
 
 
 TOKENS = """

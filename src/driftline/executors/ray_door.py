@@ -23,6 +23,9 @@ HINT = _PORT + "say --executor ray"
 _QUESTIONS = ("/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver/ClusterInfo")
 """Calls that a cluster and its client server answer, or refuse without a token."""
 
+_TOKEN_WANTED = "wants a token"
+_NO_GRPC = "http2 header with status"
+"""gRPC says this of servers and proxies of the web that speak HTTP/2, but not gRPC."""
 _TOKEN = (
     "on its head `ray get-auth-token` prints it; put it into ~/.ray/auth_token here, and set "
     f"{settings.RAY_TOKENS}=token"
@@ -79,12 +82,17 @@ def _greet(place: str, address: str) -> None:
 
 def asks_for_token(place: str) -> bool:
     """Whether a Ray cluster, or its client server, refuses those who come without a token."""
+    return _answers(place) == _TOKEN_WANTED
+
+
+def _answers(place: str) -> str:
+    """How whoever is there answers what Ray's servers are asked; empty: nothing special."""
     try:
         import grpc
     except ImportError:
-        return False
+        return ""
     if settings.ray_uses_tls():
-        return False
+        return ""
     channel = grpc.insecure_channel(place)
     try:
         for question in _QUESTIONS:
@@ -92,10 +100,12 @@ def asks_for_token(place: str) -> bool:
                 channel.unary_unary(question)(b"", timeout=_GREETING)
             except grpc.RpcError as answer:
                 if answer.code() == grpc.StatusCode.UNAUTHENTICATED:
-                    return True
+                    return _TOKEN_WANTED
+                if _NO_GRPC in (answer.details() or ""):
+                    return _NO_GRPC
     finally:
         channel.close()
-    return False
+    return ""
 
 
 def unlock(place: str, address: str) -> str:
@@ -105,9 +115,15 @@ def unlock(place: str, address: str) -> str:
         What to do if Ray is refused all the same.
 
     Raises:
-        DriftlineError: A token is asked for, and there is none, or it is not to be used.
+        DriftlineError: It is no Ray. Or a token is asked for, and there is none, or it is not to be
+            used.
     """
-    if not asks_for_token(place):
+    found = _answers(place)
+    if found == _NO_GRPC:
+        raise DriftlineError(
+            f"what is at {address} does not answer as a Ray cluster: it is a web server", hint=HINT
+        )
+    if found != _TOKEN_WANTED:
         return HINT
     chosen = settings.ray_token_mode()
     if not chosen and "ray" not in sys.modules and settings.ray_has_token():
