@@ -31,6 +31,10 @@ def warm_compiler() -> Iterator[str]:
         yield python
 
 
+def pytest_collection() -> None:
+    gc.disable()  # all that is made stays: each search for what does not is in vain
+
+
 def pytest_collection_finish() -> None:
     """Captures search the living objects, and so does every collection: not those of the suite.
 
@@ -38,6 +42,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

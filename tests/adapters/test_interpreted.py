@@ -14,10 +14,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("name", ["test_device_kernels.py", "test_device_path.py"])
-def test_kernels_say_in_the_interpreter_what_the_definitions_say(name: str) -> None:
+def test_kernels_say_in_the_interpreter_what_the_definitions_say() -> None:
+    files = [str(HERE / name) for name in ("test_device_kernels.py", "test_device_path.py")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -219,8 +219,8 @@ def test_leaving_at_once_loses_no_output_no_handler_and_no_exit_code(
     reference: Path, faulty: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(
-        "import atexit, threading, time\n"
-        "def late():\n    time.sleep(0.2)\n    print('a thread has ended')\n"
+        "import atexit, threading\n"
+        "def late():\n    threading.main_thread().join()\n    print('a thread has ended')\n"
         "threading.Thread(target=late).start()\n"
         "atexit.register(print, 'a handler has run')\n"
         "def zero(reference, candidate):\n    return 0.0\n"
