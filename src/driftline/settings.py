@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+
+from driftline.tuples import NamedTuple
 
 LAUNCH = "DRIFTLINE_LAUNCH"
 """Set by `driftline dump` for the program it starts: path of the capture plan (JSON)."""

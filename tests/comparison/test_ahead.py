@@ -13,6 +13,7 @@ from driftline.comparison import ahead, blocks, small
 from driftline.comparison.engine import exactly, measure
 from driftline.formats.opening import open_run
 from driftline.numerics import kernel
+from driftline.numerics.many_pairs import ManyPairs
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
@@ -47,20 +48,14 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
     return open_run(tmp_path / "a"), open_run(tmp_path / "b")
 
 
-def finished(reference: Run) -> ahead._Ahead:
-    under_way = ahead._under_way[reference]
-    under_way._thread.join()
-    return under_way
-
-
 def test_what_was_measured_ahead_is_what_the_engine_would_have_measured(
     runs: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = pair_by_name(runs[0].records, runs[1].records)
     usual = measure(plan, *runs, elementwise=tolerance)
     ahead.begin(*runs, tolerance)
-    found = finished(runs[0]).found
-    sites = [place.reference.site for place in found]
+    (under_way,) = ahead._under_way
+    sites = [ours.key.site for ours, *_ in under_way._blocks]
     assert sites == ["large"] * 7 + ["square", "weight"]  # largest first
     with monkeypatch.context() as patch:
         asked: list[int] = []
@@ -74,24 +69,63 @@ def test_what_was_measured_ahead_is_what_the_engine_would_have_measured(
             measure(plan, *runs, elementwise=tolerance)
         assert asked == [7]  # only the small one was left for the kernel
     ahead.begin(*runs, tolerance)
-    finished(runs[0])
     again = measure(plan, *runs, elementwise=tolerance)
     assert list(map(repr, again.rows)) == list(map(repr, usual.rows))
-    assert runs[0] not in ahead._under_way
+    assert not ahead._under_way
 
 
 @pytest.mark.parametrize("other", ["run", "tolerance"])
 def test_what_was_measured_for_something_else_is_not_taken(
     runs: tuple[Run, Run], other: str
 ) -> None:
-    ahead.begin(*runs, tolerance)
-    assert finished(runs[0]).found
     reference, candidate = runs
+    pairs = pair_by_name(reference.records, candidate.records).pairs
+    weight = next(pair for pair in pairs if pair.reference.key.site == "weight")
+    ahead.begin(*runs, tolerance)
+    assert ahead.ready(*runs, tolerance, pairs).moments(weight, 0, 6000) is not None
+    ahead.begin(*runs, tolerance)
     if other == "run":
-        assert ahead.ready(reference, reference, tolerance) == {}
+        found = ahead.ready(reference, reference, tolerance, pairs)
     else:
-        assert ahead.ready(reference, candidate, exactly) == {}
-    assert ahead.ready(reference, candidate, tolerance) == {}  # gone
+        found = ahead.ready(reference, candidate, exactly, pairs)
+    assert found.moments(weight, 0, 6000) is None
+    found = ahead.ready(reference, candidate, tolerance, pairs)
+    assert found.moments(weight, 0, 6000) is None  # gone
+
+
+def test_when_less_is_wanted_than_was_begun_the_rest_is_not_waited_for(
+    runs: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = pair_by_name(runs[0].records, runs[1].records)
+    few = plan._replace(pairs=plan.pairs[:1])
+    usual = measure(few, *runs, elementwise=tolerance)
+    waited: list[bool] = []
+    end = ManyPairs.end
+
+    def watched(self: ManyPairs, *, wanted: bool) -> None:
+        waited.append(wanted)
+        end(self, wanted=wanted)
+
+    monkeypatch.setattr(ManyPairs, "end", watched)
+    ahead.begin(*runs, tolerance)
+    assert measure(few, *runs, elementwise=tolerance).rows == usual.rows
+    assert waited[0] is False
+    ahead.begin(*runs, tolerance, 1)
+    assert not ahead._under_way  # one thread is one thread
+
+
+def test_the_same_bytes_under_two_names_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "LARGE", 100)
+    for side in ("a", "b"):
+        writer = RunWriter(tmp_path / side)
+        for order, name in enumerate(("one", "two")):
+            record = Record(TensorKey.of(name, "output"), order, "float32", (1000,))
+            writer.put(record, np.arange(1000, dtype=np.float32).view(np.uint8))
+        writer.close()
+    ahead.begin(open_run(tmp_path / "a"), open_run(tmp_path / "b"), tolerance)
+    assert len(ahead._under_way.pop()._blocks) == 1
 
 
 def test_a_run_that_cannot_be_read_ahead_is_left_to_who_says_why(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from driftline.errors import BadInput
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
+from driftline.tuples import NamedTuple
 
 StepKind = Literal[
     "concat",  # sources joined along `axis`: q, k and v against a fused qkv; shards of a tensor
@@ -36,7 +37,7 @@ JOINING: tuple[StepKind, ...] = ("concat", "sum", "mean", "dequantise")
 _MOST_POSITIONS = 1 << 22
 """A saved plan is text of somebody else: so many selected positions are believed, no more."""
 _RANK, _VISIT = (TensorKey._fields.index(name) for name in ("rank", "visit"))
-_WORDS = re.compile(r"\s*([a-z]+)\s*(?:\(([^()]*)\))?\s*")
+_WORDS = r"\s*([a-z]+)\s*(?:\(([^()]*)\))?\s*"
 
 
 class Step(NamedTuple):
@@ -198,7 +199,7 @@ def step_from_text(text: str) -> Step:
     Raises:
         BadInput: It is no step.
     """
-    words = _WORDS.fullmatch(text)
+    words = re.fullmatch(_WORDS, text)
     kind = words.group(1) if words else ""
     if words is None or kind not in KINDS:
         raise BadInput(f"'{text}' is no step of a recipe", hint=f"steps are {', '.join(KINDS)}")

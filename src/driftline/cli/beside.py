@@ -21,13 +21,13 @@ _LATER = (
 )
 
 
-def measure_ahead(reference: Run, candidate: Run) -> None:
+def measure_ahead(reference: Run, candidate: Run, threads: int | None) -> None:
     """Begin to measure large tensors before what aligns and compares is loaded."""
     from driftline.comparison import ahead
     from driftline.tolerance.defaults import elementwise
 
     if not script.asked():
-        ahead.begin(reference, candidate, elementwise)
+        ahead.begin(reference, candidate, elementwise, threads)
 
 
 def load_meanwhile() -> None:

@@ -1,8 +1,10 @@
-"""`driftline compare`: words → `driftline.compare` → a report and an exit code."""
+"""`driftline compare`: words → `driftline.compare` → a report and an exit code.
 
-from __future__ import annotations
+Annotations are no text here: to compile forty of them takes longer than to read the command line.
+"""
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -14,8 +16,6 @@ from driftline.cli.table_output import refuse_overwriting, write
 from driftline.errors import EXIT_FINE, AlreadyThere, BadInput, DriftlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from driftline.alignment.plan import Plan
     from driftline.runs.run import Run
 
@@ -153,7 +153,7 @@ def compare(
     ours = _some(script.part(open_run, ref), steps, of_one)
     theirs = _some(script.part(open_run, cand), their_steps, of_one)
     if rtol is None and atol is None and not (dry_run or shard or jobs or executor):
-        measure_ahead(ours, theirs)
+        measure_ahead(ours, theirs, threads)
     from driftline.gating.door import align
     from driftline.gating.door import compare as compare_runs
 
@@ -269,8 +269,8 @@ def _check_shard(
 
 
 def _shard(
-    ours: Run,
-    theirs: Run,
+    ours: "Run",
+    theirs: "Run",
     shard: str,
     asked: Mapping[str, Any],
     output: Path,
@@ -302,7 +302,7 @@ def _same_ranks(ref: Path, cand: Path) -> bool:
         raise
 
 
-def _some(run: Run, steps: frozenset[int], ranks: frozenset[int]) -> Run:
+def _some(run: "Run", steps: frozenset[int], ranks: frozenset[int]) -> "Run":
     if not steps and not ranks:
         return run
     from driftline.runs.narrowed import narrowed
@@ -310,10 +310,10 @@ def _some(run: Run, steps: frozenset[int], ranks: frozenset[int]) -> Run:
     return script.part(narrowed, run, steps=steps, ranks=ranks)
 
 
-def _telling(log_level: str | None, quiet: bool) -> Callable[[Plan], None]:
+def _telling(log_level: str | None, quiet: bool) -> Callable[["Plan"], None]:
     """Says before tensors are read what will be set against what, as far as that was wanted."""
 
-    def tell(plan: Plan) -> None:
+    def tell(plan: "Plan") -> None:
         if log_level == "debug":
             from driftline.reports.terminal import printable
 
@@ -345,7 +345,7 @@ def _mapped_steps(
     return frozenset(asked.values()), asked
 
 
-def _save(plan: Plan, path: Path, ref: Path, cand: Path, quiet: bool) -> None:
+def _save(plan: "Plan", path: Path, ref: Path, cand: Path, quiet: bool) -> None:
     from driftline.alignment.planfile import write_plan
 
     script.act(write_plan, plan, path, str(ref), str(cand))

@@ -1,106 +1,117 @@
-"""Large pairs measured before it is known that they are pairs: while the rest is still loaded.
+"""Pairs measured before it is known that they are pairs: while the rest is still loaded.
 
-Most of a command's start is Python's, on one core. Meanwhile a thread measures what two runs have
-under the same name, largest first, the way the engine would. The engine takes what is ready, if
-alignment comes to the same pairs, and measures the rest. Nothing else depends on it: what fails
-here is left to the engine, which says why.
+Most of a command's start is Python's, on one core. Meanwhile threads of the kernel's own measure
+what two runs have under the same name, largest first, the way the engine would. The engine takes
+what alignment comes to as well, and measures the rest. Nothing else depends on it: what cannot be
+measured here is left to the engine, which says why.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import threading
-from collections.abc import Callable
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from driftline.comparison.blocks import blocks_of
+from driftline.comparison.blocks import blocks_of, cores
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.moments import PairMoments
-from driftline.runs.key import TensorKey
+from driftline.numerics.many_pairs import ManyPairs, ask
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
-LARGE = 1 << 20
-"""Elements from which on a tensor is worth it: a thread waits for Python's lock after each."""
+if TYPE_CHECKING:
+    from driftline.alignment.plan import Pair
+    from driftline.numerics.moments import PairMoments
+
+Elementwise: TypeAlias = Callable[[str, str], tuple[float, float]]
+
+LARGE = 1 << 16
+"""Elements from which on a pair is worth it: smaller ones are measured as soon as they are listed.
+"""
 _MOST = 4_096
-"""Tensors of a run up to which large ones are looked for: of more, the index is read just once."""
+"""Tensors of a run up to which pairs are looked for: of more, the index is read just once."""
 _ENOUGH = 1 << 28
 """Elements after which it is no longer the start that takes long: the engine lets go of what it
 maps, this does not."""
+_MAPPED = 64
+"""Files that are kept mapped; each is an open one, and the engine will have its own."""
 
 
-class Place(NamedTuple):
-    """A block of a pair."""
+class Measured:
+    """What is known of some blocks of some pairs.
 
-    reference: TensorKey
-    candidate: TensorKey
-    start: int
-    stop: int
+    Args:
+        blocks: Reference, candidate, first element and last plus one.
+        work: Who measured them, in that order; it has ended.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[Record, Record, int, int]] = (),
+        work: ManyPairs | None = None,
+    ) -> None:
+        # By identity, which is sooner told than a key of nine parts; the blocks keep the records,
+        # so that no other can come to have it.
+        self._blocks = blocks
+        self._work = work
+        self._places = {
+            (id(ours), id(theirs), start, stop): at
+            for at, (ours, theirs, start, stop) in enumerate(blocks)
+        }
+
+    def moments(self, pair: Pair, start: int, stop: int) -> PairMoments | None:
+        """Those of one block of a pair; None if they are not known."""
+        at = self._places.get((id(pair.reference), id(pair.candidate), start, stop))
+        return None if at is None or self._work is None else self._work.moments(at)
 
 
 class _Ahead:
     def __init__(
-        self,
-        reference: Run,
-        candidate: Run,
-        elementwise: Callable[[str, str], tuple[float, float]],
+        self, reference: Run, candidate: Run, elementwise: Elementwise, threads: int
     ) -> None:
-        self.found: dict[Place, PairMoments] = {}
-        self.candidate = candidate
-        self.elementwise = elementwise
-        self._runs = (reference, candidate)
-        self._pairs = _large_pairs(reference, candidate)  # by the thread that will use the runs
-        self._over = False
-        self._thread = threading.Thread(target=self._work, name="driftline-ahead", daemon=True)
-        self._thread.start()
+        self.sides = (reference, candidate, elementwise)
+        self._blocks: list[tuple[Record, Record, int, int]] = []
+        asks: list[bytes] = []
+        owners: dict[int, object] = {}
+        tolerances: dict[tuple[str, str], tuple[float, float]] = {}
+        left = _ENOUGH
+        for ours, theirs in _large_pairs(reference, candidate):
+            here, there = reference.memory(ours), candidate.memory(theirs)
+            count = math.prod(ours.shape)
+            types = ours.dtype, theirs.dtype
+            our_bits, their_bits = DTYPES[types[0]].bits, DTYPES[types[1]].bits
+            left -= count
+            if left < 0 or here is None or there is None or len(owners) > _MAPPED:
+                break
+            if here.length * 8 < our_bits * count or there.length * 8 < their_bits * count:
+                continue
+            owners[id(here.owner)], owners[id(there.owner)] = here.owner, there.owner
+            allowed = tolerances.get(types) or tolerances.setdefault(types, elementwise(*types))
+            for start, stop in blocks_of(count):
+                self._blocks.append((ours, theirs, start, stop))
+                address = here.address + start * our_bits // 8
+                other = there.address + start * their_bits // 8
+                asks.append(ask(address, other, types, stop - start, *allowed))
+        self._work = ManyPairs(asks, list(owners.values()), threads) if asks else None
 
-    def end(self) -> dict[Place, PairMoments]:
-        self._over = True
-        self._thread.join()
-        return self.found
-
-    def _work(self) -> None:
-        with contextlib.suppress(DriftlineError, OSError, ValueError):
-            left = _ENOUGH
-            for ours, theirs in self._pairs:
-                for start, stop in blocks_of(math.prod(ours.shape)):
-                    left -= stop - start
-                    if self._over or left < 0:
-                        return
-                    self._measure(ours, theirs, start, stop)
-
-    def _measure(self, ours: Record, theirs: Record, start: int, stop: int) -> None:
-        here, there = (run.memory(one) for run, one in zip(self._runs, (ours, theirs), strict=True))
-        our_dtype, their_dtype = DTYPES[ours.dtype], DTYPES[theirs.dtype]
-        count = math.prod(ours.shape)
-        if (
-            here is None
-            or there is None
-            or here.length < our_dtype.byte_count(count)
-            or there.length < their_dtype.byte_count(count)
-        ):
-            return
-        rtol, atol = self.elementwise(ours.dtype, theirs.dtype)
-        self.found[Place(ours.key, theirs.key, start, stop)] = kernel.pair_moments_at(
-            here.address + start * our_dtype.bits // 8,
-            our_dtype,
-            there.address + start * their_dtype.bits // 8,
-            their_dtype,
-            count=stop - start,
-            atol=atol,
-            rtol=rtol,
-        )
+    def end(self, pairs: Sequence[Pair]) -> Measured:
+        """What was measured; all of it, if all of it is wanted."""
+        if self._work is None:
+            return Measured()
+        asked = {(id(pair.reference), id(pair.candidate)) for pair in pairs}
+        self._work.end(wanted=all((id(one), id(other)) in asked for one, other, *_ in self._blocks))
+        return Measured(self._blocks, self._work)
 
 
-_under_way: WeakKeyDictionary[Run, _Ahead] = WeakKeyDictionary()
+_under_way: list[_Ahead] = []
+"""One at most: a process that is one command begins once."""
 
 
 def begin(
-    reference: Run, candidate: Run, elementwise: Callable[[str, str], tuple[float, float]]
+    reference: Run, candidate: Run, elementwise: Elementwise, threads: int | None = None
 ) -> None:
     """Begin with the large tensors of two runs that lie in files of this machine.
 
@@ -108,35 +119,40 @@ def begin(
         reference: The one run.
         candidate: The other.
         elementwise: What the engine will be told, too.
+        threads: As the engine will be told; the caller's is one of them.
     """
-    if reference.fetched or candidate.fetched or not kernel.takes_addresses():
+    _under_way.clear()
+    beside = (threads or max(2, cores())) - 1
+    if reference.fetched or candidate.fetched or not beside or not kernel.takes_addresses():
         return
     with contextlib.suppress(DriftlineError, OSError, ValueError):
-        _under_way[reference] = _Ahead(reference, candidate, elementwise)
+        _under_way.append(_Ahead(reference, candidate, elementwise, beside))
 
 
 def ready(
-    reference: Run, candidate: Run, elementwise: Callable[[str, str], tuple[float, float]]
-) -> dict[Place, PairMoments]:
-    """What was measured so far; nothing more is begun."""
-    ahead = _under_way.pop(reference, None)
-    if ahead is None:
-        return {}
-    found = ahead.end()
-    same = ahead.candidate is candidate and ahead.elementwise is elementwise
-    return found if same else {}
+    reference: Run, candidate: Run, elementwise: Elementwise, pairs: Sequence[Pair]
+) -> Measured:
+    """What was measured of these pairs, if it was begun with just these."""
+    if not _under_way:
+        return Measured()
+    ahead = _under_way.pop()
+    if any(map(operator.is_not, ahead.sides, (reference, candidate, elementwise))):
+        return Measured()
+    return ahead.end(pairs)
 
 
 def _large_pairs(reference: Run, candidate: Run) -> list[tuple[Record, Record]]:
     if max(len(reference.records), len(candidate.records)) > _MOST:
         return []
     theirs = {record.key: record for record in candidate.records if _is_large(record)}
-    pairs = [
-        (ours, theirs[ours.key])
-        for ours in reference.records
-        if ours.key in theirs and _is_large(ours) and ours.shape == theirs[ours.key].shape
-    ]
-    return sorted(pairs, key=lambda pair: math.prod(pair[0].shape), reverse=True)
+    pairs: dict[tuple[object, ...], tuple[Record, Record]] = {}
+    for ours in reference.records:
+        other = theirs.get(ours.key)
+        if other is not None and ours.shape == other.shape and _is_large(ours):
+            # What one side has twice, as a rule the other has too: the engine measures it once.
+            key = ours.key
+            pairs.setdefault((key.rank, key.process, ours.blob, other.blob), (ours, other))
+    return sorted(pairs.values(), key=lambda pair: math.prod(pair[0].shape), reverse=True)
 
 
 def _is_large(record: Record) -> bool:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.ahead import Place, ready
+from driftline.comparison.ahead import ready
 from driftline.comparison.assembling import assembled
-from driftline.comparison.blocks import blocks_of
+from driftline.comparison.blocks import blocks_of, cores
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.repeats import repeated, repeats_of
 from driftline.comparison.row import LOST, MANY, Number, Row
@@ -146,12 +145,6 @@ def is_long(pairs: Sequence[Pair]) -> bool:
     return len(pairs) > MANY
 
 
-def cores() -> int:
-    """Cores this process may use; a container is often given fewer than the machine has."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on every system
-    return len(usable(0)) if usable is not None else os.cpu_count() or 1
-
-
 class _Work:
     """Pairs shared out among threads; the blocks of a large pair go to whoever is free."""
 
@@ -174,7 +167,8 @@ class _Work:
         self.repeats = repeats_of(pairs)
         measured_once = {later for repeats in self.repeats.values() for later in repeats}
         self.quick = SmallPairs(reference, candidate, metrics, elementwise)
-        self.ready = ready(reference, candidate, elementwise)
+        self.ahead = ready(reference, candidate, elementwise, pairs)
+        self.ready: list[tuple[int, PairMoments]] = []
         self.small: list[int] = []
         self.usual: set[int] = set()
         self.units: list[tuple[int, int, int, int]] = []
@@ -187,6 +181,9 @@ class _Work:
                 continue
             blocks = _blocks(pair) if elements is None else blocks_of(elements)
             if elements is not None and len(blocks) == 1:
+                if (moments := self.ahead.moments(pair, 0, elements)) is not None:
+                    self.ready.append((at, moments))
+                    continue
                 self.usual.add(at)
             for block, (start, stop) in enumerate(blocks):
                 self.units.append((stop - start, at, block, len(blocks)))
@@ -211,6 +208,7 @@ class _Work:
         ]
         for helper in helpers:
             helper.start()
+        self._ready_ones()
         self._small_ones()
         self._worker()
         for helper in helpers:
@@ -218,6 +216,14 @@ class _Work:
         if self.failure is not None:
             raise self.failure
         return [row for row in self.rows if row is not None]
+
+    def _ready_ones(self) -> None:
+        try:
+            for at, moments in self.ready:
+                row = self.quick.row(self.pairs[at], moments=moments)
+                self._finish(at, row or self._row(at, 0, 1))
+        except BaseException as bug:
+            self.failure = bug
 
     def _small_ones(self) -> None:
         try:
@@ -231,20 +237,11 @@ class _Work:
         try:
             while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
                 size, at, block, blocks = self.units[ticket]
-                row = self._usual_row(at, size) if at in self.usual else None
+                row = self.quick.row(self.pairs[at]) if at in self.usual else None
                 self._finish(at, row or self._row(at, block, blocks))
                 self._looked_at(size)
         except BaseException as bug:  # carried to the calling thread, which raises it
             self.failure = bug
-
-    def _usual_row(self, at: int, elements: int) -> Row | None:
-        pair = self.pairs[at]
-        return self.quick.row(pair, moments=self._ready(pair, 0, elements))
-
-    def _ready(self, pair: Pair, start: int, stop: int) -> PairMoments | None:
-        if not self.ready:
-            return None
-        return self.ready.get(Place(pair.reference.key, pair.candidate.key, start, stop))
 
     def _looked_at(self, elements: int) -> None:
         """Let go of mapped pages now and then: wherever memory is limited they count as ours."""
@@ -339,7 +336,8 @@ class _Work:
             values = open_values(self.reference, pair.reference, self.candidate, pair.candidate)
             start, stop = blocks_of(values.count)[block] if blocks > 1 else (0, values.count)
         rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
-        part = self._ready(pair, start, stop) or values.moments(start, stop, rtol=rtol, atol=atol)
+        part = self.ahead.moments(pair, start, stop)
+        part = part or values.moments(start, stop, rtol=rtol, atol=atol)
         if blocks == 1:
             parts = [part]
         else:

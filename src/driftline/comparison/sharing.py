@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftline.alignment.plan import Pair
 from driftline.comparison import engine
+from driftline.comparison.blocks import cores
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.parcel import pair_to_plain, record_to_plain, rows_from_plain
 from driftline.comparison.repeats import repeated, repeats_of
@@ -243,7 +244,7 @@ def _job(
                 f"the metric '{metric.name}' is a function of this process, which no other one has",
                 hint="put it into a file and name it FILE.py:FUNCTION",
             )
-    each = threads or (1 if executor.elsewhere else max(1, engine.cores() // executor.workers))
+    each = threads or (1 if executor.elsewhere else max(1, cores() // executor.workers))
     about = {
         "paths": [run.opened for run in runs],
         "names": [run.name for run in runs],

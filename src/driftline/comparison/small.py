@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
@@ -21,6 +20,7 @@ from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType
 from driftline.numerics.moments import PairMoments
 from driftline.runs.run import Memory, Run
+from driftline.tuples import NamedTuple
 
 SMALL_BYTES = 1 << 18
 """Both sides of a pair together. Below this most of the work is Python's, which threads do not

@@ -10,10 +10,11 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 from driftline.comparison.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
 from driftline.errors import BadFile
+from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from _typeshed import StrPath

@@ -7,31 +7,26 @@ run of its own; other packages announce theirs as entry points of the group `dri
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
-from driftline.errors import BadFile, BadInput, BadRun
-from driftline.formats.member import Member
-from driftline.numerics.dtypes import DTYPES
+from driftline.errors import BadFile, BadRun
 from driftline.registry import Address, plugins
-from driftline.runs.key import TensorKey
 from driftline.runs.layout import INDEX, MANIFEST
-from driftline.runs.record import Blob, Record
-from driftline.runs.run import Loss, Run, Storage
+from driftline.runs.run import Run
 from driftline.runs.uncollected import uncollected
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
+    from driftline.formats.contract import Format, TreeFormat
+
 GROUP = "driftline.formats"
 PARTS = "shard-*-of-*.json"
 """What `driftline compare --shard` writes."""
-LONE = "tensor"
-"""Site of the only tensor of a file, so that any two such files pair, whatever they call it."""
 
 BUILTIN: dict[str, Address] = {
     "npy": Address("driftline.formats.npy"),
@@ -41,7 +36,6 @@ BUILTIN: dict[str, Address] = {
     "atb-bin": Address("driftline.formats.atb_bin"),
     "ge": Address("driftline.formats.ge_file"),
 }
-
 
 TREES: dict[str, Address] = {
     "atb": Address("driftline.formats.atb_tree"),
@@ -55,34 +49,6 @@ TREES: dict[str, Address] = {
     "files": Address("driftline.formats.plain_tree"),
 }
 """Formats that are folders of many files, in the order in which they are asked."""
-
-
-class Format(Protocol):
-    """What a format of named tensors must offer; `driftline.testing.formats` holds it to more."""
-
-    NAME: str
-
-    def sniff(self, path: Path, /) -> bool:
-        """Whether this looks like one of ours; reads a few bytes, never raises for content."""
-        ...
-
-    def members(self, path: Path, /) -> list[Member]:
-        """The tensors inside, unread; raises a DriftlineError for whatever cannot be believed."""
-        ...
-
-
-class TreeFormat(Protocol):
-    """What a format with keys of its own must offer."""
-
-    NAME: str
-
-    def sniff(self, path: Path, /) -> bool:
-        """Whether this looks like one of ours; looks at few names and bytes, never raises."""
-        ...
-
-    def open(self, path: Path, /) -> Run:
-        """The dump as a run, no value read; a file that cannot be believed is a lost tensor."""
-        ...
 
 
 READABLE = (
@@ -219,6 +185,8 @@ def _opened(format_: Format | TreeFormat, path: Path) -> Run:
     if open_ is not None:
         with uncollected():  # looking for cycles took two thirds of the time
             return open_(path)
+    from driftline.formats.file_run import FileRun
+
     members = cast("Format", format_).members(path)
     return FileRun(path, format_.NAME, members)
 
@@ -227,60 +195,3 @@ def _announced() -> Iterator[Format | TreeFormat]:
     for name, address in plugins(GROUP).items():
         if name not in BUILTIN and name not in TREES:
             yield address.load()
-
-
-class FileRun(Run):
-    """A tensor file as a run: each tensor is the output of a site of its name, uncopied."""
-
-    ordered = False
-
-    def __init__(self, path: Path, format_name: str, members: Sequence[Member]) -> None:
-        self.name = str(path)
-        self._format = format_name
-        self._members = {_key(member, len(members)): member for member in members}
-        if len(self._members) != len(members):
-            raise BadFile(f"{path} holds two tensors of one name")
-        self._records = [
-            _record(path, key, member, order)
-            for order, (key, member) in enumerate(self._members.items())
-        ]
-
-    @property
-    def records(self) -> Sequence[Record]:
-        return self._records
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        return {"format": self._format, "path": self.name}
-
-    @property
-    def losses(self) -> Sequence[Loss]:
-        return [
-            Loss(record.key.site, record.lost, record.key)
-            for record in self._records
-            if record.lost
-        ]
-
-    def raw(self, record: Record) -> Storage:
-        if record.lost:
-            raise BadInput(f"{record.key.site} of {self.name} has no values: {record.lost}")
-        values = self._members[record.key].fetch()
-        values.flags.writeable = False
-        return values
-
-
-def _key(member: Member, how_many: int) -> TensorKey:
-    return TensorKey.of(LONE if how_many == 1 else member.name or LONE, "output")
-
-
-def _record(path: Path, key: TensorKey, member: Member, order: int) -> Record:
-    known = DTYPES.get(member.dtype)
-    length = known.byte_count(math.prod(member.shape)) if known else 0
-    return Record(
-        key,
-        order,
-        member.dtype,
-        member.shape,
-        blob=None if member.trouble else Blob(path.name, 0, length),
-        lost=member.trouble,
-    )

@@ -18,8 +18,8 @@ from driftline.comparison.unmeasured import paired
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.numerics.late_numpy import np
-from driftline.runs.calls import GRAPHS
 from driftline.runs.key import TensorKey
+from driftline.runs.layout import GRAPHS
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest

@@ -9,7 +9,9 @@ capture side.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,9 +1,9 @@
 /* Every number Driftline takes of a tensor or of a pair of tensors, in one pass over memory.
  *
- * A plain shared library for ctypes: no Python, no OpenMP, no state between calls, threads only within a call that asks
- * for them. What each number
- * means is written in definition.py and sketch.py, slowly and obviously; this file is only fast, and is tested
- * against them. It knows element types, not tensors: shapes, strides and files are other people's business.
+ * A plain shared library for ctypes: no Python, no OpenMP, no state of its own, threads only where the caller asks for
+ * them. What each number means is written in definition.py and sketch.py, slowly and obviously; this file is only fast,
+ * and is tested against them. It knows element types, not tensors: shapes, strides and files are other people's
+ * business.
  *
  * How it is fast and still right:
  *  - The careful path decodes 512 elements at a time into float64 in L1 and masks what is not finite. It is
@@ -30,6 +30,7 @@
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__) && !defined(DRIFTLINE_GENERIC_ONLY)
@@ -54,7 +55,7 @@
 enum { BLOCK = 4096, PIECE = 512, BUCKETS = 64 };
 
 /* Bumped whenever a struct or a signature changes: the binding refuses a library it does not know. */
-enum { ABI_VERSION = 3 };
+enum { ABI_VERSION = 4 };
 
 /* How the tolerance is tested; the second where it can fall below float32's normal numbers: no absolute part. */
 enum { TOLERANT = 1, EXACT_NEAR_ZERO = 2 };
@@ -240,6 +241,18 @@ EXPORT void driftline_pair(const void *r, int r_dtype, const void *c, int c_dtyp
   restore_floats(mode);
 }
 
+/* A thread of our own; whether one could be had. */
+static int begin_hand(pthread_t *hand, void *(*work)(void *), void *given) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that were there */
+  const int begun = !pthread_create(hand, NULL, work, given);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return begun;
+}
+
+#include "csrc/many_pairs.h"
+
 EXPORT void driftline_summary(const void *data, int dtype, int64_t count, int mask, int path, Summary *out) {
   One s;
   memset(&s, 0, sizeof s);
@@ -307,18 +320,16 @@ EXPORT void driftline_score(const void *r, int r_dtype, const void *c, int c_dty
                   threads, 0};
   ScoreHand hands[MOST_HANDS];
   int begun = 0;
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that were there */
   for (int i = 1; i < threads && i < MOST_HANDS; i++) {
     hands[begun] = (ScoreHand){&ask, i, 0};
-    if (pthread_create(&hands[begun].thread, 0, score_beside, &hands[begun])) break; /* those there are do it */
+    if (!begin_hand(&hands[begun].thread, score_beside, &hands[begun])) break; /* those there are do it */
     begun++;
   }
-  pthread_sigmask(SIG_SETMASK, &before, 0);
   score_share(&ask, 0);
   for (int i = 0; i < begun; i++) pthread_join(hands[i].thread, 0);
 }
+
+#include "csrc/digits.h"
 
 /* Benchmark only: the floor that the kernels are measured against, prefetching `ahead` bytes. */
 EXPORT uint64_t driftline_read_two(const void *a, const void *b, int64_t bytes, int64_t ahead, int path) {

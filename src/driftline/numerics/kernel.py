@@ -30,7 +30,7 @@ else:
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 PATHS = ("generic", "avx2", "avx512")
 NUMPY = "numpy"
 NUMPY_BLOCK = 1 << 18
@@ -59,11 +59,11 @@ _LAYOUT = {
     for d in DTYPES.values()
 }
 
-_MOMENTS = struct.Struct("=2q8dq3d5q10d10q")
+MOMENTS = struct.Struct("=2q8dq3d5q10d10q")
 # In two parts: a tuple of all would be cut in two again.
 _SUMMARY = struct.Struct("=q5d4q")
 _SKETCH = struct.Struct(f"={SKETCH_BUCKETS}d")
-_MomentsBuffer = ctypes.c_char * _MOMENTS.size
+_MomentsBuffer = ctypes.c_char * MOMENTS.size
 _SummaryBuffer = ctypes.c_char * (_SUMMARY.size + _SKETCH.size)
 _DigestBuffer = ctypes.c_char * 16
 _start_of = ctypes.c_char.from_buffer
@@ -177,7 +177,7 @@ def _fit(array: AnyArray, dtype: DType, count: int) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _pairing(reference: str, candidate: str) -> tuple[int, int, int, int, int, int]:
+def pairing(reference: str, candidate: str) -> tuple[int, int, int, int, int, int]:
     """How C is told of two types: codes, reals per element, which side to widen, masks."""
     r_code, r_reals, r_mask = _LAYOUT[reference]
     c_code, c_reals, c_mask = _LAYOUT[candidate]
@@ -254,7 +254,7 @@ def _pair(
     rtol: float,
     number: int,
 ) -> PairMoments:
-    r_code, c_code, reals, widen, r_mask, c_mask = _pairing(*names)
+    r_code, c_code, reals, widen, r_mask, c_mask = pairing(*names)
     out = _MomentsBuffer()
     library.driftline_pair(
         places[0],
@@ -270,7 +270,7 @@ def _pair(
         number,
         out,
     )
-    return _new_moments(_MOMENTS.unpack(out))
+    return _new_moments(MOMENTS.unpack(out))
 
 
 def summarize(data: AnyArray, dtype: DType, *, count: int, path: str | None = None) -> Summary:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+from driftline.tuples import NamedTuple
 
 
 class PairMoments(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from driftline.tuples import NamedTuple
 
 SKETCH_BUCKETS = 64
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as json_string
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-CALLS = "calls.jsonl"
-"""The file, in the folder of a process."""
-GRAPHS = "graphs.jsonl"
-"""Its neighbour, which lists compiled graphs; see `runs.graphs`."""
+from driftline.runs.layout import CALLS as CALLS
+from driftline.runs.layout import GRAPHS as GRAPHS
+from driftline.tuples import NamedTuple
+
 LARGEST_CALLS = 1 << 29
 _LONGEST_LINE = 1 << 20
 _LARGEST_NUMBER = 1 << 62

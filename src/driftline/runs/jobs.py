@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from driftline import settings
 from driftline.errors import BadRun
 from driftline.runs.layout import MANIFEST
 from driftline.runs.run import Loss
-from driftline.runs.sink import JSON
+
+if TYPE_CHECKING:
+    from driftline.runs.sink import JSON
 
 _LARGEST = 1 << 20
 _SHOWN = 8

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
+
+from driftline.tuples import NamedTuple
 
 Port = Literal[
     "input", "output", "grad_input", "grad_output", "param", "param_grad", "optimizer_grad"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from json.encoder import encode_basestring_ascii as json_string
-from typing import NamedTuple
+
+from driftline.tuples import NamedTuple
 
 FORMAT = "driftline-run"
 SCHEMA = 1
@@ -22,6 +23,10 @@ INDEX = "index.jsonl"
 EVENTS = "events.jsonl"
 TOPOLOGY = "topology.json"
 PROCESS = "process.json"
+CALLS = "calls.jsonl"
+"""What ran; see `runs.calls`."""
+GRAPHS = "graphs.jsonl"
+"""Compiled graphs; see `runs.graphs`."""
 RESERVE = ".reserve"
 """A file of nothing, given up on a full disk so that the index can still say what is missing."""
 RESERVE_BYTES = 1 << 20

@@ -7,7 +7,6 @@ indexes where it is installed.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import contextlib
 import functools
@@ -133,7 +132,7 @@ def decode_summary(value: object) -> Summary:
     packed = fields.get("sketch")
     if isinstance(packed, str):
         with contextlib.suppress(ValueError, struct.error):
-            sketch = _SKETCH.unpack(base64.b64decode(packed, validate=True))
+            sketch = _SKETCH.unpack(binascii.a2b_base64(packed, strict_mode=True))
     return Summary(count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch=sketch)
 
 
@@ -206,7 +205,10 @@ def _decode_with_json(text: bytes) -> Line:
         value, end = json.loads(words), len(words)
     if not isinstance(value, dict) or (end != len(words) and words[end:].strip(_BLANK)):
         raise BadLine("not an object")
-    fields = cast("dict[str, Any]", value)
+    return _line_of(cast("dict[str, Any]", value))
+
+
+def _line_of(fields: dict[str, Any]) -> Line:
     if not _KNOWN.issuperset(fields):
         fields = {name: fields[name] for name in fields if name in _KNOWN}
     line = Line()
@@ -216,17 +218,33 @@ def _decode_with_json(text: bytes) -> Line:
     return line
 
 
+def decode_together(text: bytes) -> list[Line] | None:
+    """All lines of a short index in one go, which takes two thirds of the time; None if one is bad.
+
+    Who wants to know which decodes them one by one.
+    """
+    count = text.count(b"\n")
+    if not text.endswith(b"}\n") or text.count(b"}\n{") != count - 1:
+        return None
+    listed = b"[" + text[:-1].replace(b"\n", b",") + b"]"
+    try:
+        values, _ = _scan(listed.decode("utf-8"), 0)
+    except (ValueError, StopIteration, RecursionError):
+        return None
+    return list(map(_line_of, values)) if len(values) == count else None
+
+
 _BLANK = " \t\r\n"
-_SHORT = 1 << 20
+SHORT = 1 << 20
 """Bytes of indexes that the standard library has read before msgspec is loaded, for 6 ms."""
 _begun = 0
 
 
-def decoder(size: int = _SHORT) -> Callable[[bytes], Line]:
+def decoder(size: int = SHORT) -> Callable[[bytes], Line]:
     """The quickest function for so many bytes more of lines; ValueError on what is none."""
     global _begun
     _begun += size
-    return _decode_with_json if _begun < _SHORT else _fast_decoder()
+    return _decode_with_json if _begun < SHORT else _fast_decoder()
 
 
 @functools.cache

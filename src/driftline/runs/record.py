@@ -6,10 +6,11 @@ and the records of two runs of 500 tensors 14 ms to make, these 3.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from driftline.numerics.summary import Summary
 from driftline.runs.key import TensorKey
+from driftline.tuples import NamedTuple
 
 Kept = Literal["full", "sample", "summary", "digest", "describe"]
 

@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from driftline.errors import DriftlineError
-from driftline.formats.opening import LONE, FileRun, Format
+from driftline.formats.contract import Format
+from driftline.formats.file_run import LONE, FileRun
 from driftline.numerics.dtypes import DTYPES
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]

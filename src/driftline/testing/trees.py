@@ -24,7 +24,8 @@ from typing import ClassVar
 import numpy as np
 
 from driftline.errors import DriftlineError
-from driftline.formats.opening import TreeFormat, open_run
+from driftline.formats.contract import TreeFormat
+from driftline.formats.opening import open_run
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.run import Run
 
