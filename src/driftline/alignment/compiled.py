@@ -172,10 +172,18 @@ class Graphs:
         return Value(record, graph, self._part(graph, node, record.key.slot), kernel, kept)
 
     def _part(self, graph: Graph, node: GraphNode | None, slot: str) -> GraphNode | None:
-        """The node of one of several results."""
+        """The node of one of several results, also of one that nobody takes."""
         if node is None or node.shape is not None or not slot.isdigit():
             return node
-        return self._slots[id(graph)].get((node.name, int(slot)), node)
+        slots = self._slots[id(graph)]
+        at = (node.name, int(slot))
+        if at not in slots:
+            taken = [one for (name, _), one in slots.items() if name == node.name and one.origins]
+            if not taken:
+                return node
+            origins = tuple(origin._replace(slot=slot) for origin in taken[0].origins)
+            slots[at] = taken[0]._replace(of=at, origins=origins, shape=None)
+        return slots[at]
 
     def is_cut(self, graph: Graph) -> bool:
         """Whether it is one of several parts of a piece, each with inputs of its own."""

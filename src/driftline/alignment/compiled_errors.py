@@ -9,11 +9,12 @@ Reads lists and no tensor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from driftline.alignment.compiled import Graphs, Value
 from driftline.runs.graphs import Graph, Off
 
+_WHOLE = ("(root)", "")
 _AS_NODES = (
     "{node}: what inductor makes of it is relative_l2 {error:.3g} from torch's own operator for "
     "the same inputs"
@@ -34,6 +35,8 @@ class Culprits:
 
     def __init__(self, graphs: Graphs, errors: Sequence[Off]) -> None:
         self._graphs = graphs
+        self._errors = errors
+        self._by_number = {graph.number: graph for graph in graphs.graphs}
         self._off: dict[tuple[int, int], dict[str, Off]] = defaultdict(dict)
         for error in errors:
             known = self._off[error.graph, error.step].get(error.node)
@@ -56,6 +59,32 @@ class Culprits:
             return ""
         order = {node.name: place for place, node in enumerate(value.graph.nodes)}
         return self._said(value.graph, min(found, key=lambda one: order[one.node]))
+
+    def of_module(self, site: str, step: int) -> str:
+        """The first node of a module that is off in a step."""
+        for error in self._errors:
+            graph = self._by_number.get(error.graph)
+            node = self._graphs.node(graph, error.node) if graph is not None else None
+            if graph is None or node is None or error.step != step:
+                continue
+            if site in _WHOLE or f"{node.module}.".startswith(f"{site}."):
+                return self._said(graph, self._off[error.graph, step][error.node])
+        return ""
+
+    def of_gradients(self, step: int) -> str:
+        """The first node that is off in a step: all gradients of it come later."""
+        return self.of_module(_WHOLE[0], step)
+
+    def all(self) -> Iterator[str]:
+        """Every operator that is off, once for all its steps."""
+        seen: set[tuple[str, str]] = set()
+        for error in self._errors:
+            graph = self._by_number.get(error.graph)
+            node = self._graphs.node(graph, error.node) if graph is not None else None
+            if graph is None or node is None or (node.site, node.phase) in seen:
+                continue
+            seen.add((node.site, node.phase))
+            yield self._said(graph, self._off[error.graph, error.step][error.node])
 
     def _said(self, graph: Graph, error: Off) -> str:
         node = self._graphs.node(graph, error.node)

@@ -5,7 +5,7 @@ Adds words to a plan that is made already, and changes no pair. Reads lists of g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from driftline.alignment.compiled import Graphs, Value, is_view
@@ -15,6 +15,7 @@ from driftline.runs.graphs import GraphNode
 from driftline.runs.key import TensorKey
 
 Owners = Mapping[tuple[int, int], Graphs]
+_TOLD = 3
 _NOT_COMPUTED = ("placeholder", "get_attr", "getitem")
 
 
@@ -35,9 +36,54 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
         for record in records:
             if line := _line(values.get(record.key)):
                 lone[side, record.key] = line
+    blamed = _blamed(reference), _blamed(candidate)
+    pairs = (_with_line(pair, ours, theirs) for pair in plan.pairs)
     return plan._replace(
-        pairs=tuple(_with_line(pair, ours, theirs) for pair in plan.pairs), lone_lines=lone
+        pairs=tuple(_with_culprit(pair, *blamed) for pair in pairs),
+        lone_lines=lone,
+        notes=(*plan.notes, *_off("reference", blamed[0]), *_off("candidate", blamed[1])),
     )
+
+
+def _blamed(owners: Owners) -> dict[tuple[int, int], Culprits]:
+    """What is off by itself, of processes where anything is."""
+    return {
+        owner: Culprits(graphs, graphs.errors) for owner, graphs in owners.items() if graphs.errors
+    }
+
+
+def _off(side: str, blamed: Mapping[tuple[int, int], Culprits]) -> Iterator[str]:
+    found = list(dict.fromkeys(said for culprits in blamed.values() for said in culprits.all()))
+    if found:
+        more = f"; and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+        what = "an operator" if len(found) == 1 else f"{len(found)} operators"
+        yield (
+            f"{what} of the {side} {'is' if len(found) == 1 else 'are'} off, whatever the other "
+            f"run has: {'; '.join(found[:_TOLD])}{more}"
+        )
+
+
+def _with_culprit(
+    pair: Pair,
+    reference: Mapping[tuple[int, int], Culprits],
+    candidate: Mapping[tuple[int, int], Culprits],
+) -> Pair:
+    """What was recorded around compiled graphs, of modules and gradients, knows a culprit, too."""
+    if pair.culprit:
+        return pair
+    for record, blamed in ((pair.candidate, candidate), (pair.reference, reference)):
+        key = record.key
+        culprits = blamed.get((key.rank, key.process))
+        if culprits is None or "/" in key.site:
+            continue
+        said = ""
+        if key.port == "output":
+            said = culprits.of_module(key.site, key.step)
+        elif key.port.endswith(("grad", "grad_input", "grad_output")):
+            said = culprits.of_gradients(key.step)
+        if said:
+            return pair._replace(culprit=said)
+    return pair
 
 
 class _Told(NamedTuple):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from driftline.comparison.row import Row
 from driftline.gating.tally import Tally, execution
+from driftline.tuples import NamedTuple
 
 ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""
@@ -73,12 +73,11 @@ def _computed(first: Row) -> str:
         said.append(f"computed at {first.line}")
     if first.fused:
         said.append(f"inside the fusion of {_shortened(first.fused)}")
-        if (
-            first.line and not first.culprit
-        ):  # a compiled graph knows its lines, an exported one was fused elsewhere
+        # A compiled graph knows its lines, an exported one was fused elsewhere.
+        if first.line and not first.culprit:
             said.append("--no-fusion takes them apart")
     if first.culprit:
-        said.append(f"off by itself is {first.culprit}")
+        said.insert(0, f"off by itself is {first.culprit}")
     return f" ({'; '.join(said)})" if said else ""
 
 

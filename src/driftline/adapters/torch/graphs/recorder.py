@@ -22,8 +22,6 @@ from driftline.runs.graphs import INSIDE, Graph, GraphNode, Kept, Kernel, Off, r
 
 Write = Callable[[str], None]
 _MOST_MADE = 200_000
-_ROUNDING = {"float64": 1e-9, "float32": 1e-5, "float16": 3e-3, "bfloat16": 3e-2}
-"""Operators and what a compiler made of them may be apart by so much, for the same inputs."""
 _C: Any = torch._C
 _autograd: Any = torch.autograd
 
@@ -81,13 +79,16 @@ class Execution:
         node = self.compiled.nodes.get(name)
         if node is not None and node.phase != "recompute":
             what = f"{node.target}{INSIDE}{kernel}"
+            self._recorder.inside += 1
             self._recorder.session.shielded(node.site, self._take, node, node.site, value, what)
 
     def take_error(self, name: str, error: float, *, kernel: bool) -> None:
         """Say how far off a node's value is from what it should be for the same inputs."""
         node = self.compiled.nodes.get(name)
-        if node is not None and not error <= _ROUNDING.get(node.dtype, 0.0):
+        if node is not None:
             number = self.compiled.graph.number
+            operator = node.origins[0].operator if node.origins else node.target
+            self._recorder.off.setdefault((node.site, node.phase), (operator, node.line, error))
             self._recorder.write(Off(number, name, self.step, error, kernel).to_line())
 
     def _take(self, node: GraphNode, site: str, value: Any, class_name: str) -> None:
@@ -126,6 +127,8 @@ class Recorder:
         self._parts: dict[tuple[str, bool], int] = {}
         self._made: dict[int, str] = {}
         self._lines = 0
+        self.off: dict[tuple[str, str], tuple[str, str, float]] = {}
+        self.inside = 0
         self.graphs = 0
         self.kernels = 0
         self.nodes = 0

@@ -21,6 +21,7 @@ from driftline.adapters.torch.graphs.nodes import compile_id
 from driftline.adapters.torch.graphs.recorder import Recorder, Write
 from driftline.errors import BadInput, did_you_mean
 
+_TOLD = 3
 GraphEngine = Literal["fx", "inductor"]
 WHAT_RAN = {
     "fx": "every compiled graph was executed node by node by torch's own operators; the backend of "
@@ -144,7 +145,21 @@ class GraphTap:
         counts = f"{recorder.graphs} graphs, {recorder.nodes} nodes"
         if self.engine == "inductor":
             counts += f", {recorder.kernels} kernels"
+            if recorder.inside:
+                counts += f"; {recorder.inside} values inside of fusions were computed beside them"
         session.event("graphs", f"{said}: {what} ({counts})", **self.counts())
+        if recorder.off:
+            told = [
+                f"{operator} at {line or site} (relative_l2 {error:.3g})"
+                for (site, _), (operator, line, error) in list(recorder.off.items())[:_TOLD]
+            ]
+            more = f" and {len(recorder.off) - _TOLD} more" if len(recorder.off) > _TOLD else ""
+            session.event(
+                "operators-off",
+                "what the compiler made of some operators gives something else than torch's own "
+                f"for the same inputs: {', '.join(told)}{more}",
+                sites=[site for site, _ in recorder.off][:100],
+            )
 
     def counts(self) -> dict[str, Any]:
         recorder = self.recorder

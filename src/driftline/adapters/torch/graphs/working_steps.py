@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,10 @@ _SEES = ("view", "reshape", "_unsafe_view", "alias", "detach", "getitem")
 _NOT_REPEATED = ("as_strided", "empty", "new_empty", "empty_like", "empty_strided", "bernoulli")
 _PURE_SPACES = ("_operator", "operator", "math", "torch", "builtins")
 _EFFECTS = ("_c10d_functional", "c10d_functional", "c10d", "fsdp", "rngprims", "inductor", "bucket")
+
+
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""relative_l2 by which an operator and what a compiler made of it may be apart."""
 
 
 class Unit(NamedTuple):
@@ -72,11 +76,17 @@ class Check(NamedTuple):
         node: Which; its own value is what the compiled program made of it.
         should: The value that it should have.
         kernel: Whether a generated kernel is asked, not a decomposition.
+        limit: They may be so far apart.
+        shaken: The step that says how much rounding alone does to it.
+        slot: Which of that step's results.
     """
 
     node: str
     should: str
     kernel: bool
+    limit: float
+    shaken: str
+    slot: int
 
 
 class Turn:
@@ -97,6 +107,7 @@ class Workings:
         sources: By buffer or input: the nodes whose value it is, as far as they are needed.
         constants: Values that are known already.
         symbols: Sizes that vary: symbol, the input that tells it, and which of its axes.
+        shaken: Steps that are also taken with inputs that are off by this share of themselves.
     """
 
     def __init__(self, units: int) -> None:
@@ -104,6 +115,7 @@ class Workings:
         self.sources: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
         self.symbols: list[tuple[Any, str, int | None]] = []
+        self.shaken: dict[str, float] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -171,3 +183,13 @@ def is_one(value: Any) -> bool:
 def of_node(node: Any) -> Of:
     """In place of a node among arguments."""
     return Of(node.name)
+
+
+def roughest(values: Iterable[Any]) -> torch.dtype:
+    """The least precise type of floating point among traced values; float64 where none is."""
+    found = torch.float64
+    for value in values:
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, torch.Tensor) and one.dtype in LIMITS:
+                found = max(found, one.dtype, key=LIMITS.__getitem__)
+    return found

@@ -27,6 +27,7 @@ import torch
 
 from driftline.adapters.torch.graphs import stamps
 from driftline.adapters.torch.graphs.working_steps import (
+    LIMITS,
     Check,
     Of,
     Step,
@@ -38,6 +39,7 @@ from driftline.adapters.torch.graphs.working_steps import (
     is_one,
     of_node,
     renamed,
+    roughest,
     sees,
     takes_tensors,
 )
@@ -135,22 +137,43 @@ class _Planning:
             return
         self._workings.turns[turn].shown.append((node.name, unit.name))
         if not self._is_as_called(node) and (called := self._called(node)):
-            self._expect(node.name, called, at, turn, kernel=False)
+            self._expect(node.name, called, at, turn, roughest([node.meta.get("val")]))
 
     def _check_kept(self, node: Any, unit: Unit, at: int) -> None:
         """What a kernel kept, against the operator as it was called and against its own node."""
         ours, before = node.name, self._from[node.name]
         called = None if self._is_as_called(node) else self._called(node)
+        # A kernel rounds nothing on its way; nodes that are computed one by one do.
+        names = (ours, *unit.nodes)
+        rough = roughest(self._nodes[name].meta.get("val") for name in names if name in self._nodes)
         if not unit.library:
-            self._expect(ours, self._again(ours), at, before, kernel=True)
+            self._expect(ours, self._again(ours), at, before, rough, kernel=True)
         if called is not None:
-            self._expect(ours, called, at, before, kernel=False)
+            self._expect(ours, called, at, before, rough)
 
-    def _expect(self, node: str, theirs: str, latest: int, known: int, *, kernel: bool) -> None:
-        turn = self._plan(theirs, latest)
-        if turn is not None:
-            check = Check(node, theirs, kernel)
-            self._workings.turns[max(turn, known)].checks.append(check)
+    def _expect(
+        self,
+        node: str,
+        should: str,
+        latest: int,
+        known: int,
+        rough: torch.dtype,
+        *,
+        kernel: bool = False,
+    ) -> None:
+        turn = self._plan(should, latest)
+        if turn is None:
+            return
+        step, slot = self._steps.get(should), 0
+        if step is not None and step.function is operator.getitem:
+            (whole,), slot = step.needs, int(step.arguments[0][1])
+            step = self._steps.get(whole)
+        if step is None:
+            return
+        shaken = self._workings.shaken
+        shaken[step.name] = max(shaken.get(step.name, 0.0), torch.finfo(rough).eps)
+        check = Check(node, should, kernel, LIMITS[rough], step.name, slot)
+        self._workings.turns[max(turn, known)].checks.append(check)
 
     # --- operator calls as the program makes them
 
