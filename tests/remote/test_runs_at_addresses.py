@@ -148,6 +148,15 @@ def test_commands_take_addresses(driftline, there, memory, tmp_path, monkeypatch
         assert said.code == code, said
     assert "Traceback" not in said.err
     assert "memory:/" not in (said.out + said.err).replace("memory://", "")
+    written = words[0] == "compare" and "-o" in words
+    assert ("memory:// is the memory of this command" in said.err) == written
+
+
+def test_a_program_is_not_run_for_memory_that_ends_with_the_command(driftline, memory, tmp_path):
+    mark = tmp_path / "mark"
+    said = driftline("dump", "-o", f"{memory}/run", "--", "touch", mark)
+    assert said.code == 2 and "memory of this command, and gone when it ends" in said.err
+    assert not mark.exists()
 
 
 def test_commands_take_tables_at_addresses(driftline, there, memory, tmp_path, monkeypatch):

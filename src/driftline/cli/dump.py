@@ -224,6 +224,8 @@ def dump(
     engine_, asked_for = words.engine_of(None if engine in ("onnxruntime", "paddle") else engine)
     types: tuple[DumpType, ...] = tuple(dict.fromkeys(type_ or ["tensor"]))
     place, url = words.place_of_run(output, stage)
+    if url:
+        words.refuse_what_passes(url)
     plan = CapturePlan(
         output=place,
         selection=selection,

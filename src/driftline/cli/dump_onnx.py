@@ -260,5 +260,8 @@ def _summary(captured: OnnxCapture, words: OnnxWords, place: str) -> list[str]:
     if captured.faithful:
         lines.append("  outputs are bit for bit those of the session without capture")
     lines += [f"  note: {note}" for note in captured.notes]
-    lines.append(f"  next: driftline compare ANOTHER_RUN {shlex.quote(place)}")
+    from driftline.remote.urls import said_of_memory
+
+    again = f"next: driftline compare ANOTHER_RUN {shlex.quote(place)}"
+    lines.append(f"  {said_of_memory(place) or again}")
     return lines

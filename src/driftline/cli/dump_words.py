@@ -82,6 +82,14 @@ def place_of_run(output: str, stage: str) -> tuple[str, str]:
     return str(Path(output or f"driftline_{datetime.now():%Y%m%d_%H%M%S}").absolute()), ""
 
 
+def refuse_what_passes(url: str) -> None:
+    """A program is not run for a place that is gone when the command ends."""
+    from driftline.remote.urls import said_of_memory
+
+    if gone := said_of_memory(url):
+        raise BadInput(gone, hint="give -o a folder, or an address such as s3://bucket/run")
+
+
 def shown(path: str) -> str:
     """A path as short as it still works from here."""
     try:

@@ -37,12 +37,15 @@ def push(
     """
     from driftline.launch.sizes import say_size
     from driftline.remote.door import push as push_folder
+    from driftline.remote.urls import said_of_memory
 
     sent = script.step("sent", push_folder, folder, url, force=force, patience=patience)
     script.end(sent)
     files = "1 file" if sent.files == 1 else f"{sent.files} files"
     if not sent.reason:
         print(f"driftline: {files}, {say_size(sent.size)}, sent to {sent.url}", file=sys.stderr)
+        if gone := said_of_memory(sent.url):
+            print(f"  {gone}", file=sys.stderr)
         return EXIT_FINE
     again = f"driftline push {shlex.quote(str(folder))} {shlex.quote(str(url))}"
     print(f"driftline: not all of it is at {sent.url}: {sent.reason}", file=sys.stderr)

@@ -60,3 +60,7 @@ def write(table: Table, output: Path | None, csv: Path | None, force: bool, quie
             raise BadInput(f"cannot write {output}: {trouble.strerror}") from trouble
         if not quiet and not script.asked():
             print(f"driftline: the comparison is in {output}", file=sys.stderr)
+            from driftline.remote.urls import said_of_memory
+
+            if gone := said_of_memory(output):
+                print(f"  {gone}", file=sys.stderr)

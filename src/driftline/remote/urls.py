@@ -46,6 +46,13 @@ def place_of(word: str) -> pathlib.Path:
     return UrlPath(word)
 
 
+def said_of_memory(path: StrPath) -> str:
+    """What a person must know who has a command write to `memory://`; empty for other places."""
+    if str(path).lower().startswith("memory:"):
+        return "memory:// is the memory of this command, and gone when it ends"
+    return ""
+
+
 def url_of(path: StrPath) -> str | None:
     """The address that a path is, or None: it is one of this machine.
 
