@@ -328,3 +328,42 @@ def test_same_bits_tells_signs_of_zero_and_takes_equal_nans(size: int) -> None:
         one[0] = torch.nan
         assert same_bits(one, one.clone())
         assert same_bits(one.expand(2, size), one.expand(2, size).contiguous())
+
+
+class Experts(nn.Module):
+    """Tokens are sorted by their expert; those of one expert may come in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.weight = nn.Parameter(torch.randn(4, 16, 24) / 4)
+        self.act = nn.SiLU()
+        self.backwards = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        route = torch.arange(len(x)) * 7 % 4
+        order = torch.argsort(route, stable=True)
+        if self.backwards:
+            order = len(x) - 1 - torch.argsort(route.flip(0), stable=True)
+        given = x.to(self.weight.dtype)[order]
+        made = self.act(torch.einsum("nk,nkm->nm", given, self.weight[route[order]]))
+        return torch.empty_like(made).index_copy(0, order, made * 2)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_come_in_another_order_are_no_fault(dtype: torch.dtype, fault: bool) -> None:
+    reference = nn.Sequential(Experts())
+    candidate = copy.deepcopy(reference).to(dtype)
+    candidate[0].backwards = True
+    if fault:
+        with torch.no_grad():
+            candidate[0].weight[2] *= 1.5
+    replay = Replay(reference, candidate, torch.randn(40, 16))
+    assert replay.report["faults"] == []
+    assert replay.error("0.act") < 0.1
+    runs = replay.exact, replay.captured
+    exact, made = (run.get("0.act", port="input").float64() for run in runs)
+    off = (abs(exact - made) > 0.05).any(-1)
+    assert off.sum() == (10 if fault else 0)
+    assert fault or replay.error("0") < 0.1

@@ -183,6 +183,10 @@ class Recast:
 
         return lambda: copied(value, give)
 
+    def captured(self, record: Record, like: torch.Tensor) -> torch.Tensor:
+        """What the captured run has there, only to be read, beside a tensor of the program."""
+        return self._candidate.tensor(record, like.device, own=False)
+
     def _value(
         self, record: Record, like: torch.Tensor, *, exact: bool, own: bool = True
     ) -> torch.Tensor:

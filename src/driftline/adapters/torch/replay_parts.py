@@ -14,6 +14,7 @@ from driftline.adapters.torch.names import unwrapped
 from driftline.adapters.torch.recasting import Given, Recast
 from driftline.adapters.torch.repeating import Script, copied, itself
 from driftline.adapters.torch.replay_calls import Open, Part
+from driftline.adapters.torch.replay_order import order_of, reordered, works_by_row
 from driftline.runs.record import Record
 
 Answer = Callable[[Any, Any], Any]
@@ -68,7 +69,10 @@ class Parts:
         value = self._recast.answer(call, held.slots, held.value, given, exact=exact)
         binding = flatten.binding_of(unwrapped(held.module).forward)
 
+        by_row = works_by_row(held.module)
+
         def answer(args: Any, kwargs: Any) -> Any:
+            order = None
             for slot, alias, tensor in flatten.inputs(binding, args, kwargs, flatten.NO_CACHE):
                 record = call.inputs.get(slot) or (call.inputs.get(alias) if alias else None)
                 if (
@@ -77,8 +81,14 @@ class Parts:
                     and tuple(tensor.shape) == record.shape
                     and not given.has(tensor)
                 ):
-                    hand(record, tensor)
-            return value()
+                    if by_row and order is None:
+                        order = order_of(tensor, self._recast.captured(record, tensor))
+                    hand(record, tensor if order is None else reordered(tensor, order))
+            made = value()
+            if order is None:
+                return made
+            back = torch.argsort(order)
+            return copied(made, lambda tensor: reordered(tensor, back))
 
         return answer
 
