@@ -94,6 +94,16 @@ def test_bfloat16_becomes_float32_and_a_tuple_does_not_raise(tmp_path):
     assert [float(s[0]) for s in saved] == [1.0, 2.0, 3.0]
 
 
+def test_a_first_leaf_whose_weights_only_are_read_does_not_count_micro_steps(tmp_path):
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "head": nn.Linear(4, 2)})
+    register_saving_hook(model, tmp_path / "kept", target_class_names="Linear")
+    for _ in range(2):
+        model["head"](model["attention"](*[torch.ones(3, 1, 4)] * 3)[0]).sum().backward()
+    assert names(tmp_path / "kept" / "tensors" / "rank_0") == [
+        f"tensor_idx_{n}_layer_class_Linear_layer_name_head_micro_step_{n}.npy" for n in (0, 1)
+    ]
+
+
 def test_recomputation_is_not_a_micro_step(tmp_path):
     model = Net()
     register_saving_hook(model, tmp_path, ["Linear", "Embedding"])

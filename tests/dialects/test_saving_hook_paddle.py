@@ -56,6 +56,17 @@ def test_the_tree_has_the_seed_s_names_and_paddle_s(tmp_path):
     assert np.allclose(steps[1], gradients[1] - gradients[0], rtol=1e-5)
 
 
+def test_cells_that_are_never_called_do_not_count_micro_steps(tmp_path, capsys):
+    recurrent, head = nn.LSTM(4, 4), nn.Linear(4, 2)
+    register_saving_hook(nn.LayerList([recurrent, head]), str(tmp_path), ["LSTM", "Linear"])
+    for _ in range(2):
+        head(recurrent(paddle.ones([1, 3, 4]))[0]).sum().backward()
+    kept = names(tmp_path / "tensors" / "rank_0")
+    assert [name.rpartition("_")[2] for name in kept] == ["0.npy", "1.npy"]
+    said = capsys.readouterr().err
+    assert "no leaf layer is a 'LSTM': nothing to save of it" in said and "LSTMCell" not in said
+
+
 def test_gradients_are_those_before_main_grad_takes_them(tmp_path):
     def trained(hook):
         paddle.seed(1)

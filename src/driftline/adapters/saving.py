@@ -23,11 +23,13 @@ class Leaf(NamedTuple):
         layer: The layer itself.
         site: Its path in the model.
         name: What the seed's files call it: Paddle's own name, or the path of a torch module.
+        called: Somebody calls it. Some layers only read the weights of those below them.
     """
 
     layer: Any
     site: str
     name: str
+    called: bool = True
 
 
 class Engine(Protocol):

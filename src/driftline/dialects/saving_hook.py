@@ -146,15 +146,16 @@ class _Saver:
 
     def attach(self, model: Any) -> None:
         leaves = self.engine.leaves(model)
-        for position, leaf in enumerate(leaves):
-            if position == 0:
+        counter = next((leaf for leaf in leaves if leaf.called), None)
+        for leaf in leaves:
+            if leaf is counter:
                 self.engine.after_forward(leaf.layer, self._count_micro_step)
             if type(leaf.layer).__name__ in self.names:
                 self.engine.after_forward(leaf.layer, self._activation(leaf))
                 self._watch_parameters(leaf)
         found = {type(leaf.layer).__name__ for leaf in leaves}
         for name in sorted(self.names - found):
-            hint = did_you_mean(name, found)
+            hint = did_you_mean(name, {type(leaf.layer).__name__ for leaf in leaves if leaf.called})
             _say(f"no leaf layer is a {name!r}: nothing to save of it" + (f"; {hint}" * bool(hint)))
 
     def _count_micro_step(self, _output: object) -> None:

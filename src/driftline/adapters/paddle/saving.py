@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from paddle.nn.layer.rnn import RNNBase
+
 from driftline.adapters.names import unwrapped
 from driftline.adapters.paddle import flatten, modules
 from driftline.adapters.paddle.names import FAMILY, Layer
@@ -25,9 +27,13 @@ class Engine:
         return isinstance(model, Layer)
 
     def leaves(self, model: Any) -> list[Leaf]:
+        layers = list(unwrapped(FAMILY, model).named_sublayers(include_self=True))
+        # One operator computes an LSTM; its cells hold the weights and are never called.
+        cells = [one for _, layer in layers if isinstance(layer, RNNBase) for one in layer]
+        silent = {id(one) for cell in cells for one in cell.sublayers(include_self=True)}
         return [
-            Leaf(layer, name, str(layer.full_name()))
-            for name, layer in unwrapped(FAMILY, model).named_sublayers(include_self=True)
+            Leaf(layer, name, str(layer.full_name()), id(layer) not in silent)
+            for name, layer in layers
             if not any(True for _ in FAMILY.children(layer))
         ]
 

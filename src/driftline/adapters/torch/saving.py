@@ -1,6 +1,7 @@
 """torch, as the saving hook sees it; see `adapters.saving`."""
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -27,9 +28,13 @@ class Engine:
         return isinstance(model, nn.Module)
 
     def leaves(self, model: nn.Module) -> list[Leaf]:
+        layers: list[tuple[str, nn.Module]] = list(unwrapped(model).named_modules())
+        # It hands the weights of its projection to a function.
+        attention = [layer for _, layer in layers if isinstance(layer, nn.MultiheadAttention)]
+        silent = {id(child) for layer in attention for child in layer.children()}
         return [
-            Leaf(layer, name, name or ROOT)
-            for name, layer in unwrapped(model).named_modules()
+            Leaf(layer, name, name or ROOT, id(layer) not in silent)
+            for name, layer in layers
             if not any(True for _ in layer.children())
         ]
 
