@@ -7,7 +7,7 @@ import random
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from driftline.numerics import digits, kernel
@@ -19,7 +19,8 @@ needs_kernel = pytest.mark.skipif(
 CELLS = st.one_of(st.none(), st.floats(), st.integers())
 
 
-@given(st.lists(CELLS, max_size=30), st.integers(1, 5))
+@given(st.lists(CELLS, max_size=12), st.integers(1, 5))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_number_is_written_as_python_writes_it(
     cells: list[float | int | None], columns: int
 ) -> None:
