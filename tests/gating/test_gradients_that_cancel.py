@@ -174,6 +174,28 @@ def test_a_wrong_gradient_behind_it_is_named(tmp_path: Path) -> None:
     assert [(one.key.site, one.key.slot) for one in table.failing] == [("up", "weight")]
 
 
+def test_steps_after_it_are_not_alarms_and_a_fault_in_them_is_named(tmp_path: Path) -> None:
+    def steps(path: Path, parts: int, *, wrong: bool = False) -> Path:
+        torch.manual_seed(0)
+        model, x = Net(LayerNorm(), parts), torch.randn(3, 16, WIDTH)
+        optimizer = torch.optim.Adam(model.parameters(), 0.03)
+        with driftline.capture(model, path, levels=["modules", "gradients"]):
+            for number in range(2):
+                if wrong and number:
+                    model.up.weight.data *= 1.3
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return path
+
+    ours = steps(tmp_path / "ours", 1)
+    table = driftline.compare(ours, steps(tmp_path / "clean", 2))
+    assert table.verdict == "pass", table.finding
+    assert any("in step 0 its weights were given" in row.reason for row in table.rows)
+    table = driftline.compare(ours, steps(tmp_path / "wrong", 2, wrong=True))
+    assert (table.first.key.site, table.first.key.step) == ("up", 1), table.finding
+
+
 def test_a_gradient_that_did_not_cancel_has_the_usual_limit(tmp_path: Path) -> None:
     def loss(path: Path, parts: int, size: float) -> Path:
         torch.manual_seed(0)

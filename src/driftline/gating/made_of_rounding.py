@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from driftline.comparison.row import Row
-from driftline.gating.loose_biases import GRADIENTS
+from driftline.gating.loose_biases import GRADIENTS, is_bias
 from driftline.tolerance.defaults import METRIC
 from driftline.tolerance.scales import AS_CANCELLED, WHAT_CANCELS
 
@@ -23,6 +23,10 @@ _LARGER = 16
 """Times so large it may become on the way through one module."""
 _MOSTLY = 0.02
 """Gradients that are off by more are mostly rounding: nothing can be said of what they make."""
+_LATER, _CLEAR = 4, 0.05
+"""Times so much as gradients were off, steps after them may be; at most so far that is believed."""
+_TWO_ROUNDINGS = 10.0
+"""Two tensors that are nothing but rounding are no farther apart."""
 _BEYOND = 100
 """Times so much as the first of them: no rounding any more."""
 
@@ -34,9 +38,15 @@ class MadeOfRounding:
         self._moment = (-1, -1, -1)
         self._given: dict[str, float] = {}
         self._off, self._size = 0.0, 0.0
+        self._unclear: set[tuple[int, int, int, str]] = set()
+        self._moved: dict[tuple[int, int], tuple[int, float]] = {}
 
     def remember(self, judged: Row) -> None:
         """Note a gradient that has cancelled, or is made of one."""
+        if judged.key.port == "optimizer_grad" and self._moment == _moment(judged):
+            whose = judged.key.rank, judged.key.process
+            first, off = self._moved.get(whose, (judged.key.step, 0.0))
+            self._moved[whose] = first, max(off, self._off)
         if judged.key.port not in ("grad_input", "grad_output"):
             return
         if judged.limit_from.endswith(WHAT_CANCELS):
@@ -57,8 +67,10 @@ class MadeOfRounding:
     def judged(self, row: Row) -> Row:
         """A failing row, judged by what it is made of if that is known."""
         off, value = self._origin(row), float(row.metrics.get(METRIC, 0.0))
-        if off is None or row.decided_by != METRIC:
+        if row.decided_by != METRIC:
             return row
+        if off is None:
+            return self._of_later_step(row, value)
         source = f"{row.limit_from}, {AS_CANCELLED}"
         if off > _MOSTLY:
             if not value <= _BEYOND * off:
@@ -75,6 +87,23 @@ class MadeOfRounding:
             limit_from=source,
             severity=value / (_GROWN * off),
         )
+
+    def _of_later_step(self, row: Row, value: float) -> Row:
+        """Weights that were moved by such gradients are elsewhere, and so is what they compute."""
+        step, off = self._moved.get((row.key.rank, row.key.process), (row.key.step, 0.0))
+        place = (*_moment(row), row.key.site)
+        most = _LATER * min(off, _CLEAR)
+        if place in self._unclear and row.key.port in GRADIENTS and is_bias(row.key.slot):
+            most = _TWO_ROUNDINGS  # a sum of what arrived, which may cancel
+        if row.key.step <= step or not value <= most:
+            return row
+        if row.key.port == "grad_output":
+            self._unclear.add(place)
+        reason = (
+            f"{METRIC} {value:.3g}: in step {step} its weights were given gradients that cancel, "
+            f"and are off by {off:.3g}"
+        )
+        return row.judged("incomparable", reason, decided_by=METRIC, limit_from=row.limit_from)
 
     def _origin(self, row: Row) -> float | None:
         """How far off the gradient that cancelled was, if a row is made of it."""
