@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "driftline"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST_FILE = 800
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    return {str(path.relative_to(PACKAGE)): path.read_text("utf-8") for path in FILES}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in texts().items()}
+
 
 FORBIDDEN = {
     r"\bpickle\.(load|loads|Unpickler)\b": "a pickle runs code",
@@ -26,42 +38,35 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_file_is_free_of_what_is_unsafe_or_unfinished(path: Path) -> None:
-    text = path.read_text("utf-8")
-    for pattern, why in FORBIDDEN.items():
-        found = re.search(pattern, text)
-        assert found is None, f"{path.name} contains {found[0]!r}: {why}"
+@pytest.mark.parametrize(("pattern", "why"), FORBIDDEN.items(), ids=FORBIDDEN.values())
+def test_files_are_free_of_what_is_unsafe_or_unfinished(pattern: str, why: str) -> None:
+    found = {name: seen[0] for name, text in texts().items() if (seen := re.search(pattern, text))}
+    assert not found, why
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_settings_reads_the_environment(path: Path) -> None:
-    if path == PACKAGE / "settings.py":
-        return
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        name = ""
-        if isinstance(node, ast.Attribute):
-            name = node.attr
-        elif isinstance(node, ast.alias):
-            name = node.name
-        assert name not in ("environ", "environb", "getenv", "putenv"), (
-            f"{path.name}:{node.lineno} reads the environment; add an accessor to settings.py"
-        )
+def test_only_settings_reads_the_environment() -> None:
+    readers = ("environ", "environb", "getenv", "putenv")
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in readers)
+        or (isinstance(node, ast.alias) and node.name in readers)
+    ]
+    assert [line for line in found if not line.startswith("settings.py:")] == []
+    assert found, "settings.py reads it; what does not find that finds nothing"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_file_is_short_and_has_a_name_that_says_something(path: Path) -> None:
-    assert len(path.read_text("utf-8").splitlines()) <= LONGEST_FILE, "ask for it to be split"
-    assert path.stem not in ("utils", "util", "helpers", "helper", "common", "misc")
+def test_files_are_short_and_have_names_that_say_something() -> None:
+    long = [name for name, text in texts().items() if len(text.splitlines()) > LONGEST_FILE]
+    assert not long, "ask for it to be split"
+    vague = ("utils", "util", "helpers", "helper", "common", "misc")
+    assert not [name for name in texts() if Path(name).stem in vague]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in FILES if p.stat().st_size],
-    ids=lambda p: str(p.relative_to(PACKAGE)),
-)
-def test_a_file_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text("utf-8")))
+def test_files_say_what_they_are_for() -> None:
+    mute = [name for name, tree in trees().items() if texts()[name] and not ast.get_docstring(tree)]
+    assert not mute
 
 
 def test_test_files_have_names_of_their_own() -> None:
