@@ -37,7 +37,7 @@ def report(**facts) -> ProcessReport:
         (Marks(woken=2), PLAN, "2 Python processes ran, none imported torch or paddle"),
         (Marks(too_old=("Python 3.8.1",)), PLAN, "runs on Python 3.8.1"),
         (Marks(woken=1, failed=("ImportError: no numpy",)), PLAN, "could not start (ImportError"),
-        (Marks(woken=1, began=1), PLAN, "ended before it captured anything"),
+        (Marks(woken=1, began=1), PLAN, "ended before anything of it was written"),
         (Marks(1, 1, reports=(report(calls=0),)), PLAN, "no module was called"),
         (
             Marks(1, 1, reports=(report(calls=0),)),

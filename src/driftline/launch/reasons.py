@@ -20,7 +20,7 @@ def why_nothing(
     if sum(report.calls for report in marks.reports) == 0:
         if len(marks.reports) < marks.began:
             return (
-                "nothing was captured: the program ended before it captured anything",
+                "nothing was captured: the program ended before anything of it was written",
                 "its own messages above say why it ended",
             )
         if "ops" in plan.levels:

@@ -347,7 +347,9 @@ class Arrivals:
         self.delivery.sent()
 
     def drain(self) -> None:
-        """Return when everything taken has been handed over."""
+        """Return when everything taken has been handed over; while a graph is recorded at once."""
+        if self._still:
+            return
         self.send()
         self.delivery.drain()
 
