@@ -138,7 +138,8 @@ class Applying:
         else:
             made = self._apply(again, handed, exact=True)
         check()
-        there, own = self._told(again, made, handed)
+        there, same = self._told(again, made)
+        own = handed.is_its_own and there == same
         for record, tensor in handed.found.values():
             if tensor is None:
                 results.mention_exact(record, record.class_name, record.alias, own=True)
@@ -166,7 +167,8 @@ class Applying:
         nothing = Handed(results, self._require_room, narrow=True)
         native = self._apply(again, nothing, exact=False)
         check()
-        there, own = self._told(again, native, nothing)
+        there, same = self._told(again, native)
+        own = there == same
         weights = self._recast.weights({"": module}, exact=False, cast=again.cast)
         with self._recast.arithmetic(module, exact=True):
             some = results.some_of_a_product(opened, weights)
@@ -189,7 +191,7 @@ class Applying:
         first = Handed(self._results, self._require_room, narrow=True)
         native = self._apply(again, first, exact=False)
         check()
-        there, own = self._told(again, native, first)
+        there, same = self._told(again, native)
         near: dict[str, float] = {}
 
         def settle(slot: str, about: About, tensor: torch.Tensor, other: Native) -> None:
@@ -213,19 +215,14 @@ class Applying:
         for slot, alias, _ in again.live:
             if slot in there:
                 about = outputs[slot], opened.frame.class_name, alias
-                settle(slot, about, exact[slot], None if own else native[slot])
-        return there, own, near
+                settle(slot, about, exact[slot], None if slot in same else native[slot])
+        return there, first.is_its_own and there <= same, near
 
-    def _told(
-        self, again: Again, made: dict[str, torch.Tensor], handed: Handed
-    ) -> tuple[set[str], bool]:
-        """The slots that can be set against the captured ones, and whether all is the captured."""
+    def _told(self, again: Again, made: dict[str, torch.Tensor]) -> tuple[set[str], set[str]]:
+        """The slots that can be set against the captured ones, and those that are the captured."""
         there = {slot for slot in again.good if slot in made}
         _require(there)
-        own = handed.is_its_own and all(
-            self._results.is_its_own(again.outputs[slot], made[slot]) for slot in there
-        )
-        return there, own
+        return there, {s for s in there if self._results.is_its_own(again.outputs[s], made[s])}
 
     def _apply(self, again: Again, hand: Hand, *, exact: bool) -> dict[str, torch.Tensor]:
         """The module on the captured inputs; slot to tensor."""

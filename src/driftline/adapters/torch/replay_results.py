@@ -70,12 +70,8 @@ class Results:
         _put(self._exact, like, class_name, alias, tensor)
 
     def put_native(self, like: Record, class_name: str, alias: str, tensor: torch.Tensor) -> None:
-        """Keep what came of the captured run's format; its digest where that says it all."""
-        if self._native is None:
-            return
-        if self.is_its_own(like, tensor):
-            self.mention_native(like, class_name, alias)
-        else:
+        """Keep what came of the captured run's format."""
+        if self._native is not None:
             _put(self._native, like, class_name, alias, tensor)
 
     def mention_native(
@@ -120,7 +116,7 @@ class Results:
         """
         record = about[0]
         apart = None
-        if native is not None and not self.is_its_own(record, native):
+        if native is not None:
             if may_be_near and exact.dim() > 1 and exact.shape == record.shape:
                 captured = self._candidate.tensor(record, exact.device, own=False)
                 some = Some(some_rows(exact), some_rows(captured), 1)
