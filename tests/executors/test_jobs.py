@@ -145,6 +145,18 @@ def test_a_metric_from_a_file_is_measured_by_workers(two, tmp_path):
     assert "own" in many.rows[0].metrics
 
 
+def test_a_few_small_pairs_with_a_metric_of_ones_own_are_shared_out_too(two, tmp_path):
+    """It may take a second for each: that they are few bytes says nothing."""
+    own = tmp_path / "own.py"
+    own.write_text("def own(r, c):\n    return 0.0\n")
+    told = {}
+    for metrics in ([], [f"{own}:own"]):
+        here = Here(2)
+        driftline.compare(two / "ref", two / "cand", metrics=metrics, executor=here)
+        told[len(metrics)] = len(here.tasks)
+    assert told[0] <= 2 and told[1] > 8, told
+
+
 def test_what_a_worker_raises_for_users_is_raised_here(tmp_path):
     with pytest.raises(BadRun, match=r"there is no '.*nowhere'"):
         _one_task(Job("pairs", _about(tmp_path / "nowhere"), ""), [])

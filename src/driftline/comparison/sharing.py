@@ -111,7 +111,7 @@ def _share_once(
     weights = [weight_of(pairs[at]) for at in firsts]
     near = [_place(0, pairs[at].reference) for at in firsts]
     count = _ROUNDS * max(executor.workers, 1)
-    gathered = groups(weights, near, least=_LEAST, most=_MOST, count=count)
+    gathered = groups(weights, near, least=_least(job), most=_MOST, count=count)
     shares = [[firsts[n] for n in group] for group in gathered]
     tasks = [
         Task(
@@ -152,7 +152,8 @@ def _share_in_stretches(
     """Neighbours, told when they are sent; their rows go into a file, each stretch in its place."""
     from driftline.comparison.kept_rows import Keeper
 
-    stretches = _stretches(pairs, _ROUNDS * max(executor.workers, 1), executor.elsewhere)
+    count = _ROUNDS * max(executor.workers, 1)
+    stretches = _stretches(pairs, count, executor.elsewhere, _least(job))
     tasks = [
         Task(
             partial(_told, pairs, range(each.start, each.stop)),
@@ -178,6 +179,12 @@ def _share_in_stretches(
     return keeper.rows()
 
 
+def _least(job: Job) -> int:
+    """The least bytes of a task: a metric of somebody's own may take a second for each pair."""
+    own = any(":" in address for address in job.about["metrics"])
+    return min(_LEAST, _EACH) if own else _LEAST
+
+
 class _Stretch(NamedTuple):
     """Neighbouring pairs of one process."""
 
@@ -189,7 +196,7 @@ class _Stretch(NamedTuple):
     called: str
 
 
-def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool) -> list[_Stretch]:
+def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool, least: int) -> list[_Stretch]:
     """About so many of about the same weight, as `groups` makes them, without listing all pairs."""
     found: list[_Stretch] = []
     for at, pair in enumerate(pairs):
@@ -202,7 +209,7 @@ def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool) -> list[_Stre
             needs = tuple(dict.fromkeys((*last.needs, *needs)))
             found[-1] = last._replace(stop=at + 1, weight=last.weight + weight, needs=needs)
     weights = [each.weight for each in found]
-    gathered = groups(weights, [e.near for e in found], least=_LEAST, most=_MOST, count=count)
+    gathered = groups(weights, [e.near for e in found], least=least, most=_MOST, count=count)
     together: list[_Stretch] = []
     for group in gathered:
         for first in range(0, len(group), _COARSE // _FINE):
