@@ -53,11 +53,12 @@ def run(
     budgets: Budgets | None = None,
     sink: MemorySink | None = None,
     steps: int = 1,
+    ports: tuple[str, ...] = (),
 ) -> Any:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(3, 8)
     sink = sink or MemorySink()
-    watching = capture(model, sink, keep=keep)
+    watching = capture(model, sink, keep=keep, ports=ports)
     watching.session.arrivals.pretends = pretend
     if budgets is not None:
         watching.session.arrivals.budgets = budgets
@@ -71,7 +72,8 @@ def run(
 @pytest.mark.parametrize("keep", ["full", "summary", "digest", "sample(5)", "describe"])
 def test_a_run_is_the_same_as_over_the_host(keep: str) -> None:
     steps = 2 if keep == "full" else 1
-    ours, theirs = run(keep, pretend=False, steps=steps), run(keep, steps=steps)
+    ports = () if keep == "full" else ("output",)  # each summary takes the interpreter long
+    ours, theirs = (run(keep, pretend=p, steps=steps, ports=ports) for p in (False, True))
     assert all(map(torch.equal, ours.results, theirs.results))
     for a, b in zip(ours.records, theirs.records, strict=True):
         assert (a[:8], a.sample_stride) == (b[:8], b.sample_stride)
@@ -187,7 +189,7 @@ def test_without_a_device_budget_tensors_are_copied_without_a_clone() -> None:
 
 
 def test_a_tensor_beyond_the_host_budget_is_summarised() -> None:
-    made = run("full", budgets=Budgets(host=10))
+    made = run("full", budgets=Budgets(host=10), ports=("output",))
     assert {r.kept for r in made.records} == {"summary"}
     assert [e for e in made.events() if e["kind"] == "too-large"]
 
@@ -241,11 +243,11 @@ def test_what_a_failed_device_still_had_is_listed_as_lost_and_the_run_ends_well(
 
     monkeypatch.setattr(HostPlace, "copy_here", fails_later)
     monkeypatch.setattr(HostPlace, "is_sound", lambda _: False)
-    made = run(keep, steps=3)
+    made = run(keep, steps=3, ports=("output",))
     assert {loss.reason for loss in made.losses} == {"lost on its way: CUDA error: planted"}
     (said,) = [e for e in made.events() if e["kind"] == "device-failed"]
-    assert said["details"]["tensors"] == len(made.losses) >= 6
-    assert len(made.records) >= 12
+    assert said["details"]["tensors"] == len(made.losses) >= 3
+    assert len(made.records) >= 6
     assert "capture-fault" not in [e["kind"] for e in made.events()]
 
 
@@ -304,8 +306,8 @@ def test_a_sample_for_which_there_is_no_memory_becomes_a_summary(
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(torch.Tensor, "contiguous", scarce)
-    made = run("sample(5)")
-    assert {r.kept for r in made.records} == {"summary"} and len(made.records) == 6
+    made = run("sample(5)", ports=("output",))
+    assert {r.kept for r in made.records} == {"summary"} and len(made.records) == 3
     kinds = [e["kind"] for e in made.events()]
     assert "degraded" in kinds and "capture-fault" not in kinds
 
