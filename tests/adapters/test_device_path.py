@@ -17,6 +17,7 @@ from torch import nn
 
 import driftline
 from driftline.adapters.budgets import Budgets
+from driftline.adapters.torch import snapshot as snapshots
 from driftline.adapters.torch.device import graph_watch, sheets
 from driftline.adapters.torch.device.desk import Desk
 from driftline.adapters.torch.device.launching import CannotLaunch, Kernel
@@ -310,6 +311,21 @@ def test_a_sample_for_which_there_is_no_memory_becomes_a_summary(
     assert {r.kept for r in made.records} == {"summary"} and len(made.records) == 3
     kinds = [e["kind"] for e in made.events()]
     assert "degraded" in kinds and "capture-fault" not in kinds
+
+
+def test_a_tensor_that_cannot_be_copied_whole_is_copied_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = torch.Tensor.cpu
+
+    def scarce(self: torch.Tensor) -> torch.Tensor:
+        if self.numel() > 8:
+            raise torch.OutOfMemoryError("planted")
+        return plain(self)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", scarce)
+    given = torch.randn(4, 6, 2).transpose(0, 1)
+    assert torch.equal(snapshots._in_order(given, on_host=False), given)
 
 
 def test_a_graph_that_could_not_be_recorded_leaves_capture_as_it_was(

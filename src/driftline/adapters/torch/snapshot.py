@@ -319,6 +319,16 @@ def _plain(tensor: Any) -> tuple[torch.Tensor, str] | Refusal | Pending:
     return torch.Tensor.as_subclass(tensor, torch.Tensor), ""
 
 
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory; of what is scattered the device may have to make one first."""
+    try:
+        return tensor.cpu()
+    except torch.OutOfMemoryError:
+        if not tensor.dim():
+            raise
+        return torch.stack([_to_host(part) for part in tensor])  # smaller ones
+
+
 def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
     """The tensor itself, or a copy of it, with its values in host memory in C order."""
     if is_zero(tensor):
@@ -326,7 +336,7 @@ def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if not on_host:
-        tensor = tensor.detach().cpu()
+        tensor = _to_host(tensor.detach())
     if tensor.dtype is torch.complex32:  # copying it would print torch's warning in the program
         tensor = tensor.detach().view(torch.int32)
     return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
