@@ -162,7 +162,8 @@ def test_a_wrong_decomposition_is_named_at_its_node(desk: Desk) -> None:
     path = desk.path
     site, finding = starts_at(path / "fx", path / "wrong_apart")
     assert site == "gate.act/sigmoid" and "aten.sigmoid.default" in finding
-    assert f"(computed at {__file__}:" in finding and "fusion" not in finding
+    assert f"computed at {__file__}:" in finding and "fusion" not in finding
+    assert "off by itself is aten.sigmoid.default of 'gate.act'" in finding
     site, _ = starts_at(path / "modules", path / "wrong_apart")
     assert site == "gate.act"
     site, _ = starts_at(path / "ops", path / "wrong_apart")

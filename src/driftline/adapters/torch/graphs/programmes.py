@@ -44,6 +44,8 @@ class Programme:
 
     def called(self, unit: int) -> None:
         """A kernel was called; -1 for the inputs."""
+        if self.workings is None:
+            return
         insight = self._under_way("")[1]
         if insight is not None:
             insight.turn(unit + 1)

@@ -73,7 +73,8 @@ class Check(NamedTuple):
     """Two values of one node that should agree.
 
     Attributes:
-        node: Which; its own value is what the compiled program made of it.
+        node: Which.
+        ours: What the compiler made of it.
         should: The value that it should have.
         kernel: Whether a generated kernel is asked, not a decomposition.
         limit: They may be so far apart.
@@ -82,6 +83,7 @@ class Check(NamedTuple):
     """
 
     node: str
+    ours: str
     should: str
     kernel: bool
     limit: float
@@ -108,6 +110,8 @@ class Workings:
         constants: Values that are known already.
         symbols: Sizes that vary: symbol, the input that tells it, and which of its axes.
         shaken: Steps that are also taken with inputs that are off by this share of themselves.
+        twins: The same for all steps inside of a kernel: from inputs that are off to a result that
+            is, each step rounding anew.
     """
 
     def __init__(self, units: int) -> None:
@@ -116,6 +120,7 @@ class Workings:
         self.constants: dict[str, Any] = {}
         self.symbols: list[tuple[Any, str, int | None]] = []
         self.shaken: dict[str, float] = {}
+        self.twins: dict[str, float] = {}
 
     @property
     def is_empty(self) -> bool:

@@ -137,33 +137,45 @@ class _Planning:
             return
         self._workings.turns[turn].shown.append((node.name, unit.name))
         if not self._is_as_called(node) and (called := self._called(node)):
-            self._expect(node.name, called, at, turn, roughest([node.meta.get("val")]))
+            self._expect(node, node.name, called, at, turn)
 
     def _check_kept(self, node: Any, unit: Unit, at: int) -> None:
         """What a kernel kept, against the operator as it was called and against its own node."""
         ours, before = node.name, self._from[node.name]
         called = None if self._is_as_called(node) else self._called(node)
+        if unit.library:
+            if called is not None:
+                self._expect(node, ours, called, at, before)
+            return
+        again = self._again(ours)
+        turn = self._plan(again, at)
+        if turn is None:
+            return
         # A kernel rounds nothing on its way; nodes that are computed one by one do.
         names = (ours, *unit.nodes)
         rough = roughest(self._nodes[name].meta.get("val") for name in names if name in self._nodes)
-        if not unit.library:
-            self._expect(ours, self._again(ours), at, before, rough, kernel=True)
+        check = Check(ours, ours, again, True, LIMITS[rough], again, 0)
+        self._workings.turns[before].checks.append(check)
+        self._twin(again, torch.finfo(rough).eps)
         if called is not None:
-            self._expect(ours, called, at, before, rough)
+            self._expect(node, again, called, at, turn)
 
-    def _expect(
-        self,
-        node: str,
-        should: str,
-        latest: int,
-        known: int,
-        rough: torch.dtype,
-        *,
-        kernel: bool = False,
-    ) -> None:
+    def _twin(self, name: str, share: float) -> None:
+        """Have a step and those before it, up to what lies in memory, taken by a twin, too."""
+        waiting, twins = [name], self._workings.twins
+        taken = {step.name: step for turn in self._workings.turns for step in turn.steps}
+        while waiting:
+            step = taken.get(waiting.pop())
+            if step is not None and twins.get(step.name, 0.0) < share:
+                twins[step.name] = share
+                waiting += step.needs
+
+    def _expect(self, node: Any, ours: str, should: str, latest: int, known: int) -> None:
+        """Have something that the compiler made of an operator checked against the operator."""
         turn = self._plan(should, latest)
         if turn is None:
             return
+        rough = roughest([node.meta.get("val")])
         step, slot = self._steps.get(should), 0
         if step is not None and step.function is operator.getitem:
             (whole,), slot = step.needs, int(step.arguments[0][1])
@@ -172,7 +184,7 @@ class _Planning:
             return
         shaken = self._workings.shaken
         shaken[step.name] = max(shaken.get(step.name, 0.0), torch.finfo(rough).eps)
-        check = Check(node, should, kernel, LIMITS[rough], step.name, slot)
+        check = Check(node.name, ours, should, False, LIMITS[rough], step.name, slot)
         self._workings.turns[max(turn, known)].checks.append(check)
 
     # --- operator calls as the program makes them
@@ -330,7 +342,7 @@ class _Planning:
                 last.update(dict.fromkeys((step.name, *step.needs), at))
             last.update({name: at for name, _ in turn.shown})
             for check in turn.checks:
-                last.update({check.node: at, check.should: at})
+                last.update({check.ours: at, check.should: at})
         for name, at in last.items():
             if name not in self._workings.constants:
                 self._workings.turns[at].forget.append(name)
