@@ -1,0 +1,285 @@
+"""One conversion under way: every tensor of a run into a run, into files, or into a seed's tree.
+
+One tensor at a time, so that a dump larger than memory goes through. Knows nothing of addresses,
+of what may be replaced, or of what is left behind when it fails: that is its door's business.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from driftline.errors import BadInput, DriftlineError
+from driftline.formats.ait_sheets import convert_sheets
+from driftline.formats.atb_export import NAME as ATB
+from driftline.formats.atb_export import AtbTree
+from driftline.formats.exporting import FilePerTensor, TensorList, write_safetensors
+from driftline.numerics.dtypes import DTYPES
+from driftline.registry import Address, require
+from driftline.runs.inside import reason_of
+from driftline.runs.key import TensorKey
+from driftline.runs.record import Record
+from driftline.runs.run import Run, Storage
+from driftline.runs.writer import RunWriter
+
+Target = Literal["run", "npy", "pt", "safetensors", "ait"]
+Progress = Callable[[int, int], None]
+
+AIT_TREE = Address("driftline.dialects.ait_tree:AitTree")
+_RELEASE_AFTER = 256 << 20
+_FACTS = ("framework", "devices", "seed", "seeds", "default_dtype", "threads", "deterministic")
+
+
+class Conversion:
+    """One conversion under way: what was written, and what was left out for which reason."""
+
+    def __init__(self, run: Run, place: Path, to: Target, progress: Progress | None) -> None:
+        self.run = run
+        self.place = place
+        self.to = to
+        self.progress = progress
+        self.skipped: Counter[str] = Counter()
+        self.left_out: list[tuple[TensorKey, str]] = []
+        self.written = 0
+        self.sheets = 0
+        self.size = 0
+        self._done = 0
+        self._mapped = 0
+
+    def into_run(self) -> None:
+        facts = {
+            (int(about.get("rank", 0)), int(about.get("process", 0))): about
+            for about in self.run.processes()
+        }
+        for rank, process, records in self._parts():
+            writer = RunWriter(
+                self.place,
+                rank=rank,
+                world_size=world_of(self.run),
+                command=command_of(self.run),
+                seal_at_exit=False,
+            )
+            about = facts.get((rank, process), {})
+            writer.describe(
+                converted_from={"format": self._format(), "path": self.run.name},
+                **{name: about[name] for name in _FACTS if name in about},
+            )
+            if (tree := self.run.topology(rank, process)) is not None:
+                writer.topology(tree)
+            for event in self._events(rank, process):
+                details = event.get("details")
+                writer.event(
+                    str(event.get("kind", "dump")),
+                    str(event.get("message", "")),
+                    **_words(cast("Any", details)),
+                )
+            for name in self.run.sheets(rank, process):
+                writer.sheet(name, self.run.sheet(name, rank, process))
+                self.sheets += 1
+            try:
+                for record in records:
+                    self._put(writer, record)
+            finally:
+                writer.close()
+            if writer.failure:
+                raise OSError(0, writer.failure)
+
+    def _put(self, writer: RunWriter, record: Record) -> None:
+        if record.dtype not in DTYPES:
+            reason = record.lost or f"the element type {record.dtype} is not known"
+            writer.event("lost", f"{record.key}: {reason}")
+            self._skip(record, reason)
+            return
+        plain = record._replace(blob=None)
+        if record.kept in ("full", "sample"):
+            raw = self._values(record)
+            if isinstance(raw, str):
+                writer.put(plain._replace(lost=raw), None)
+                self._skip(record, raw)
+                return
+            writer.put(plain, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
+            self.size += raw.nbytes
+        else:
+            writer.put(plain, None)
+        self.written += 1
+        self._step()
+
+    def into_files(self, to: Target) -> None:
+        listed = TensorList(self.place, f"{self._format()}: {self.run.name}")
+        try:
+            for rank, process, records in self._parts():
+                if to == "safetensors":
+                    readable = [record for record in records if self._has_values(record)]
+                    self.size += write_safetensors(self.place, readable, self._sure, listed)
+                    self.written += len(readable)
+                else:
+                    files = FilePerTensor(self.place, f".{to}", listed)
+                    for record in records:
+                        self._file(files, record)
+                if (tree := self.run.topology(rank, process)) is not None:
+                    listed.topology(rank, process, tree)
+                for event in self._events(rank, process):
+                    listed.event(event)
+        finally:
+            listed.close()
+
+    def _file(self, files: FilePerTensor, record: Record) -> None:
+        if self._has_values(record):
+            raw = self._values(record)
+            if isinstance(raw, str):
+                self._skip(record, raw)
+                return
+            self.size += files.put(record, raw)
+            self.written += 1
+            self._step()
+
+    def into_atb(self) -> None:
+        """The tree that an ATB dump has; our other sink writes that of torch modules."""
+        for rank, process, records in self._parts():
+            tree = AtbTree(self.place, rank, process, os.getpid())
+            for record in records:
+                if not self._has_values(record):
+                    continue
+                raw = self._values(record)
+                reason = raw if isinstance(raw, str) else tree.put(record, raw)
+                if reason or isinstance(raw, str):
+                    self._skip(record, reason)
+                    continue
+                self.size += raw.nbytes
+                self.written += 1
+                self._step()
+
+    def into_ait(self) -> None:
+        if _came_from(self.run) == ATB:
+            self.into_atb()
+            return
+        require("torch", install="driftline[torch]")
+        tree_of = AIT_TREE.load()
+        for rank, process, records in self._parts():
+            kind = next((r.device for r in self.run.records if r.device), "cpu").partition(":")[0]
+            device = kind if kind == "cpu" and not rank else f"{kind}{rank}"
+            tree = tree_of(self.place, device=device)
+            if (modules := self.run.topology(rank, process)) is not None:
+                tree.topology(modules)
+            for record in records:
+                if not self._has_values(record):
+                    continue
+                raw = self._values(record)
+                if isinstance(raw, str):
+                    self._skip(record, raw)
+                    continue
+                before = tree.tensors_written
+                tree.put(record, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
+                if tree.tensors_written == before:
+                    self._skip(
+                        record, f"torch cannot hold {record.dtype} in a file, or the disk is full"
+                    )
+                    continue
+                self.size += raw.nbytes
+                self.written += 1
+                self._step()
+            if self.run.sheets(rank, process):
+                tree.open()
+                self.sheets += convert_sheets(self.run, rank, process, tree.folder)
+            tree.close()
+
+    # ---- what all of them need
+
+    def _parts(self) -> Iterator[tuple[int, int, Sequence[Record]]]:
+        listed: set[tuple[int, int]] = set()
+        for (rank, process), some in itertools.groupby(
+            self.run.records, key=lambda record: (record.key.rank, record.key.process)
+        ):
+            listed.add((rank, process))
+            yield rank, process, list(some)
+        for about in self.run.processes():
+            one = (int(about.get("rank", 0)), int(about.get("process", 0)))
+            if one not in listed and self.run.sheets(*one):
+                yield *one, []
+
+    def _events(self, rank: int, process: int) -> Iterator[Mapping[str, Any]]:
+        for event in self.run.events():
+            if (event.get("rank", 0), event.get("process", 0)) == (rank, process):
+                yield event
+
+    def _has_values(self, record: Record) -> bool:
+        """Whether a file can be made of it; if not, it is counted with the reason."""
+        reason = self.run.lost(record)
+        if not reason and record.dtype not in DTYPES:
+            reason = f"the element type {record.dtype} is not known"
+        if not reason and record.kept not in ("full", "sample"):
+            reason = f"only its {record.kept} was kept"
+        if reason:
+            self._skip(record, reason)
+        return not reason
+
+    def _values(self, record: Record) -> Storage | str:
+        """The values, or why there are none."""
+        if reason := self.run.lost(record):
+            return reason
+        try:
+            raw = self.run.raw(record)
+        except (DriftlineError, OSError) as trouble:
+            return reason_of(trouble)
+        self._mapped += raw.nbytes
+        if self._mapped > _RELEASE_AFTER:
+            self.run.release()
+            self._mapped = 0
+        return raw
+
+    def _sure(self, record: Record) -> Storage:
+        raw = self._values(record)
+        if isinstance(raw, str):
+            raise BadInput(f"{record.key} cannot be read: {raw}")
+        self._step()
+        return raw
+
+    def _skip(self, record: Record, reason: str) -> None:
+        self.skipped[reason] += 1
+        self.left_out.append((record.key, reason))
+        self._step()
+
+    def _step(self) -> None:
+        self._done += 1
+        if self.progress is not None:
+            self.progress(self._done, len(self.run))
+
+    def _format(self) -> str:
+        return str(self.run.manifest.get("format", "run"))
+
+
+def _came_from(run: Run) -> str:
+    """The format of the dump that a run is, or was before it was converted."""
+    for facts in (run.manifest, *run.processes()):
+        before = facts.get("converted_from")
+        if isinstance(before, Mapping):
+            return str(cast("Mapping[str, Any]", before).get("format", ""))
+        if isinstance(before, str):
+            return before.partition(":")[0]
+    return str(run.manifest.get("format", ""))
+
+
+def _words(details: Any) -> dict[str, Any]:
+    if not isinstance(details, Mapping):
+        return {}
+    known = cast("Mapping[str, Any]", details)
+    return {name: value for name, value in known.items() if name not in ("kind", "message")}
+
+
+def command_of(run: Run) -> list[str]:
+    """What made the run, as far as it says; a dump of somebody else's does not."""
+    command = run.manifest.get("command")
+    if isinstance(command, (list, tuple)) and command:
+        return [str(word) for word in cast("list[Any]", command)]
+    return ["driftline", "convert", run.name]
+
+
+def world_of(run: Run) -> int:
+    """How many ranks have tensors in it."""
+    return len({record.key.rank for record in run.records}) or 1
