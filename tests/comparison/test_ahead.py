@@ -99,17 +99,18 @@ def test_when_less_is_wanted_than_was_begun_the_rest_is_not_waited_for(
     plan = pair_by_name(runs[0].records, runs[1].records)
     few = plan._replace(pairs=plan.pairs[:1])
     usual = measure(few, *runs, elementwise=tolerance)
-    waited: list[bool] = []
-    end = ManyPairs.end
-
-    def watched(self: ManyPairs, *, wanted: bool) -> None:
-        waited.append(wanted)
-        end(self, wanted=wanted)
-
-    monkeypatch.setattr(ManyPairs, "end", watched)
+    calls: list[str] = []
+    for name in ("end", "finish"):
+        usually = getattr(ManyPairs, name)
+        said = lambda self, name=name, usually=usually: (calls.append(name), usually(self))  # noqa: E731
+        monkeypatch.setattr(ManyPairs, name, said)
     ahead.begin(*runs, tolerance)
     assert measure(few, *runs, elementwise=tolerance).rows == usual.rows
-    assert waited[0] is False
+    assert calls[0] == "end"
+    calls.clear()
+    ahead.begin(*runs, tolerance)
+    measure(plan, *runs, elementwise=tolerance)
+    assert calls[0] == "finish"
     ahead.begin(*runs, tolerance, 1)
     assert not ahead._under_way  # one thread is one thread
 

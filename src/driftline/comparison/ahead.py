@@ -41,11 +41,11 @@ _MAPPED = 64
 
 
 class Measured:
-    """What is known of some blocks of some pairs.
+    """Some blocks of some pairs, measured or about to be.
 
     Args:
         blocks: Reference, candidate, first element and last plus one.
-        work: Who measured them, in that order; it has ended.
+        work: Who measures them, in that order.
     """
 
     def __init__(
@@ -62,10 +62,19 @@ class Measured:
             for at, (ours, theirs, start, stop) in enumerate(blocks)
         }
 
+    def turn(self, pair: Pair, start: int, stop: int) -> int | None:
+        """The how manieth a block is; None if it is none of them."""
+        return self._places.get((id(pair.reference), id(pair.candidate), start, stop))
+
     def moments(self, pair: Pair, start: int, stop: int) -> PairMoments | None:
-        """Those of one block of a pair; None if they are not known."""
-        at = self._places.get((id(pair.reference), id(pair.candidate), start, stop))
+        """Those of a block, which are waited for; None if it is none of them, or came too late."""
+        at = self.turn(pair, start, stop)
         return None if at is None or self._work is None else self._work.moments(at)
+
+    def finish(self) -> None:
+        """Measure what is left of them: then any thread may ask."""
+        if self._work is not None:
+            self._work.finish()
 
 
 class _Ahead:
@@ -94,15 +103,17 @@ class _Ahead:
                 self._blocks.append((ours, theirs, start, stop))
                 address = here.address + start * our_bits // 8
                 other = there.address + start * their_bits // 8
-                asks.append(ask(address, other, types, stop - start, *allowed))
+                mapped = here.mapped and there.mapped
+                asks.append(ask(address, other, types, stop - start, *allowed, mapped=mapped))
         self._work = ManyPairs(asks, list(owners.values()), threads) if asks else None
 
     def end(self, pairs: Sequence[Pair]) -> Measured:
-        """What was measured; all of it, if all of it is wanted."""
+        """What was measured; it goes on, if all of it is wanted."""
         if self._work is None:
             return Measured()
         asked = {(id(pair.reference), id(pair.candidate)) for pair in pairs}
-        self._work.end(wanted=all((id(one), id(other)) in asked for one, other, *_ in self._blocks))
+        if not all((id(one), id(other)) in asked for one, other, *_ in self._blocks):
+            self._work.end()
         return Measured(self._blocks, self._work)
 
 

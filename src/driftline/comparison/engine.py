@@ -168,7 +168,7 @@ class _Work:
         measured_once = {later for repeats in self.repeats.values() for later in repeats}
         self.quick = SmallPairs(reference, candidate, metrics, elementwise)
         self.ahead = ready(reference, candidate, elementwise, pairs)
-        self.ready: list[tuple[int, PairMoments]] = []
+        self.ready: list[tuple[int, int, int]] = []
         self.small: list[int] = []
         self.usual: set[int] = set()
         self.units: list[tuple[int, int, int, int]] = []
@@ -181,8 +181,8 @@ class _Work:
                 continue
             blocks = _blocks(pair) if elements is None else blocks_of(elements)
             if elements is not None and len(blocks) == 1:
-                if (moments := self.ahead.moments(pair, 0, elements)) is not None:
-                    self.ready.append((at, moments))
+                if (turn := self.ahead.turn(pair, 0, elements)) is not None:
+                    self.ready.append((turn, at, elements))
                     continue
                 self.usual.add(at)
             for block, (start, stop) in enumerate(blocks):
@@ -202,13 +202,13 @@ class _Work:
 
     def run(self, threads: int) -> list[Row]:
         """All rows, in the order of the pairs. The calling thread does small ones, and helps."""
+        self._begun_ones()
         helpers = [
             threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
             for n in range(1, min(threads, len(self.units)))
         ]
         for helper in helpers:
             helper.start()
-        self._ready_ones()
         self._small_ones()
         self._worker()
         for helper in helpers:
@@ -217,11 +217,14 @@ class _Work:
             raise self.failure
         return [row for row in self.rows if row is not None]
 
-    def _ready_ones(self) -> None:
+    def _begun_ones(self) -> None:
+        """What is being measured already, in that order: rows are made while others are."""
         try:
-            for at, moments in self.ready:
+            for _, at, elements in sorted(self.ready):
+                moments = self.ahead.moments(self.pairs[at], 0, elements)
                 row = self.quick.row(self.pairs[at], moments=moments)
                 self._finish(at, row or self._row(at, 0, 1))
+            self.ahead.finish()
         except BaseException as bug:
             self.failure = bug
 

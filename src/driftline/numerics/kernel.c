@@ -55,7 +55,7 @@
 enum { BLOCK = 4096, PIECE = 512, BUCKETS = 64 };
 
 /* Bumped whenever a struct or a signature changes: the binding refuses a library it does not know. */
-enum { ABI_VERSION = 4 };
+enum { ABI_VERSION = 5 };
 
 /* How the tolerance is tested; the second where it can fall below float32's normal numbers: no absolute part. */
 enum { TOLERANT = 1, EXACT_NEAR_ZERO = 2 };

@@ -15,7 +15,7 @@ from typing import Any
 from driftline.numerics import kernel
 from driftline.numerics.moments import PairMoments
 
-_ASK = struct.Struct("=2Qq2d5i4x")
+_ASK = struct.Struct("=2Qq2d6i")
 
 
 def ask(
@@ -25,53 +25,77 @@ def ask(
     count: int,
     rtol: float,
     atol: float,
+    *,
+    mapped: bool = False,
 ) -> bytes:
-    """One pair, by where its values lie and the names of their types, as the kernel reads it."""
+    """One pair, by where its values lie and the names of their types, as the kernel reads it.
+
+    Args:
+        mapped: Both lie in files that are mapped, whose pages may go as soon as they were read.
+    """
     r_code, c_code, reals, widen, r_mask, c_mask = kernel.pairing(*dtypes)
-    words = (r_code, c_code, widen, r_mask, c_mask)
+    words = (r_code, c_code, widen, r_mask, c_mask, mapped)
     return _ASK.pack(reference, candidate, count * reals, atol, rtol, *words)
 
 
 class ManyPairs:
-    """Pairs that are being measured, in their order.
+    """Pairs that are being measured, in their order; asked by one thread at a time.
 
     Args:
-        asks: What `ask` gave; none of an empty pair.
+        asks: What `ask` gave.
         owners: What keeps the memory where it is.
         threads: How many.
     """
 
     def __init__(self, asks: Sequence[bytes], owners: object, threads: int = 1) -> None:
+        self._count = len(asks)
         self._asks = b"".join(asks)
         self._owners = owners
         self._out = ctypes.create_string_buffer(len(asks) * kernel.MOMENTS.size)
+        self._done = ctypes.create_string_buffer(len(asks))
         library, path = kernel.chosen(None)
         assert library is not None
-        begin, self._end = _doors(library)
-        self._work: int | None = begin(self._asks, len(asks), path, threads, self._out)
-
-    def end(self, *, wanted: bool) -> None:
-        """Wait for all of them, and help; or, if they are not wanted, for what is under way."""
-        work, self._work = self._work, None
-        if work is not None:
-            self._end(work, wanted)
-        self._owners = None
+        begin, self._await, self._end = _doors(library)
+        self._work: int | None = begin(
+            *(self._asks, len(asks), path, threads, self._out, self._done)
+        )
 
     def moments(self, at: int) -> PairMoments | None:
-        """Of one of them, after the end; None where it did not come to that."""
-        found = kernel.MOMENTS.unpack_from(self._out, at * kernel.MOMENTS.size)
-        return PairMoments._make(found) if found[0] else None
+        """Of one of them; while it is not measured, the caller's thread helps with others.
+
+        None after an end before it came to that.
+        """
+        if self._work is not None:
+            self._await(self._work, at)
+        if self._done[at] == b"\0":
+            return None
+        return PairMoments._make(kernel.MOMENTS.unpack_from(self._out, at * kernel.MOMENTS.size))
+
+    def finish(self) -> None:
+        """Measure what is left."""
+        if self._work is not None:
+            for at in range(self._count):
+                self._await(self._work, at)
+        self.end()
+
+    def end(self) -> None:
+        """Begin no other; waits for those under way."""
+        work, self._work = self._work, None
+        if work is not None:
+            self._end(work)
+        self._owners = None
 
     def __del__(self) -> None:
-        self.end(wanted=False)  # before the memory goes
+        self.end()  # before the memory goes
 
 
 @functools.cache
-def _doors(library: ctypes.CDLL) -> tuple[Any, Any]:
+def _doors(library: ctypes.CDLL) -> tuple[Any, Any, Any]:
+    pointer, c_int, int64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     begin, end = library.driftline_begin_pairs, library.driftline_end_pairs
-    pointer, c_int = ctypes.c_void_p, ctypes.c_int
-    begin.argtypes = [pointer, ctypes.c_int64, c_int, c_int, pointer]
+    wait = library.driftline_await_pair
+    begin.argtypes = [pointer, int64, c_int, c_int, pointer, pointer]
     begin.restype = pointer
-    end.argtypes = [pointer, c_int]
-    end.restype = None
-    return begin, end
+    wait.argtypes, wait.restype = [pointer, int64], None
+    end.argtypes, end.restype = [pointer], None
+    return begin, wait, end

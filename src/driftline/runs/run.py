@@ -121,11 +121,13 @@ class Memory(NamedTuple):
         address: Of the first byte.
         length: In bytes.
         owner: Keeps the memory where it is, as long as it lives.
+        mapped: Whether it is that of a mapped file: its pages may go, and come back when asked for.
     """
 
     address: int
     length: int
     owner: object
+    mapped: bool = False
 
 
 class ReadAhead(Protocol):
