@@ -176,7 +176,9 @@ def gather_ranks(
             )
     records.sort(key=lambda record: record.order)
     said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    notes = [f"{len(ranks_of(run))} ranks of '{run.name}' as one ({found.mesh}): {said}"]
+    count = len(ranks_of(run))
+    whose = "1 rank" if count == 1 else f"{count} ranks"
+    notes = [f"{whose} of '{run.name}' as one ({found.mesh}): {said}"]
     notes += found.notes + ([] if guessed is None else guessed.notes)
     ranks = processes_of(run)
     aside: list[Aside] = []
