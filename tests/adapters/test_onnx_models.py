@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_zoo as zoo
 import pytest
 import torch
@@ -235,7 +236,6 @@ def test_every_leaf_of_a_mobile_network_is_compared_by_itself_or_inside_a_fusion
 
 
 def test_q_in_the_place_of_k_fails_and_does_not_align(llama: Exported, tmp_path: Path) -> None:
-    import onnx
     from onnx import numpy_helper
 
     model = onnx.load(str(llama.path))
@@ -421,6 +421,66 @@ def test_an_input_is_never_set_against_what_another_made(tmp_path: Path) -> None
     (tmp_path / "once.onnx").write_bytes(exported.SerializeToString())
     candidate = run_of(tmp_path / "once.onnx", sink.run(), optimize="none")
     clean(driftline.compare(sink.run(), candidate))
+
+
+class LSTM(torch.nn.Module):
+    """Gives several tensors, batch first; what it computes does not matter here."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.relu(x), x[:1]
+
+
+class Fork(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x * 3
+
+
+class Negative(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+
+class Several(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fork, self.last = LSTM(), Fork(), Negative()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.fork(self.lstm(x)[0])[1])
+
+
+@pytest.mark.parametrize("times", [3, 4])
+def test_the_only_output_that_is_used_is_not_taken_for_the_first(
+    times: int, tmp_path: Path
+) -> None:
+    make = onnx.helper.make_node
+    nodes = [
+        zoo.placed(make("Relu", ["x"], ["a"]), "lstm"),
+        zoo.placed(make("Transpose", ["a"], ["b"], perm=[1, 0, 2]), "lstm"),
+        zoo.placed(make("Transpose", ["b"], ["c"], perm=[1, 0, 2]), "fork"),
+        zoo.placed(make("Mul", ["c", "factor"], ["d"]), "fork"),
+        zoo.placed(make("Neg", ["d"], ["y"]), "last"),
+    ]
+    given = onnx.helper.make_tensor_value_info("x", zoo.F32, [2, 5, 4])
+    factor = onnx.numpy_helper.from_array(np.float32(times), "factor")
+    path = zoo.write(tmp_path / "m.onnx", nodes, [given], ["y"], [factor])
+    sink = MemorySink()
+    model = Several()
+    with torch.no_grad(), driftline.capture(model, sink):
+        model(torch.randn(2, 5, 4))
+    candidate = run_of(path, sink.run(), optimize="none")
+    for both in ((sink.run(), candidate), (candidate, sink.run())):
+        plan = driftline.align(*both)
+        pairs = {(p.reference.key.site, p.reference.key.port): p for p in plan.pairs}
+        turned = (
+            pairs["lstm", "output"].reference_recipe or pairs["lstm", "output"].candidate_recipe
+        )
+        assert turned is not None and "transpose(1,0,2)" in str(turned)
+        table = driftline.compare(*both, plan=plan)
+        if times == 3:
+            clean(table)
+        else:
+            assert first_of(table).site == "fork"
 
 
 def test_calls_that_the_exporter_left_out_make_no_wrong_pairs() -> None:

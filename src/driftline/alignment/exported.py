@@ -19,14 +19,21 @@ from driftline.alignment.exported_graph import (
     listed,
     without_number,
 )
-from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.exported_outputs import (
+    LOOK,
+    MADE,
+    Left,
+    take_outputs,
+    take_turned,
+    without_places,
+)
+from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Step
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
-MADE, LOOK, SAME, WORK = 0.95, 0.9, 0.9, 0.7
-"""Confidence of an input by its maker, of one by its look, of what holds the same bytes, and of
-layers whose order says which is which."""
+SAME, WORK = 0.9, 0.7
+"""Confidence of what holds the same bytes, and of layers whose order says which is which."""
 
 _DEQUANTISED = "_DequantizeLinear_Output"
 """How onnxruntime.quantization calls what a tensor is after it was quantised."""
@@ -44,7 +51,7 @@ def pair_exported(
         ours: The reference's graph; None if it is a model that ran as it is.
         theirs: The candidate's.
     """
-    left = _Left(plan)
+    left = Left(plan)
     if ours is not None and theirs is not None:
         _by_value(left, ours, theirs)
         _by_code(left, ours, theirs)
@@ -53,7 +60,10 @@ def pair_exported(
         _same_bytes(left, exported_first=False, only_modules=ours)
     else:
         _repeated_modules(left, exported_first=ours is not None)
+        take_outputs(left, by_look=False)
         _inputs(left)
+        take_outputs(left, by_look=True)
+        take_turned(left, exported_first=ours is not None)
         _worked_in(left, ours or theirs, exported_first=ours is not None)
         _same_bytes(left, exported_first=ours is not None)
     return left.found, _reasons(left, ours, theirs)
@@ -76,7 +86,7 @@ def pair_unnamed(
     here = [*(pair.reference for pair in plan.pairs), *plan.missing]
     there = [*(pair.candidate for pair in plan.pairs), *plan.extra]
     model, values = (there, here) if first else (here, there)
-    left = _Left(plan)
+    left = Left(plan)
     linked = link_works(model, values, graph)
     for own, value in linked.pairs:
         both = (value, own) if first else (own, value)
@@ -88,42 +98,20 @@ def pair_unnamed(
     return left.found, _reasons(left, ours, theirs), linked.fusions
 
 
-class _Left:
-    """What is paired and what is not, while rules are tried."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.pairs = list(plan.pairs)
-        self.found: list[Pair] = []
-        self.here = {id(record): record for record in plan.missing}
-        self.there = {id(record): record for record in plan.extra}
-
-    def take(self, ours: Record, theirs: Record, confidence: float, by: Rule = "graph") -> None:
-        pair = Pair(ours, theirs, by, confidence)
-        self.found.append(pair)
-        self.pairs.append(pair)
-        self.here.pop(id(ours), None)
-        self.there.pop(id(theirs), None)
-
-    def take_decoded(self, codes: Record, value: Record, recipe: Recipe, codes_first: bool) -> None:
-        if codes_first:
-            pair = Pair(codes, value, "graph", 1.0, reference_recipe=recipe)
-        else:
-            pair = Pair(value, codes, "graph", 1.0, candidate_recipe=recipe)
-        self.found.append(pair)
-        self.pairs.append(pair)
-        self.here.pop(id(pair.reference), None)
-        self.there.pop(id(pair.candidate), None)
-
-
 def _call(record: Record) -> _Call:
     key = record.key
     return (key.rank, key.process, key.step, key.site, key.visit)
 
 
 def loosened(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None) -> Plan:
-    """Without pairs of nodes by the name of a value that only one of two graphs rounds."""
+    """Without pairs by names that say nothing: of a value that only one of two graphs rounds, and
+    of the place in a tuple where one side is no graph.
+    """
     if ours is None or theirs is None:
-        return plan
+        graph = ours if ours is not None else theirs
+        if graph is None:
+            return plan
+        return without_places(plan, graph, exported_first=ours is not None)
     rounded = ours.quantised() ^ theirs.quantised()
     sites = {site for value, site in ours.values().items() if value in rounded}
     loose = [
@@ -141,7 +129,7 @@ def loosened(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | Non
     )
 
 
-def _by_value(left: _Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
+def _by_value(left: Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
     """Outputs of nodes by the names of values; a quantised one by what its integers stand for."""
     here, there = ours.values(), theirs.values()
     rounded = ours.quantised() ^ theirs.quantised()
@@ -157,7 +145,7 @@ def _by_value(left: _Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
                         left.take(record, other, 1.0)
 
 
-def _by_code(left: _Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
+def _by_code(left: Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
     """A value against the integers that stand for it on the other side."""
     for graph, other, codes_first in ((ours, theirs, True), (theirs, ours, False)):
         coded = _outputs((left.here if codes_first else left.there).values())
@@ -200,7 +188,7 @@ def _outputs(records: Iterable[Record]) -> dict[str, list[Record]]:
     return found
 
 
-def _fused(graph: ExportedGraph, left: _Left, turned: bool) -> None:
+def _fused(graph: ExportedGraph, left: Left, turned: bool) -> None:
     """Inputs of fused nodes, at whatever node reads the same value on the other side."""
     fused, plain = (left.there, left.here) if turned else (left.here, left.there)
     reads: dict[tuple[int, int, int, str, str], list[Record]] = defaultdict(list)
@@ -220,7 +208,7 @@ def _fused(graph: ExportedGraph, left: _Left, turned: bool) -> None:
                 break
 
 
-def _repeated_modules(left: _Left, *, exported_first: bool) -> None:
+def _repeated_modules(left: Left, *, exported_first: bool) -> None:
     """torch's older exporter calls the second call of `relu` by `relu_1`."""
     graph, model = (left.here, left.there) if exported_first else (left.there, left.here)
     known: dict[_Call, list[Record]] = defaultdict(list)
@@ -236,7 +224,7 @@ def _repeated_modules(left: _Left, *, exported_first: bool) -> None:
                     break
 
 
-def _worked_in(left: _Left, graph: ExportedGraph | None, *, exported_first: bool) -> None:
+def _worked_in(left: Left, graph: ExportedGraph | None, *, exported_first: bool) -> None:
     """What a convolution with a batch norm in it gives is what the model's batch norm gives."""
     values, model = (left.here, left.there) if exported_first else (left.there, left.here)
     made = _outputs(values.values())
@@ -256,7 +244,7 @@ def _worked_in(left: _Left, graph: ExportedGraph | None, *, exported_first: bool
                         left.take(*((value, norm) if exported_first else (norm, value)), MADE)
 
 
-def _inputs(left: _Left) -> None:
+def _inputs(left: Left) -> None:
     """Inputs of calls that belong together, by who made them; by their looks where nobody knows.
 
     What one module computes first an exporter may leave to another that computes the same. So an
@@ -307,7 +295,7 @@ def _look(record: Record) -> tuple[tuple[int, ...], str]:
 
 
 def _same_bytes(
-    left: _Left, *, exported_first: bool, only_modules: ExportedGraph | None = None
+    left: Left, *, exported_first: bool, only_modules: ExportedGraph | None = None
 ) -> None:
     """What of the model holds the bytes of something that has a partner: one value in the graph."""
     known: dict[tuple[int, int, int, str, tuple[int, ...]], Pair] = {}
@@ -339,7 +327,7 @@ def _bytes(record: Record) -> tuple[int, int, int, str, tuple[int, ...]]:
 
 
 def _reasons(
-    left: _Left, ours: ExportedGraph | None, theirs: ExportedGraph | None
+    left: Left, ours: ExportedGraph | None, theirs: ExportedGraph | None
 ) -> dict[tuple[str, TensorKey], str]:
     found: dict[tuple[str, TensorKey], str] = {}
     sides: Sequence[tuple[str, Iterable[Record], ExportedGraph | None, ExportedGraph | None]] = (

@@ -1,6 +1,7 @@
 """Runs of exported graphs become a plan: where their names fit, and where they do not.
 
-The rules are in `exported.py` (names and values), `exported_works.py` (layers in order),
+The rules are in `exported.py` (names and values), `exported_outputs.py` (modules that give several
+tensors), `exported_works.py` (layers in order),
 `exported_nodes.py` (calls of a compiled graph) and `exported_fusions.py` (what became one node).
 """
 

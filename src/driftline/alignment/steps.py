@@ -74,7 +74,9 @@ def is_ids(record: Record) -> bool:
     if len(record.shape) > 2:
         return False
     return not ID_NAMES.isdisjoint((record.key.slot, record.alias)) or (
-        "mbedding" in record.class_name and record.key.slot in ("0", "input", "1")
+        "mbedding" in record.class_name
+        # An exported graph calls what an embedding takes by the name of the value.
+        and (record.key.slot in ("0", "input", "1") or record.class_name == "Embedding")
     )
 
 
