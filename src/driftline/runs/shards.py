@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 
 from driftline.errors import BadFile, Unreachable
-from driftline.numerics.addresses import address_of
+from driftline.numerics.addresses import address_of, let_go
 from driftline.runs.inside import open_inside, reason_of
 from driftline.runs.layout import is_shard_name
 from driftline.runs.record import Record
@@ -92,6 +92,8 @@ class Shards:
 
     def release(self) -> None:
         """Let go of the maps: each ends with the last array or address of it, in any thread."""
+        for view, address in list(self._places.values()):
+            let_go(address, len(view))
         self._places.clear()
         self._maps.clear()
 
