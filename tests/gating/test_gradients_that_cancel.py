@@ -196,6 +196,26 @@ def test_steps_after_it_are_not_alarms_and_a_fault_in_them_is_named(tmp_path: Pa
     assert (table.first.key.site, table.first.key.step) == ("up", 1), table.finding
 
 
+def test_operators_of_the_backward_pass_are_judged_alike(tmp_path: Path) -> None:
+    def ops(path: Path, parts: int, after: Callable[..., torch.Tensor] | None = None) -> Path:
+        torch.manual_seed(0)
+        model, x = Net(LayerNorm(after=after), parts), torch.randn(3, 16, WIDTH)
+        with driftline.capture(model, path, levels="ops"):
+            model(x).square().mean().backward()
+        return path
+
+    def failing(table: Table) -> set[str]:
+        return {one.key.site for one in table.failing if not one.key.site.startswith("down/")}
+
+    ours = ops(tmp_path / "ours", 1)
+    table = driftline.compare(ours, ops(tmp_path / "clean", 2))
+    assert not failing(table), table.finding
+    far = [one for one in table.rows if one.key.site == "last/aten.native_layer_norm_backward"]
+    assert any(one.limit_from.endswith("of the gradients that cancel") for one in far)
+    table = driftline.compare(ours, ops(tmp_path / "sign", 2, torch.neg))
+    assert "norm/aten.native_layer_norm_backward" in failing(table)
+
+
 def test_a_gradient_that_did_not_cancel_has_the_usual_limit(tmp_path: Path) -> None:
     def loss(path: Path, parts: int, size: float) -> Path:
         torch.manual_seed(0)

@@ -21,7 +21,12 @@ from driftline.gating.made_of_rounding import reference_norm
 from driftline.gating.moved import BEYOND_ROUNDING_COLUMN
 from driftline.gating.no_gradient import without_gradient
 from driftline.gating.quantised import Quantised, quantised_row
-from driftline.gating.sums import SUMMED, SUMMED_COLUMN
+from driftline.gating.sums import (
+    CANCELLING_ROUNDINGS,
+    SUMMED,
+    SUMMED_COLUMN,
+    is_cancelling,
+)
 from driftline.gating.tally import Tally
 from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import (
@@ -208,8 +213,12 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
         yield Inheritance(share, WHAT_CANCELS)
     summed = float(row.metrics.get(SUMMED, 0.0))
     if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
-        share = LIMITS[working.name] * summed / reference_norm(row)
-        yield Inheritance(share, SUMMED_ELEMENTS)
+        if is_cancelling(row):
+            share = CANCELLING_ROUNDINGS * working.unit_roundoff * summed / reference_norm(row)
+            yield Inheritance(share, WHAT_CANCELS)
+        else:
+            share = LIMITS[working.name] * summed / reference_norm(row)
+            yield Inheritance(share, SUMMED_ELEMENTS)
 
 
 def _beyond_rounding(row: Row) -> Row:

@@ -47,7 +47,7 @@ class MadeOfRounding:
             whose = judged.key.rank, judged.key.process
             first, off = self._moved.get(whose, (judged.key.step, 0.0))
             self._moved[whose] = first, max(off, self._off)
-        if judged.key.port not in ("grad_input", "grad_output"):
+        if not _is_gradient(judged) or judged.key.port in GRADIENTS:
             return
         if judged.limit_from.endswith(WHAT_CANCELS):
             off = max(float(judged.metrics[METRIC]), self._origin(judged) or 0.0)
@@ -107,7 +107,7 @@ class MadeOfRounding:
 
     def _origin(self, row: Row) -> float | None:
         """How far off the gradient that cancelled was, if a row is made of it."""
-        if row.key.port not in _PORTS or self._moment != _moment(row):
+        if not _is_gradient(row) or self._moment != _moment(row):
             return None
         if row.key.port not in GRADIENTS and 0.0 < reference_norm(row) <= _LARGER * self._size:
             return self._off
@@ -116,6 +116,11 @@ class MadeOfRounding:
             site = site.rpartition(".")[0]
             found = self._given.get(site)
         return found
+
+
+def _is_gradient(row: Row) -> bool:
+    """Whether a row is a gradient: of a module, or of an operator of the backward pass."""
+    return row.key.port in _PORTS or ("/" in row.key.site and row.key.phase == "backward")
 
 
 def _moment(row: Row) -> tuple[int, int, int]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Column, Row
@@ -38,6 +39,13 @@ _SUMS = {
     "aten.native_batch_norm_backward": "2",
 }
 """Which result of an operator is a sum of elements of its first argument."""
+CANCELLING: dict[str, tuple[tuple[int, str], ...]] = {
+    "aten.native_layer_norm_backward": ((0, "grad_out"), (3, "rstd"), (4, "weight")),
+    "aten._softmax_backward_data": ((0, "grad_output"), (1, "output")),
+}
+"""Operators whose first result is a product less its mean: the product's factors."""
+CANCELLING_ROUNDINGS = 64
+"""So many roundings of the product are nobody's fault."""
 _LARGEST = 1 << 26
 """Larger tensors are not read for this."""
 
@@ -87,11 +95,12 @@ class _Side:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._values: dict[TensorKey, tuple[Graphs, Value]] | None = None
         self._inputs: dict[TensorKey, list[Record]] | None = None
 
     def summed(self, record: Record) -> float:
         """The norm of what was added up to get a tensor; 0 where that is not known."""
+        if (size := self._cancelled(record)) is not None:
+            return size
         for source in self._sources(record):
             if math.prod(source.shape) > _LARGEST or source.dtype not in DTYPES:
                 continue
@@ -102,22 +111,66 @@ class _Side:
             return float(np.linalg.norm(values))
         return 0.0
 
+    def _cancelled(self, record: Record) -> float | None:
+        """The norm of a product before its mean was taken off; None for anything else."""
+        factors: list[Record | None]
+        if GRAPHS in self._run.sheets(record.key.rank, record.key.process):
+            graphs, value = self._in_graphs.get(record.key, (None, None))
+            node = value.node if value is not None else None
+            if graphs is None or value is None or node is None:
+                return None
+            whole = graphs.node(value.graph, node.of[0]) if node.of else node
+            wanted = CANCELLING.get(_operator(whole.target)) if whole is not None else None
+            if wanted is None or whole is None or (node.of and node.of[1]):
+                return None
+            names = [whole.inputs[at] for at, _ in wanted if at < len(whole.inputs)]
+            key = record.key
+            found = [
+                graphs.by_node.get((id(value.graph), one, key.step, key.visit)) for one in names
+            ]
+            factors = [one.record if one is not None else None for one in found]
+        else:
+            wanted = CANCELLING.get(_operator(record.class_name))
+            if wanted is None or record.key.slot != "0":
+                return None
+            given = {one.key.slot: one for one in self._given().get(_call(record.key), ())}
+            factors = [given.get(name) for _, name in wanted]
+        return self._product(factors[:1], factors[1:])
+
+    def _product(self, first: list[Record | None], others: list[Record | None]) -> float | None:
+        values: Any = 1.0
+        for one in (*first, *others):
+            if one is None:
+                if first[0] is None:
+                    return None
+                continue  # a norm without weight
+            if math.prod(one.shape) > _LARGEST or one.dtype not in DTYPES:
+                return None
+            try:
+                read = to_float64(self._run.raw(one), DTYPES[one.dtype]).reshape(one.shape)
+                values = values * read
+            except (DriftlineError, OSError, ValueError):
+                return None
+        return float(np.linalg.norm(values))
+
     def _sources(self, record: Record) -> Iterator[Record]:
         if GRAPHS in self._run.sheets(record.key.rank, record.key.process):
             yield from self._in_graph(record)
         elif record.key.slot == _SUMS.get(_operator(record.class_name)):
             yield from self._given().get(_call(record.key), ())
 
-    def _in_graph(self, record: Record) -> Iterator[Record]:
-        if self._values is None:
-            from driftline.alignment.compiled import graphs_of
+    @cached_property
+    def _in_graphs(self) -> dict[TensorKey, tuple[Graphs, Value]]:
+        from driftline.alignment.compiled import graphs_of
 
-            self._values = {
-                value.record.key: (graphs, value)
-                for graphs in graphs_of(self._run).values()
-                for value in graphs.values
-            }
-        graphs, value = self._values.get(record.key, (None, None))
+        return {
+            value.record.key: (graphs, value)
+            for graphs in graphs_of(self._run).values()
+            for value in graphs.values
+        }
+
+    def _in_graph(self, record: Record) -> Iterator[Record]:
+        graphs, value = self._in_graphs.get(record.key, (None, None))
         if graphs is None or value is None:
             return
         key = record.key
@@ -135,13 +188,18 @@ class _Side:
         if self._inputs is None:
             self._inputs = {}
             for record in self._run.records:
-                if record.key.port == "input" and "/" in record.key.site:
+                if record.key.port in ("input", "param") and "/" in record.key.site:
                     self._inputs.setdefault(_call(record.key), []).append(record)
         return self._inputs
 
 
 def _call(key: TensorKey) -> TensorKey:
     return key._replace(port="output", slot="", moment="after")
+
+
+def is_cancelling(row: Row) -> bool:
+    """Whether a row is what an operator of `CANCELLING` leaves of a gradient."""
+    return row.key.slot == "0" and _operator(row.class_name) in CANCELLING
 
 
 def _operator(name: str) -> str:
