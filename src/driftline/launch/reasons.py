@@ -29,6 +29,11 @@ def why_nothing(
                 "operator ran",
                 "is this the command that runs the model?",
             )
+        if plan.graph:
+            return (
+                f"nothing was captured: {_imported(marks)}, but no compiled graph and no module ran",
+                "does the program get to what it compiles? its own messages say why it ended",
+            )
         return (
             f"nothing was captured: {_imported(marks)}, but no module was called",
             "--level ops also sees operators that run in no torch.nn.Module"
