@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROUNDS = 15
+FEWEST, LONGEST = 5, 120.0
+"""Rounds, and seconds after which it is left at those: a busy machine tells nothing more."""
 RESAMPLES = 2000
 
 
@@ -48,7 +50,10 @@ def _in_turns(variants: list[Variant], rounds: int) -> None:
     order = random.Random(1)
     for variant in variants:
         variant.call()  # first touch of memory, lazy imports
-    for _ in range(rounds):
+    begin = time.monotonic()
+    for done in range(rounds):
+        if done >= FEWEST and time.monotonic() - begin > LONGEST:
+            return
         for variant in order.sample(variants, len(variants)):
             variant.times.append(variant.call())
 
