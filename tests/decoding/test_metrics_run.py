@@ -258,7 +258,9 @@ class TestGoingOn:
         assert sum("reusing" in line for line in lines) == 2
         assert len(column(desk / "out", PREFIX.format(16), "ce")) == 24
 
-    def test_a_killed_run_goes_on_and_gives_the_same_files(self, desk: Path) -> None:
+    def test_a_killed_run_goes_on_and_gives_the_same_files(
+        self, desk: Path, warm_llama: str
+    ) -> None:
         words = [
             *("metrics", "--model_path=models/tiny-llama", "--sharegpt_path", str(PROMPTS)),
             *("--batch_size=2", "--min_pad_length=32", "--max_new_tokens=20"),
@@ -280,7 +282,8 @@ class TestGoingOn:
         assert not any(name.endswith(".csv") for name in visible(desk / "cut"))
         for place in (desk / "cut").glob("*.out"):
             assert len(out_files.read_out(place).logits) == 2, "a folder that is there is whole"
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        again = [warm_llama, *command[1:]]
+        done = subprocess.run(again, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "round 0: scored before" in done.stderr
         assert not any(name.startswith(".") for name in visible(desk / "cut"))
@@ -361,7 +364,9 @@ def spoilt(path: Path, change: Spoil) -> None:
 
 
 class TestRefusals:
-    def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(self, desk: Path) -> None:
+    def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(
+        self, desk: Path, warm_llama: str
+    ) -> None:
         code = (
             "import resource, signal, sys\n"
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -373,7 +378,7 @@ class TestRefusals:
             *("metrics", "--model_path=models/tiny-llama", f"--sharegpt_path={PROMPTS}"),
             *("--min_pad_length=16", "--max_new_tokens=8", "-o", "out", "--candidate=device=cpu"),
         ]
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        done = subprocess.run([warm_llama, "-c", code, *words], capture_output=True, text=True)
         assert done.returncode == 2, done.stderr
         assert "File too large" in done.stderr
         assert "bug in driftline" not in done.stderr
@@ -495,14 +500,17 @@ class TestRefusals:
             run()
 
 
-def test_a_job_of_two_splits_the_candidate_and_only_the_first_writes(desk: Path) -> None:
+def test_a_job_of_two_splits_the_candidate_and_only_the_first_writes(
+    desk: Path, warm_llama: str
+) -> None:
     pytest.importorskip("accelerate")
     words = [
         *("metrics", "--model_path=models/tiny-llama", "--sharegpt_path", str(PROMPTS)),
         *("--batch_size=2", "--min_pad_length=32", "--max_new_tokens=4", "-o", "out"),
         "--candidate=device=cpu,dtype=fp32",
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
+    torchrun = [warm_llama, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun += ["--no-python", warm_llama, "-m"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*torchrun, "driftline", *words, "--distributed"],

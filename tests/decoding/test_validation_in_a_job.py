@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 from tiny_decoders import LLAMA, PROMPTS
@@ -13,7 +13,8 @@ from driftline.decoding.job import chosen_backend
 from driftline.errors import BadInput
 from driftline.settings import JobPlace
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python")
+Job = Callable[..., subprocess.CompletedProcess[str]]
 WORDS = (
     *("-m", "driftline", "validate", f"--model_paths={LLAMA}", f"--sharegpt_path={PROMPTS}"),
     *("--batch_sizes=2", "--seq_lengths=32", "--max_new_tokens=4", "--candidate=dtype=fp16"),
@@ -21,15 +22,21 @@ WORDS = (
 )
 
 
-def job(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*TORCHRUN, *words],
-        capture_output=True,
-        text=True,
-        # On the CPU everywhere: a machine may have fewer GPUs than the job has processes.
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more},
-        timeout=200,
-    )
+@pytest.fixture
+def job(warm_llama: str) -> Job:
+    """Two processes do what one is told; torch and transformers are there before they begin."""
+
+    def job(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [warm_llama, *TORCHRUN, warm_llama, *words],
+            capture_output=True,
+            text=True,
+            # On the CPU everywhere: a machine may have fewer GPUs than the job has processes.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more},
+            timeout=500,
+        )
+
+    return job
 
 
 class Cuda:
@@ -59,7 +66,7 @@ def needs_accelerate() -> None:
     pytest.importorskip("accelerate")
 
 
-def test_a_job_that_passes_says_so_once_and_saves_once(tmp_path):
+def test_a_job_that_passes_says_so_once_and_saves_once(tmp_path, job):
     done = job(
         *(*WORDS, "--distributed", "--metrics_threshold=4.0,0.01"),
         *("--validation_info_dir", str(tmp_path), "--save_validation_info_outputs"),
@@ -74,7 +81,7 @@ def test_a_job_that_passes_says_so_once_and_saves_once(tmp_path):
     ]
 
 
-def test_a_job_that_fails_is_told_whole_before_it_ends():
+def test_a_job_that_fails_is_told_whole_before_it_ends(job):
     """Of ibm-fms, with keys and values in fp8 and in blocks: each rank has some of the heads."""
     pytest.importorskip("fms")
     words = ("--explain", "--metrics_threshold=4.0,1e-9", "--attn_type=paged_fp8")
@@ -86,7 +93,7 @@ def test_a_job_that_fails_is_told_whole_before_it_ends():
 
 
 @pytest.mark.slow
-def test_a_job_uses_what_was_saved(tmp_path):
+def test_a_job_uses_what_was_saved(tmp_path, job):
     words = (*WORDS, "--distributed", "--metrics_threshold=4.0,0.01")
     place = ("--validation_info_dir", str(tmp_path))
     assert job(*words, *place, "--save_validation_info_outputs").returncode == 0
@@ -96,14 +103,14 @@ def test_a_job_uses_what_was_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_drawn_weights_are_not_split_and_that_is_said():
+def test_drawn_weights_are_not_split_and_that_is_said(job):
     done = job(*WORDS, "--distributed", "--micro_layers=1", "--metrics_threshold=4.0,0.01")
     assert done.returncode == 0, done.stderr
     assert "drawn weights are not split: every rank runs the whole candidate" in done.stdout
 
 
 @pytest.mark.slow
-def test_the_suite_runs_in_a_job_too(tmp_path):
+def test_the_suite_runs_in_a_job_too(tmp_path, job):
     said = {
         "COMMON_MODEL_PATHS": str(LLAMA),
         "COMMON_BATCH_SIZES": "2",
