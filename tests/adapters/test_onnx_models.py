@@ -483,6 +483,36 @@ def test_the_only_output_that_is_used_is_not_taken_for_the_first(
             assert first_of(table).site == "fork"
 
 
+class Twice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.again = LSTM(), LSTM()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.lstm(x)[0])[0]
+
+
+def test_recurrent_layers_with_as_many_steps_as_rows_are_not_set_against_each_other_turned(
+    tmp_path: Path,
+) -> None:
+    make = onnx.helper.make_node
+    nodes = [
+        zoo.placed(make("Relu", ["x"], ["a"]), "lstm"),
+        zoo.placed(make("Transpose", ["a"], ["b"], perm=[1, 0, 2]), "lstm"),
+        zoo.placed(make("Relu", ["b"], ["c"]), "again"),
+        zoo.placed(make("Transpose", ["c"], ["y"], perm=[1, 0, 2]), "again"),
+    ]
+    given = onnx.helper.make_tensor_value_info("x", zoo.F32, [4, 4, 3])
+    path = zoo.write(tmp_path / "m.onnx", nodes, [given], ["y"])
+    sink = MemorySink()
+    model = Twice()
+    with torch.no_grad(), driftline.capture(model, sink):
+        model(torch.randn(4, 4, 3))
+    candidate = run_of(path, sink.run(), optimize="none")
+    clean(driftline.compare(sink.run(), candidate))
+    clean(driftline.compare(candidate, sink.run()))
+
+
 def test_calls_that_the_exporter_left_out_make_no_wrong_pairs() -> None:
     scopes = [
         Scope(("a",), (), "mul_1", "aten.mul.Tensor", "net.py:2"),

@@ -23,6 +23,7 @@ from driftline.alignment.exported_outputs import (
     LOOK,
     MADE,
     Left,
+    either_way,
     take_outputs,
     take_turned,
     without_places,
@@ -274,6 +275,7 @@ def _inputs(left: Left) -> None:
             rivals = [one for one in mine if _look(one) == _look(record)]
             alike = [one for one in others if _look(one) == _look(record)]
             unknown = (record.key.step, record.digest) not in twins
+            unknown = unknown and not any(map(either_way, (record, *alike)))
             if unknown and len(rivals) == len(alike) == 1 and alike[0].digest not in made:
                 left.take(record, alike[0], LOOK)
 

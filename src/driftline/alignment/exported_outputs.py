@@ -91,7 +91,7 @@ def take_outputs(left: Left, *, by_look: bool) -> None:
         looks = Counter(map(_look, mine)), Counter(map(_look, others))
         for record in mine if by_look else ():
             look = _look(record)
-            unknown = (record.key.step, record.digest) not in twins and not _either_way(record)
+            unknown = (record.key.step, record.digest) not in twins and not either_way(record)
             if unknown and looks[0][look] == looks[1][look] == 1:
                 other = next(one for one in others if _look(one) == look)
                 if other.digest not in made:
@@ -111,7 +111,7 @@ def take_turned(left: Left, *, exported_first: bool) -> None:
         for model in given:
             turned = (*model.shape[1::-1], *model.shape[2:])
             fitting = [one for one in values if one.shape == turned and one.dtype == model.dtype]
-            if not _is_recurrent(model) or _either_way(model) or len(fitting) != 1:
+            if not _is_recurrent(model) or either_way(model) or len(fitting) != 1:
                 continue
             if sum(one.shape == model.shape for one in given) == 1:
                 step = Step("transpose", numbers=(1, 0, 2))
@@ -124,7 +124,7 @@ def _is_recurrent(record: Record) -> bool:
     return record.class_name in _RECURRENT and len(record.shape) == 3
 
 
-def _either_way(record: Record) -> bool:
+def either_way(record: Record) -> bool:
     """Whether its shape does not say if time or the batch comes first."""
     return _is_recurrent(record) and record.shape[0] == record.shape[1]
 

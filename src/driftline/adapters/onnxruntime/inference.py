@@ -34,6 +34,8 @@ _ENDING = "ExecutionProvider"
 _SILENT = 4
 """What ONNX Runtime has to say of a failure is in the error that it raises."""
 _NO_OPERATOR = ("not a registered", "no op registered", "not implemented", "could not find an impl")
+_LONGEST = 600
+"""Characters of what ONNX Runtime says that are passed on."""
 _LOADING = re.compile(r"^Load model from .*? failed:\s*")
 _SOURCE = re.compile(r"/\S+\.(?:h|cc|cpp):\d+ .*?\)(?: const)?(?:::<lambda\(\)>)? (?=[A-Z])")
 """Where in its own sources it noticed something."""
@@ -224,7 +226,10 @@ def said(error: Exception) -> str:
     parts = text.split(" : ")
     if text.startswith("[ONNXRuntimeError]") and len(parts) > 2:
         text = " : ".join(parts[3:] or parts[2:])
-    return _SOURCE.sub("", _LOADING.sub("", text))[:400] or type(error).__name__
+    text = _SOURCE.sub("", _LOADING.sub("", text))
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ..."
+    return text or type(error).__name__
 
 
 def run(session: Any, outputs: Sequence[str], feed: Mapping[str, Any], name: str) -> list[Any]:
