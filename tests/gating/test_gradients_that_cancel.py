@@ -14,6 +14,7 @@ from torch import nn
 
 import driftline
 from driftline.comparison.table import Table
+from driftline.gating.sharding import compare_shard, merge
 
 WIDTH = 32
 
@@ -140,6 +141,8 @@ def test_what_is_made_of_it_is_as_far_off_and_says_so(tmp_path: Path) -> None:
     made = [row for row in table.rows if row.limit_from.endswith("as a gradient that cancels")]
     assert {row.key.site for row in made} >= {"down", "up"}
     assert all("made of one that cancels" in row.reason for row in made)
+    sides = tmp_path / "ours", tmp_path / "theirs"
+    assert merge([compare_shard(*sides, f"{n}/3") for n in (1, 2, 3)]).rows == table.rows
 
 
 def half(gradient: torch.Tensor) -> torch.Tensor:

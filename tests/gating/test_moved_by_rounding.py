@@ -13,6 +13,7 @@ from test_biases_without_gradient import WORDS, Text, rows_at
 from torch import nn
 
 import driftline
+from driftline.gating.sharding import compare_shard, merge
 
 STEPS = 2
 Plant = Callable[[Text, torch.optim.Optimizer, int], None]
@@ -61,6 +62,8 @@ def test_the_state_and_the_parameter_of_a_key_s_bias_are_no_alarm(
     assert any(row.key.site.startswith("Adam/aten.addcdiv_") for row in excused)
     assert all("nothing but rounding" in row.reason for row in excused)
     assert any(column.name == "beyond_rounding" for column in table.columns)
+    parts = [compare_shard(reference, tmp_path / "theirs", f"{n}/3") for n in (1, 2, 3)]
+    assert merge(parts).rows == table.rows
 
 
 def _rate(name: str) -> Plant:

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Column, Row
-from driftline.comparison.unmeasured import paired
 from driftline.comparison.values import F64
 from driftline.errors import DriftlineError
-from driftline.gating.loose_biases import ends, opened
+from driftline.gating.loose_biases import opened
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
@@ -62,12 +61,11 @@ def with_cancelled(
     for pair in pairs:
         if (call := _call(pair.reference.key)) in calls:
             near.setdefault(call, []).append(pair)
-    measured = {ends(row): row for row in rows if _call(row.key) in calls}
     found = list(rows)
     for at in far:
         row = found[at]
         try:
-            size = _explained(row, near[_call(row.key)], measured, reference, candidate)
+            size = _explained(row, near[_call(row.key)], reference, candidate)
         except (DriftlineError, OSError, ValueError):
             continue  # the row stays as it was measured
         if size is not None:
@@ -85,14 +83,11 @@ def is_far_cancelled(row: Row) -> bool:
     return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
-def _explained(
-    row: Row,
-    pairs: Sequence[Pair],
-    measured: dict[tuple[object, ...], Row],
-    reference: Run,
-    candidate: Run,
-) -> float | None:
-    """How large an error rounding explains; None where the module does not show it."""
+def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) -> float | None:
+    """How large an error rounding explains; None where the module does not show it.
+
+    Of other rows nothing is asked: a shard of a comparison has not got them.
+    """
     shape, dtype = row.reference_shape, coarsest((row.reference_dtype, row.candidate_dtype))
     if dtype is None or shape is None or not 0 < math.prod(shape) <= _LARGEST:
         return None
@@ -100,16 +95,16 @@ def _explained(
     off = 0.0
     for pair in pairs:
         port = pair.reference.key.port
-        known = measured.get(ends(paired(pair)))
-        if port not in ("input", "output", "grad_output") or known is None:
+        if port not in ("input", "output", "grad_output") or port in values:
             continue
-        if known.reference_shape != shape or port in values:
+        ours, theirs = opened(pair, reference, candidate).decoded()
+        if ours.size != math.prod(shape):
             continue
-        error = known.metrics.get(METRIC, math.inf)
+        size = float(np.linalg.norm(ours))
+        error = float(np.linalg.norm(theirs - ours)) / size if size else math.inf
         if not error <= LIMITS[dtype.name]:
             return None  # what it is made of is wrong already
-        off += float(error)
-        ours, _ = opened(pair, reference, candidate).decoded()
+        off += error
         values[port] = ours.reshape(shape)
     if len(values) < 3:
         return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,7 +24,8 @@ from driftline.comparison.unmeasured import paired
 from driftline.comparison.values import F64
 from driftline.errors import DriftlineError
 from driftline.gating.loose_biases import GRADIENTS, ends, opened
-from driftline.gating.sums import SUMMED
+from driftline.gating.sums import SUMMED, Sums
+from driftline.numerics.dtypes import DType
 from driftline.runs.calls import GRAPHS
 from driftline.runs.graphs import Graph, GraphNode
 from driftline.runs.key import TensorKey
@@ -81,21 +82,21 @@ def with_moved(
         reference: The one run.
         candidate: The other.
     """
-    if not any(is_far_moved(row) for row in rows):
+    far = {ends(row): at for at, row in enumerate(rows) if is_far_moved(row)}
+    if not far:
         return rows
     found = list(rows)
-    at = {ends(row): index for index, row in enumerate(found)}
-    known = [(at.get(ends(paired(pair))), pair) for pair in pairs]
-    book = {index: pair for index, pair in known if index is not None}
-    _known_sums(found, book)
-    elements = _Elements(found, book, reference, candidate)
-    for index, pair in book.items():
-        row = found[index]
-        if not is_far_moved(row) or SUMMED in row.metrics:
+    elements = _Elements(pairs, reference, candidate)
+    keys = {row.key for row in rows if is_far_moved(row)}
+    for pair in pairs:
+        at = far.get(ends(paired(pair))) if pair.reference.key in keys else None
+        if at is None or SUMMED in found[at].metrics:
             continue
-        left = elements.left(pair)
-        if left is not None:
-            found[index] = row._replace(metrics={**row.metrics, BEYOND_ROUNDING: left})
+        row = found[at]
+        if summed := elements.summed(pair):
+            found[at] = row._replace(metrics={**row.metrics, SUMMED: summed})
+        elif (left := elements.left(pair)) is not None:
+            found[at] = row._replace(metrics={**row.metrics, BEYOND_ROUNDING: left})
     return found
 
 
@@ -111,45 +112,55 @@ def _is_far(row: Row) -> bool:
     return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
-def _known_sums(rows: list[Row], book: Mapping[int, Pair]) -> None:
-    """Rows that are the very tensors of a known sum, on both sides, were summed alike."""
-    arrived: dict[tuple[int, int, int, str], float] = defaultdict(float)
-    for row in rows:
-        if row.key.port == "grad_output" and not _is_far(row):
-            size = float(row.metrics.get("reference_l2", 0.0))
-            arrived[row.key.rank, row.key.process, row.key.step, row.key.site] += size * size
-    sums: dict[tuple[str, str], float] = {}
-    for index, pair in book.items():
-        row, key = rows[index], rows[index].key
-        digests = (pair.reference.digest, pair.candidate.digest)
-        if SUMMED in row.metrics:
-            sums.setdefault(digests, float(row.metrics[SUMMED]))
-        elif key.port in GRADIENTS and len(pair.reference.shape) == 1:
-            square = arrived.get((key.rank, key.process, key.step, key.site), 0.0)
-            if square:
-                sums.setdefault(digests, math.sqrt(square))
-    for index, pair in book.items():
-        row = rows[index]
-        digests = (pair.reference.digest, pair.candidate.digest)
-        if all(digests) and is_far_moved(row) and SUMMED not in row.metrics and digests in sums:
-            rows[index] = row._replace(metrics={**row.metrics, SUMMED: sums[digests]})
-
-
 class _Elements:
-    """Says which elements of a pair are made of rounding, by following one of the runs."""
+    """Says which elements of a pair are made of rounding, by following one of the runs.
 
-    def __init__(
-        self, rows: Sequence[Row], book: Mapping[int, Pair], reference: Run, candidate: Run
-    ) -> None:
+    Asks pairs and their values, no rows: a shard of a comparison has few of them.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
         self._runs = (reference, candidate)
-        self._rows: dict[int, Row] = {}
+        self._pairs = pairs
+        self._sums = (Sums(reference), Sums(candidate))
         self._masks: dict[int, _Mask | None] = {}
+        self._summed: dict[int, float] = {}
         # The run whose arithmetic is followed: the one that lists its graphs.
         self._side = 0 if _has_graphs(reference) or not _has_graphs(candidate) else 1
         self._of: dict[TensorKey, Pair] = {}
-        for index, pair in book.items():
-            self._rows[id(pair)] = rows[index]
-            self._of.setdefault(self._own(pair).key, pair)
+        self._gradients: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+        self._arriving: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
+        for pair in pairs:
+            key = pair.reference.key
+            if "/" in key.site:
+                self._of.setdefault(self._own(pair).key, pair)
+            if key.port == "grad_output":
+                self._arriving[key.rank, key.process, key.step, key.site].append(pair)
+            backward = key.port == "output" and key.phase == "backward" and "/" in key.site
+            if key.port in GRADIENTS or backward:
+                digests = (pair.reference.digest, pair.candidate.digest)
+                if all(digests):
+                    self._gradients[digests].append(pair)
+
+    def summed(self, pair: Pair) -> float:
+        """The norm of what was added up to get the very tensors of a pair; 0 if not known."""
+        if id(pair) not in self._summed:
+            digests = (pair.reference.digest, pair.candidate.digest)
+            sizes = (self._size(one) for one in self._gradients.get(digests, ()))
+            self._summed[id(pair)] = next((size for size in sizes if size), 0.0)
+        return self._summed[id(pair)]
+
+    def _size(self, gradient: Pair) -> float:
+        key = gradient.reference.key
+        if key.port not in GRADIENTS:
+            ends = zip(self._sums, (gradient.reference, gradient.candidate), strict=True)
+            return next((size for side, one in ends if (size := side.summed(one))), 0.0)
+        if len(gradient.reference.shape) != 1:
+            return 0.0
+        arrived = self._arriving.get((key.rank, key.process, key.step, key.site), ())
+        values = [self._values(pair) for pair in arrived]
+        if any(one is None or _off(*one) > LIMITS["float32"] for one in values):
+            return 0.0
+        return math.sqrt(sum(float(np.linalg.norm(one[0])) ** 2 for one in values if one))
 
     def _own(self, pair: Pair) -> Record:
         return pair.candidate if self._side else pair.reference
@@ -174,9 +185,14 @@ class _Elements:
         return self._masks[id(pair)]
 
     def _found(self, pair: Pair, depth: int) -> _Mask | None:
-        row = self._rows[id(pair)]
-        if not _is_far(row) or SUMMED in row.metrics:
-            return self._rounding(pair, row)
+        dtype = coarsest((pair.reference.dtype, pair.candidate.dtype))
+        values = self._values(pair)
+        if dtype is None or values is None:
+            return None
+        far = not _off(*values) <= LIMITS[dtype.name]
+        summed = self.summed(pair) if far else 0.0
+        if not far or summed:
+            return _rounding(*values, dtype, summed if far else None)
         own = self._own(pair)
         together: _Mask | None = None
         for source in self._made_of(own):
@@ -186,23 +202,6 @@ class _Elements:
             if mask is not None:
                 together = mask if together is None else together | mask
         return together
-
-    def _rounding(self, pair: Pair, row: Row) -> _Mask | None:
-        """Elements that are apart, in a pair whose differences are rounding."""
-        dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-        values = self._values(pair)
-        if dtype is None or values is None or not values[0].size:
-            return None
-        ours, theirs = values
-        apart = np.abs(theirs - ours)
-        sizes = np.maximum(np.abs(ours), np.abs(theirs))
-        summed = float(row.metrics.get(SUMMED, 0.0))
-        if _is_far(row) and not np.linalg.norm(apart) <= LIMITS[dtype.name] * summed:
-            return None
-        scale = max(float(sizes.max()), summed)
-        share = max(_APART, _ROUNDINGS * dtype.unit_roundoff)
-        slight = apart <= _ROUNDINGS * dtype.unit_roundoff * scale
-        return (apart > share * sizes) & slight
 
     def _values(self, pair: Pair) -> tuple[F64, F64] | None:
         if not 0 < math.prod(pair.reference.shape) <= _LARGEST:
@@ -267,6 +266,25 @@ class _Elements:
         for records in found.values():
             records.sort(key=lambda one: one.order)
         return found
+
+
+def _off(ours: F64, theirs: F64) -> float:
+    """Relative L2 of a pair."""
+    size = float(np.linalg.norm(ours))
+    apart = float(np.linalg.norm(theirs - ours))
+    return apart / size if size else (math.inf if apart else 0.0)
+
+
+def _rounding(ours: F64, theirs: F64, dtype: DType, summed: float | None) -> _Mask | None:
+    """Elements that are apart, in a pair whose differences are rounding."""
+    apart = np.abs(theirs - ours)
+    sizes = np.maximum(np.abs(ours), np.abs(theirs))
+    if summed is not None and not np.linalg.norm(apart) <= LIMITS[dtype.name] * summed:
+        return None
+    scale = max(float(sizes.max()), summed or 0.0)
+    share = max(_APART, _ROUNDINGS * dtype.unit_roundoff)
+    slight = apart <= _ROUNDINGS * dtype.unit_roundoff * scale
+    return (apart > share * sizes) & slight
 
 
 class _Optimizers:

@@ -65,7 +65,7 @@ def with_sums(
     if not far:
         return rows
     found = list(rows)
-    sides = _Side(reference), _Side(candidate)
+    sides = Sums(reference), Sums(candidate)
     sites = {key for key, _ in far}
     for pair in pairs:
         at = None
@@ -90,7 +90,7 @@ def is_far_sum(row: Row) -> bool:
     return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
-class _Side:
+class Sums:
     """What a run knows of the sums in it; its graphs are read when first asked."""
 
     def __init__(self, run: Run) -> None:
