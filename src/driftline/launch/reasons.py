@@ -31,7 +31,7 @@ def why_nothing(
             )
         if plan.graph:
             return (
-                f"nothing was captured: {_imported(marks)}, but no compiled graph and no module ran",
+                f"nothing was captured: {_imported(marks)}, but no graph and no module ran",
                 "does the program get to what it compiles? its own messages say why it ended",
             )
         return (
