@@ -259,46 +259,23 @@ def _columns(rows: Sequence[Row], names: Sequence[str], pa: Any) -> dict[str, JS
 
 def _cells(row: Row) -> list[JSON]:
     """The row under `ROW_FIELDS`; by way of `as_json` the table would take half as long again."""
-    key = row.key
+    # All at once: a field that is asked for by its name takes three times as long.
+    # fmt: off
+    (
+        key, status, reason, order, other_site, other_port, other_slot, other_step, other_visit,
+        other_rank, by, confidence, our_recipe, their_recipe, class_name, other_class, our_dtype,
+        their_dtype, our_shape, their_shape, line, fused, culprit, basis, estimated, _, decided_by,
+        limit, limit_from, severity,
+    ) = row
+    site, port, slot, step, visit, rank, process, phase, moment = key
     return [
-        key.site,
-        key.port,
-        key.slot,
-        key.step,
-        key.rank,
-        key.visit,
-        key.process,
-        key.phase,
-        key.moment,
-        row.order,
-        row.status,
-        row.reason,
-        row.candidate_site,
-        row.candidate_port,
-        row.candidate_slot,
-        row.candidate_step,
-        row.candidate_visit,
-        row.candidate_rank,
-        row.by,
-        row.confidence,
-        row.reference_recipe,
-        row.candidate_recipe,
-        row.class_name,
-        row.candidate_class,
-        row.reference_dtype,
-        row.candidate_dtype,
-        _dims(row.reference_shape),
-        _dims(row.candidate_shape),
-        row.line,
-        row.fused,
-        row.culprit,
-        row.basis,
-        " ".join(row.estimated),
-        row.decided_by,
-        row.limit,
-        row.limit_from,
-        row.severity,
+        site, port, slot, step, rank, visit, process, phase, moment, order, status, reason,
+        other_site, other_port, other_slot, other_step, other_visit, other_rank, by, confidence,
+        our_recipe, their_recipe, class_name, other_class, our_dtype, their_dtype,
+        _dims(our_shape), _dims(their_shape), line, fused, culprit, basis, " ".join(estimated),
+        decided_by, limit, limit_from, severity,
     ]
+    # fmt: on
 
 
 def _dims(shape: tuple[int, ...] | None) -> str | None:

@@ -41,4 +41,6 @@ def _by_kernel(cells: Sequence[float | int | None], columns: int) -> list[str] |
     write.argtypes = [*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 2, ctypes.c_void_p]
     write.restype = ctypes.c_int64
     written = write(values.buffer_info()[0], kinds, len(cells) // columns, columns, out)
-    return None if written < 0 else out.raw[:written].decode("ascii").splitlines(keepends=True)
+    if written < 0:
+        return None
+    return ctypes.string_at(out, written).decode("ascii").splitlines(keepends=True)
