@@ -66,9 +66,10 @@ class RecordedGraphs:
         stamps.remove()
         recorder = self._recorder
         if recorder.graphs:
-            counts = f"{recorder.graphs} graphs, {recorder.nodes} nodes"
             ran = WHAT_RAN["fx"].format(backends=NAME)
-            self._session.event("graphs", f"{ran} ({counts})", engine="fx", graphs=recorder.graphs)
+            self._session.event(
+                "graphs", f"{ran} ({recorder.totals()})", engine="fx", graphs=recorder.graphs
+            )
         self._session.stop()
 
     def __enter__(self) -> Self:

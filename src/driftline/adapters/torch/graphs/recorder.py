@@ -133,6 +133,10 @@ class Recorder:
         self.kernels = 0
         self.nodes = 0
 
+    def totals(self) -> str:
+        """How much was met, in words for an event."""
+        return f"graphs: {self.graphs}, nodes: {self.nodes}"
+
     def meet(
         self, compile_id: str, inputs: Sequence[Any], models: Sequence[nn.Module] = ()
     ) -> None:

@@ -142,9 +142,9 @@ class GraphTap:
             return
         names = ", ".join(sorted(self._backends)) or "unknown"
         what = WHAT_RAN[said.removeprefix("--graph ")].format(backends=names)
-        counts = f"{recorder.graphs} graphs, {recorder.nodes} nodes"
+        counts = recorder.totals()
         if self.engine == "inductor":
-            counts += f", {recorder.kernels} kernels"
+            counts += f", kernels: {recorder.kernels}"
             if recorder.inside:
                 counts += f"; {recorder.inside} values inside of fusions were computed beside them"
         session.event("graphs", f"{said}: {what} ({counts})", **self.counts())
