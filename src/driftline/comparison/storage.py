@@ -32,6 +32,8 @@ _LARGEST = 16 << 30
 _ROW_GROUP = 1 << 16
 _PIECE = 1 << 12
 _LONG = 16 << 20
+_CSV_BUFFER = 1 << 20
+"""Bytes that are written at once."""
 _INTEGER_FIELDS = (
     *("step", "rank", "visit", "process", "order"),
     *("candidate_step", "candidate_visit", "candidate_rank"),
@@ -200,14 +202,14 @@ def _ends(rows: Sequence[Row], names: Sequence[str]) -> dict[int, str]:
     Digits are most of the work, and rows of one and the same bytes share their metrics.
     """
     distinct = {id(row.metrics): row.metrics for row in rows}
-    cells = [get(name) for get in (known.get for known in distinct.values()) for name in names]
+    cells = [*itertools.chain.from_iterable(map(known.get, names) for known in distinct.values())]
     texts = number_lines(cells, len(names)) if names else [""] * len(distinct)
     return dict(zip(distinct, texts, strict=True))
 
 
 def save_csv(table: Table, path: StrPath) -> None:
     """`write_csv`, into a file."""
-    with Path(path).open("w", encoding="utf-8", newline="") as stream:
+    with Path(path).open("w", _CSV_BUFFER, encoding="utf-8", newline="") as stream:
         write_csv(table, stream)
 
 

@@ -6,6 +6,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from types import NoneType
+from typing import cast
 
 from driftline.numerics import kernel
 
@@ -33,7 +34,8 @@ def _by_kernel(cells: Sequence[float | int | None], columns: int) -> list[str] |
         return None
     try:
         kinds = bytes(map(_KINDS.__getitem__, map(type, cells)))
-        values = array("d", [0.0 if cell is None else cell for cell in cells])
+        known = [0.0 if cell is None else cell for cell in cells] if 0 in kinds else cells
+        values = array("d", cast("Sequence[float]", known))
     except (KeyError, OverflowError):
         return None
     out = ctypes.create_string_buffer(len(cells) * _LONGEST)
