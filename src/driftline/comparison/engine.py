@@ -202,6 +202,8 @@ class _Work:
 
     def run(self, threads: int) -> list[Row]:
         """All rows, in the order of the pairs. The calling thread does small ones, and helps."""
+        if self.ready:
+            self._small_ones()  # while threads of the kernel's own measure the others
         self._begun_ones()
         helpers = [
             threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
@@ -209,7 +211,8 @@ class _Work:
         ]
         for helper in helpers:
             helper.start()
-        self._small_ones()
+        if not self.ready:
+            self._small_ones()
         self._worker()
         for helper in helpers:
             helper.join()

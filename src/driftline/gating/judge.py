@@ -19,7 +19,6 @@ from driftline.gating.inherited import Inheritance, Inherited, Unrelated
 from driftline.gating.loose_biases import BEYOND_COLUMN
 from driftline.gating.made_of_rounding import reference_norm
 from driftline.gating.moved import BEYOND_ROUNDING_COLUMN
-from driftline.gating.no_gradient import without_gradient
 from driftline.gating.quantised import Quantised, quantised_row
 from driftline.gating.sums import (
     CANCELLING_ROUNDINGS,
@@ -59,6 +58,8 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     tally = Tally()
     rows = kept_like(table.rows, tally.watch(_judged(table.rows, allowed, columns, inherited)))
     if ordered and not allowed.explicit and tally.failing:
+        from driftline.gating.no_gradient import without_gradient  # only where something fails
+
         rows = without_gradient(rows)
         tally = Tally()
         for row in rows:

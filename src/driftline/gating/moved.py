@@ -26,9 +26,8 @@ from driftline.errors import DriftlineError
 from driftline.gating.loose_biases import GRADIENTS, ends, opened
 from driftline.gating.sums import SUMMED, Sums
 from driftline.numerics.dtypes import DType
-from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import Graph, GraphNode
 from driftline.runs.key import TensorKey
+from driftline.runs.layout import GRAPHS
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from driftline.alignment.compiled import Graphs
+    from driftline.runs.graphs import Graph, GraphNode
 else:
     from driftline.numerics.late_numpy import np
 

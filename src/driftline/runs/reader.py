@@ -132,6 +132,7 @@ class _Part:
         self.files = files
         self.name = name
         self.growing = False
+        self._sealed_facts: Mapping[str, Any] | None = None
         self.lines = KeptLines(room, lambda: files.open(f"{name}/{INDEX}"))
         self.shards = files.shards(name)
 
@@ -221,10 +222,16 @@ class _Part:
             losses.append(Loss(self.name, f"writing stopped before the end: {failure}"))
 
     def facts(self) -> Mapping[str, Any]:
+        """What the process said of itself; read once, when that was its last word."""
+        if self._sealed_facts is not None:
+            return self._sealed_facts
         try:
-            return object_in(self.files, f"{self.name}/{PROCESS}", _SMALL_FILE)
+            facts = object_in(self.files, f"{self.name}/{PROCESS}", _SMALL_FILE)
         except (OSError, ValueError, RecursionError):
             return {}
+        if facts.get("sealed") is True:
+            self._sealed_facts = facts
+        return facts
 
 
 class DiskRun(Run):
