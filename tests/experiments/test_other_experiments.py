@@ -54,6 +54,20 @@ def test_noise_makes_runs_in_the_candidates_format_and_keeps_failures_with_reaso
     assert fused[0] == "layers.0.norm1"
 
 
+def test_a_model_of_float_inputs_without_other_attention_is_executed_all_the_same(
+    driftline: Callable, tmp_path: Path
+) -> None:
+    program = tmp_path / "floats.py"
+    program.write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 4)\nfor _ in range(2): model(torch.ones(2, 4))\n"
+    )
+    said = driftline(
+        *("noise", "-o", tmp_path / "n", "--variant", "eager", "--", sys.executable, program)
+    )
+    assert "Linear has no other attention to switch to" in said.err
+    assert "Traceback" not in said.err
+
+
 @pytest.mark.slow
 def test_noise_refuses_what_means_nothing(
     program: Path, driftline: Callable, tmp_path: Path

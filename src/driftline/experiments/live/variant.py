@@ -18,7 +18,7 @@ from torch import nn
 
 from driftline.adapters.torch.repeating import copied
 from driftline.adapters.torch.rounding import dithered, rounded_once
-from driftline.errors import BadInput, DriftlineError
+from driftline.errors import DriftlineError
 
 if TYPE_CHECKING:
     from driftline.adapters.torch.session import CaptureSession
@@ -127,9 +127,12 @@ class LiveVariant:
         return copied((args, kwargs), give)
 
     def _make_eager(self, root: nn.Module) -> None:
+        """Not a reason to stop: a model that has its format already must be given such inputs."""
         switch = getattr(root, "set_attn_implementation", None)
         if switch is None:
-            raise BadInput(f"{type(root).__name__} has no other attention to switch to")
+            why = f"{type(root).__name__} has no other attention to switch to"
+            self._problem = self._problem or why
+            return
         switch("eager")
         self._done.add("attention")
 
