@@ -123,14 +123,16 @@ class Applying:
         self._recast.begin()
         near: dict[str, float] = {}
         if self._one_format:
-            there, own = self._in_one_format(again, check)
+            there, own, near = self._in_one_format(again, check)
         elif is_a_plain_product(again.opened, again.way):
             there, own, near = self._as_a_product(again, check)
         else:
             there, own, near = self._in_both_formats(again, check)
         return Kept([slot for slot, _, _ in again.live if slot not in there], own, near)
 
-    def _in_one_format(self, again: Again, check: Callable[[], None]) -> tuple[set[str], bool]:
+    def _in_one_format(
+        self, again: Again, check: Callable[[], None]
+    ) -> tuple[set[str], bool, dict[str, float]]:
         opened, results, outputs = again.opened, self._results, again.outputs
         handed = Handed(results, self._require_room, narrow=False)
         if again.way == "leaf" and is_the_programs_own(opened, self._candidate):
@@ -140,20 +142,46 @@ class Applying:
         check()
         there, same = self._told(again, made)
         own = handed.is_its_own and there == same
-        for record, tensor in handed.found.values():
-            if tensor is None:
-                results.mention_exact(record, record.class_name, record.alias, own=True)
+        all_: list[tuple[str, About, Native]] = [
+            (f"{key.site}/input/{key.slot}", (record, record.class_name, record.alias), tensor)
+            for key, (record, tensor) in handed.found.items()
+        ]
+        all_ += [
+            (slot, (outputs[slot], opened.frame.class_name, alias), made[slot])
+            for slot, alias, _ in again.live
+            if slot in there
+        ]
+        near = None if own else self._wide_nearness(again, all_, same)
+        for slot, about, tensor in all_:
+            if tensor is None or own or (near is not None and slot in same):
+                if slot in there:
+                    self._noise.nothing(opened.site, slot)
+                results.mention_exact(*about, own=True)
+            elif near is not None:
+                results.measure(opened.site, slot, about[0], tensor, self._noise)
+                results.mention_exact(*about, own=False)
             else:
-                results.put_exact(record, record.class_name, record.alias, tensor)
-        for slot, alias, _ in again.live:
-            if slot not in there:
+                results.put_exact(*about, tensor)
+        return there, own, near or {}
+
+    def _wide_nearness(
+        self, again: Again, all_: list[tuple[str, About, Native]], same: set[str]
+    ) -> dict[str, float] | None:
+        """How far each result is from the captured one that is not the same; None if one is far.
+
+        Only of what may be near in 16 bits, too: linear layers and the own code of others.
+        """
+        if again.way == "leaf" and not is_a_plain_product(again.opened, again.way):
+            return None
+        near: dict[str, float] = {}
+        for slot, (record, _, _), tensor in all_:
+            if tensor is None or slot in same:
                 continue
-            if own:
-                self._noise.nothing(opened.site, slot)
-                results.mention_exact(outputs[slot], opened.frame.class_name, alias, own=True)
-            else:
-                results.put_exact(outputs[slot], opened.frame.class_name, alias, made[slot])
-        return there, own
+            apart = self._results.wide_nearness(record, tensor)
+            if apart is None:
+                return None
+            near[record.digest] = apart
+        return near
 
     def _as_a_product(
         self, again: Again, check: Callable[[], None]

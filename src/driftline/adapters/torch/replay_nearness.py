@@ -4,7 +4,9 @@ Other kernels and other devices add in another order: some elements of 16 bits t
 neighbouring value, either way. That is told from a fault on *all* elements: how large the
 difference is as a whole and in its worst row, and which way it leans, each held far below what a
 diagnosis would need to convict. The noise it is measured by comes from wide arithmetic on some
-rows. Whoever is not near is looked at in full; who is to blame is not known here.
+rows. In wide formats there is no such noise, and a diagnosis allows units of roundoff: there every
+row must be so near that no choice of rows can come to its limits. Whoever is not near is looked at
+in full; who is to blame is not known here.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -26,6 +28,13 @@ _SIZE = 1.25
 """Times the noise of the trusted result: what the captured one may have on the sample."""
 _LEAN, _OFFSET = 0.004, 0.02
 """Units of roundoff; a diagnosis allows 0.05 of the first, 0.3 of the other."""
+
+_WIDE_ROW, _WIDE_WORST = 4.0, 8.0
+"""Units of roundoff, of the size of each row and of the typical row. A diagnosis allows an error of
+32, a lean of 8, an offset of 48 and 64 in the worst row; of rows that are each off by 4 of their
+size at most, no choice has more than 4 of the first three."""
+_SMALLEST = 1e-10
+"""Rows below this size are not judged: squares of their differences are no numbers any more."""
 
 
 class Some(NamedTuple):
@@ -79,6 +88,32 @@ def nearness(captured: torch.Tensor, native: torch.Tensor, some: Some) -> float 
         and offset <= _OFFSET * unit
     )
     return whole if near else None
+
+
+def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
+    """The difference of two wide results in its worst row, as a share of what is near.
+
+    Args:
+        captured: What the captured run has, of 32 or 64 bits.
+        made: What the trusted module gives.
+
+    Returns:
+        None where they are not near.
+    """
+    if captured.dtype != made.dtype or captured.shape != made.shape or not captured.numel():
+        return None
+    if made.dtype not in (torch.float32, torch.float64) or made.dim() < 2:
+        return None
+    with torch.no_grad():
+        unit = torch.finfo(made.dtype).eps / 2.0
+        size = torch.linalg.vector_norm(made, dim=-1)
+        apart = torch.linalg.vector_norm(captured - made, dim=-1)
+        typical = torch.linalg.vector_norm(size) / math.sqrt(size.numel())
+        allowed = unit * torch.minimum(_WIDE_ROW * size, _WIDE_WORST * typical)
+        most, least, total = torch.stack(((apart / allowed).max(), size.min(), typical)).tolist()
+    # Written so that what is no number is not near.
+    near = most <= 1.0 and least >= _SMALLEST and math.isfinite(total)
+    return most if near else None
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

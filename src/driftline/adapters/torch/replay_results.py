@@ -22,7 +22,7 @@ from driftline.adapters.torch.candidate import Candidate, torch_dtype
 from driftline.adapters.torch.recasting import widened
 from driftline.adapters.torch.repeating import clone, same_bits
 from driftline.adapters.torch.replay_calls import NotReplayed, Open, is_pure
-from driftline.adapters.torch.replay_nearness import Some, nearness
+from driftline.adapters.torch.replay_nearness import Some, nearness, wide_nearness
 from driftline.adapters.torch.replay_noise import Noise, some_rows
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Kept, Record
@@ -57,12 +57,8 @@ class Results:
 
     def is_its_own(self, record: Record, tensor: torch.Tensor) -> bool:
         """Whether a result is what the captured run has, to the bit, and that suffices."""
-        return (
-            not self._keep_all
-            and record.kept == "full"
-            and bool(record.digest)
-            and not self._candidate.run.lost(record)
-            and same_bits(tensor, self._candidate.tensor(record, tensor.device, own=False))
+        return self._may_be_left_out(record) and same_bits(
+            tensor, self._candidate.tensor(record, tensor.device, own=False)
         )
 
     def put_exact(self, like: Record, class_name: str, alias: str, tensor: torch.Tensor) -> None:
@@ -132,12 +128,26 @@ class Results:
 
     def nearness(self, record: Record, native: torch.Tensor, some: Some) -> float | None:
         """How far a captured product is from a trusted one, as `replay_nearness` has it."""
-        if self._keep_all or record.kept != "full" or not record.digest:
-            return None
-        if self._candidate.run.lost(record):
+        if not self._may_be_left_out(record):
             return None
         captured = self._candidate.tensor(record, native.device, own=False)
         return nearness(captured, native, some)
+
+    def wide_nearness(self, record: Record, made: torch.Tensor) -> float | None:
+        """The same of a wide result."""
+        if not self._may_be_left_out(record):
+            return None
+        captured = self._candidate.tensor(record, made.device, own=False)
+        return wide_nearness(captured, made)
+
+    def _may_be_left_out(self, record: Record) -> bool:
+        """Whether the captured result is all there and has a name, so that it can stand alone."""
+        return (
+            not self._keep_all
+            and record.kept == "full"
+            and bool(record.digest)
+            and not self._candidate.run.lost(record)
+        )
 
     def some_of_a_product(self, opened: Open, weights: Mapping[str, torch.Tensor]) -> Some:
         """Some rows and channels of a linear layer, in wide arithmetic.
