@@ -48,12 +48,15 @@ class Coverage(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Coverage:
-        counts = {"compared": 0, "missing": 0, "extra": 0, "incomparable": 0}
-        inside = 0
+        counts = {"missing": 0, "extra": 0, "incomparable": 0}
+        compared = inside = 0
         for row in rows:
-            counts["compared" if row.compared else row.status] += 1
-            inside += row.inside_fusion
-        return cls(**counts, inside_fusion=inside)
+            if row.compared:
+                compared += 1
+            else:
+                counts[row.status] += 1
+                inside += row.inside_fusion
+        return cls(compared, **counts, inside_fusion=inside)
 
     @property
     def total(self) -> int:
