@@ -12,6 +12,7 @@ import itertools
 import marshal
 import operator
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast, overload
 
@@ -29,14 +30,10 @@ _tuple: Any = getattr(tuple, "__new__")  # noqa: B009 - said plainly its type is
 class KeptRows(Sequence[Row]):
     """Rows that lie in a file; made by `keep`, or block by block in any order by `Keeper`."""
 
-    def __init__(self, file: Any, places: Sequence[tuple[int, int, int]], about: _About) -> None:
+    def __init__(self, file: Any, places: array[int], about: _About) -> None:
         self._file = file
         self._places = places
-        self._ends: list[int] = []
-        total = 0
-        for _, _, count in places:
-            total += count
-            self._ends.append(total)
+        self._ends = array("Q", itertools.accumulate(places[2::3]))
         self._about = about
         self._known: tuple[int, list[Row]] = (-1, [])
 
@@ -107,7 +104,7 @@ class KeptRows(Sequence[Row]):
         return known[1][at - (self._ends[which - 1] if which else 0)]
 
     def __iter__(self) -> Iterator[Row]:
-        for which in range(len(self._places)):
+        for which in range(len(self._ends)):
             yield from self._block(which)
 
     def __eq__(self, other: object) -> bool:
@@ -122,7 +119,7 @@ class KeptRows(Sequence[Row]):
         return f"<{len(self)} rows>"
 
     def _block(self, which: int) -> Iterator[Row]:
-        start, length, _ = self._places[which]
+        start, length = self._places[3 * which : 3 * which + 2]
         names = self._about.names
         content = os.pread(self._file.fileno(), length, start)
         for key, kind, numbers, before, after in marshal.loads(content):
@@ -182,7 +179,9 @@ class Keeper:
         except OSError as trouble:
             raise _no_room(trouble) from trouble
         self._about = _About()
-        self._places: dict[int, list[tuple[int, int, int]]] = {}
+        # Of a share's blocks: start, length and rows of each, one after the other. Small objects
+        # among those of the rows would each keep a page of freed ones from going back.
+        self._places: dict[int, array[int]] = {}
         self._end = 0
 
     def put(self, rows: Iterable[Row], share: int = 0) -> None:
@@ -194,7 +193,9 @@ class Keeper:
 
     def rows(self) -> KeptRows:
         """All of them; nothing can be put after that."""
-        places = [place for share in sorted(self._places) for place in self._places[share]]
+        places = array("Q")
+        for share in sorted(self._places):
+            places.extend(self._places[share])
         return KeptRows(self._file, places, self._about)
 
     def _plain(self, row: Row) -> tuple[Any, ...]:
@@ -213,7 +214,8 @@ class Keeper:
                 left = left[self._file.write(left) :]
         except OSError as trouble:
             raise _no_room(trouble) from trouble
-        self._places.setdefault(share, []).append((self._end, len(content), len(block)))
+        place = self._end, len(content), len(block)
+        self._places.setdefault(share, array("Q")).extend(place)
         self._end += len(content)
 
 

@@ -6,6 +6,7 @@ ctypes itself gives an address only of what may be written.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 from typing import Any
 
@@ -48,8 +49,13 @@ def let_go(address: int, length: int) -> None:
     advice = getattr(mmap, "MADV_DONTNEED", None)  # not on every system
     if advice is None:
         return
-    advise: Any = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)(
-        ("madvise", ctypes.CDLL(None))
-    )
+    advise = _madvise()
     for at in range(0, length, _PIECE):
         advise(address + at, min(_PIECE, length - at), advice)
+
+
+@functools.cache
+def _madvise() -> Any:
+    # Once: a library that is opened is a class of its own, and stays until garbage is collected.
+    takes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return ctypes.CFUNCTYPE(ctypes.c_int, *takes)(("madvise", ctypes.CDLL(None)))
