@@ -19,9 +19,16 @@ from driftline.testing.faults.trials import METHODS, planted
 
 @pytest.mark.parametrize("amount", [1.0, 0.25])
 def test_a_block_given_another_kind_of_mask_is_judged_by_the_noise_runs(amount: float) -> None:
-    """SDPA wants booleans, eager attention floats: no replay of that block says anything."""
+    """SDPA wants booleans, eager attention floats: such a replay is another computation.
+
+    Unless the masks say the same, and the replay was given its own.
+    """
     setting = Setting("bert", "fp32", 0, FAULTS["residual lost"], amount)
     pair = planted(setting)
+    told = diagnose(pair.reference, pair.candidate, replay=pair.replay, noise=pair.noise)
+    assert (told.evidence["by"], told.first_site) == ("replay", pair.site)
+    sites = {name: each._replace(masks=frozenset()) for name, each in pair.replay.sites.items()}
+    pair = pair._replace(replay=pair.replay._replace(sites=sites))
     found = METHODS["replay"](setting, pair)
     assert found.detected
     assert found.exact, found

@@ -38,6 +38,8 @@ class ReplayedSite(NamedTuple):
         noise: How far the candidate's format is from exact, of calls that gave the candidate's own
             results in it, to the bit or as good as that; None where no call did.
         near: Digests of the candidate's results that are as good as what the replay gave.
+        masks: Slots of masks that are of another kind than the reference's and say the same: the
+            replay was given the reference's.
     """
 
     status: str = "replayed"
@@ -46,6 +48,7 @@ class ReplayedSite(NamedTuple):
     applied: str = ""
     noise: Effect | None = None
     near: frozenset[str] = frozenset()
+    masks: frozenset[str] = frozenset()
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ReplayedSite:
@@ -62,6 +65,7 @@ class ReplayedSite(NamedTuple):
             str(fields.get("applied") or ""),
             _noise(fields.get("noise")) if fields.get("same_bits") or near else None,
             near,
+            _names(fields.get("masks")),
         )
 
     @property
@@ -197,8 +201,11 @@ def _noise(told: Any) -> Effect:
 
 def _near(told: Any) -> frozenset[str]:
     fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
-    digests = fields.get("digests")
-    found = cast("list[Any]", digests) if isinstance(digests, list) else []
+    return _names(fields.get("digests"))
+
+
+def _names(told: Any) -> frozenset[str]:
+    found = cast("list[Any]", told) if isinstance(told, list) else []
     return frozenset(each for each in found if isinstance(each, str) and each)
 
 

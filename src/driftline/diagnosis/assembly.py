@@ -15,6 +15,7 @@ from driftline.diagnosis.artefacts import Replay
 from driftline.diagnosis.calls import DIRECTIONS, Place, innermost, sites_of
 from driftline.diagnosis.choices import UNTOLD, Flip, flips
 from driftline.diagnosis.confirming import Confirmation, confirmed
+from driftline.diagnosis.devices import by_device, noise_elsewhere
 from driftline.diagnosis.finding import Diagnosis, SiteFinding
 from driftline.diagnosis.floor import Floor, Variant, noise_floor
 from driftline.diagnosis.flow import flow_of
@@ -84,7 +85,7 @@ class Assembly:
                 "the replay has no tensor in common with the candidate",
                 hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
             )
-        for site, why in other_kinds(runs.plan).items():
+        for site, why in other_kinds(runs.plan, replay.sites).items():
             if site in judged:
                 judged[site] = Judgement(False, trouble=why)
         # Findings go by the reference's names.
@@ -117,7 +118,8 @@ class Assembly:
                 judged = self.judged.get(place.site) if place.direction == "forward" else None
                 if judged is not None and judged.trouble:
                     judged = None
-                named[place] = name_cause(self.runs, self.sites, place, found[place], judged)
+                naming = name_cause(self.runs, self.sites, place, found[place], judged)
+                named[place] = by_device(naming, self.runs, found[place].call.worst)
         findings = tuple(
             self._finding(place, found[place], order[place], named.get(place))
             for place in self.sites
@@ -159,8 +161,15 @@ class Assembly:
             share,
             gathered,
             coverage,
-            needs(self.runs, self.table, self.floor, self.judged, standing, self.proof is None),
+            self._needs(standing),
         )
+
+    def _needs(self, standing: Standing | None) -> tuple[str, ...]:
+        elsewhere = ""
+        if self.runs is not None and self.floor is not None:
+            elsewhere = noise_elsewhere(self.runs.candidate, self.variants, self.floor.used)
+        unproven = self.proof is None
+        return needs(self.runs, self.table, self.floor, self.judged, standing, unproven, elsewhere)
 
     def _suspects(self, found: Mapping[Place, Standing]) -> list[Place]:
         """Sites that do not agree with themselves and are off by other evidence, too."""
@@ -194,7 +203,7 @@ class Assembly:
             false_alarm_rate=rate.rate if rate is not None else None,
             evidence=gathered,
             coverage=coverage,
-            needs=needs(self.runs, self.table, self.floor, self.judged, None),
+            needs=self._needs(None),
         )
 
     def _looked_at_again(
@@ -367,7 +376,7 @@ class Assembly:
             false_alarm_rate=rate.rate if rate is not None else None,
             evidence=gathered,
             coverage=coverage,
-            needs=needs(self.runs, self.table, self.floor, self.judged, None),
+            needs=self._needs(None),
         )
 
 

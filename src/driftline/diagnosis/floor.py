@@ -23,7 +23,7 @@ from driftline.tolerance.defaults import LIMITS, coarsest
 _WIDEST = 4.0
 _ONE_RUN = 2.0
 _LEAST = 1.4
-_FINE = 2.0**-20
+FINE = 2.0**-20
 """Unit roundoff up to which sums are rounded like everything else."""
 _UNTRIED = 4.0
 """Units of a fine format that are allowed where all trusted runs agree to the bit."""
@@ -66,14 +66,20 @@ class Floor(NamedTuple):
     excluded: tuple[tuple[str, str], ...]
     measured: Mapping[str, Mapping[TensorKey, float]]
 
-    def excess(self, row: Row) -> float | None:
-        """Error of a row over what is allowed there; None when no trusted run has the tensor."""
+    def excess(self, row: Row, least: float = 0.0) -> float | None:
+        """Error of a row over what is allowed there; None when no trusted run has the tensor.
+
+        Args:
+            row: Of the candidate against the reference.
+            least: Error that is allowed whatever trusted runs do.
+        """
         error = self.errors.get(row.key)
         if error is None:
             return None
         unit = unit_of(row)
         # In fine formats right orders of a sum differ, also where no trusted run has tried another.
-        allowed = self.margin * error + (0.25 if error or unit > _FINE else _UNTRIED) * unit
+        allowed = self.margin * error + (0.25 if error or unit > FINE else _UNTRIED) * unit
+        allowed = max(allowed, least)
         if row.metrics.get("one_sided", 0):
             return math.inf
         return error_of(row) / allowed if allowed > 0.0 else (math.inf if error_of(row) else 0.0)
@@ -90,7 +96,7 @@ class Floor(NamedTuple):
         if len(self.used) < 2:
             return 0.0
         beyond = max(value - high, low - value, 0.0)
-        fine = 32.0 if unit <= _FINE else 1.0
+        fine = 32.0 if unit <= FINE else 1.0
         return max(beyond - (high - low), 0.0) / (fine * unit)
 
 

@@ -25,6 +25,15 @@ _ALONG_ROW = re.compile(r"(?i)norm|softmax|mean|\bsum\b|reduce")
 _ATTENDS = re.compile(r"(?i)attention|attn|sdpa")
 
 
+def attends(class_name: str) -> bool:
+    """Whether a module is an attention, by its name.
+
+    >>> attends("LlamaSdpaAttention"), attends("LlamaMLP")
+    (True, False)
+    """
+    return bool(_ATTENDS.search(class_name))
+
+
 def lengths_of(run: Run | None) -> Lengths:
     """What a run's module trees and shapes say of the sums of each site; without one, shapes."""
     held: Mapping[str, Shape] = {} if run is None else _weights(run)

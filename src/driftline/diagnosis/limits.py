@@ -24,6 +24,16 @@ value with a weight near one is a tie again and again), but then its noise is la
 noise is the same steps."""
 
 
+_UNITS, _UNITS_LEAN = 32.0, 8.0
+"""Of roundoff of a fine format, for other orders of summation."""
+_ATTENTION, _ATTENTION_LEAN = 2.0, 0.75
+"""Of an attention in a fine format: its scores are sums whose absolute error becomes a relative one
+of what the softmax gives, so its error grows with the root of their length (CPU against CUDA 8
+units with 40 tokens and heads of 16, 25 units with 1024 and 128). CUDA's fused kernel adds products
+of three pieces and cuts off: it leans by 3.4 to 11.4 units there, and by more with wider heads. A
+lean is never more than the error; three quarters of that are allowed."""
+
+
 class Limits(NamedTuple):
     """How far from exact a trusted execution may be.
 
@@ -50,9 +60,11 @@ class Limits(NamedTuple):
         complete: bool,
         allowed: float,
         norm: bool = False,
+        attends: int = 0,
     ) -> Limits:
         """The limits of a site that has so many parts inside.
 
+        Where it attends, `attends` is the length of its longest sum.
         Without a replay in the candidate's format the roundings inside a container are not known,
         and in float32 that replay is the exact one: both orders of summation are right, and the
         null has no width of its own. Then the rounding of its parts is estimated.
@@ -60,7 +72,10 @@ class Limits(NamedTuple):
         deep = math.sqrt(1.0 + parts)
         fine = unit <= 2.0**-20
         if fine:
-            error, lean = 32.0 * unit * deep, 8.0 * unit * deep
+            error, lean = _UNITS * unit * deep, _UNITS_LEAN * unit * deep
+            if attends:
+                error = max(error, _ATTENTION * math.sqrt(64.0 + attends) * unit * deep)
+                lean = _ATTENTION_LEAN * error
         elif not complete:
             error, lean = 1.5 * unit * deep, 0.5 * unit * deep
         else:

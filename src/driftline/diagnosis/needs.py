@@ -27,8 +27,9 @@ def needs(
     judged: Mapping[str, Judgement],
     standing: Standing | None,
     unproven: bool = True,
+    elsewhere: str = "",
 ) -> tuple[str, ...]:
-    """One sentence each, most useful first."""
+    """One sentence each, most useful first; `elsewhere` is where noise runs should be made."""
     said: list[str] = []
     rows = [row for row in table.rows if row.compared]
     has_inputs = any(row.key.port == "input" for row in rows)
@@ -46,6 +47,8 @@ def needs(
             said.append(f"another noise run for '{name}', which was left out: {why}")
         if len(floor.used) == 1:
             said.append(f"one noise run gives no interval; two or more do: {_NOISE}")
+    if elsewhere:
+        said.append(elsewhere)
     unknown = [found for found in judged.values() if found.trouble]
     if unknown:
         said.append(

@@ -26,6 +26,7 @@ from driftline.diagnosis.effects import (
     without_worst,
 )
 from driftline.diagnosis.functions import FINEST, another_function
+from driftline.diagnosis.lengths import attends
 from driftline.diagnosis.limits import Limits
 from driftline.diagnosis.reading import (
     chosen_rows,
@@ -139,6 +140,7 @@ def judge(
         for record in candidate.records
         if record.key.port == "output" and _NORM.search(record.class_name)
     }
+    attending = _attending(candidate)
     choices_in = choosers(candidate)
     handed = _handed_to_parts(candidate, exact, by_site)
     judged: dict[str, Judgement] = {}
@@ -166,7 +168,10 @@ def judge(
                 # One token that goes another way early is seen by all later ones.
                 judged[name] = Judgement(False, trouble=_CHOICES)
                 continue
-            judgement = _site(found, unit, inside, most, choices > 0, name in norms)
+            about_it = _About(
+                unit, inside, most, choices > 0, name in norms, attending.get(name, 0)
+            )
+            judgement = _site(found, about_it)
             if not judgement.introduced and unit > FINEST and not parts.get(name, 0):
                 there = [r for r in records if is_readable(replay.exact, exact.get(r.key))]
                 other = another_function(candidate, replay, there, exact, native)
@@ -208,6 +213,20 @@ def _as_trusted(noise: Effect, unit: float, given: bool) -> Judgement:
         unit,
         after_parts=given,
     )
+
+
+def _attending(candidate: Run) -> dict[str, int]:
+    """Sites that are an attention, and the longest sum of each: its tokens, or its channels."""
+    found: dict[str, int] = {}
+    for record in candidate.records:
+        key = record.key
+        if (
+            key.port in ("input", "output")
+            and len(record.shape) >= 3
+            and attends(record.class_name)
+        ):
+            found[key.site] = max(found.get(key.site, 0), *record.shape[-2:])
+    return found
 
 
 def _handed_to_parts(
@@ -273,49 +292,60 @@ _FORMATS = (
 )
 
 
-def _site(
-    streams: Mapping[tuple[str, int], _Stream],
-    unit: float,
-    parts: int,
-    allowed: float,
-    choosing: bool,
-    norm: bool,
-) -> Judgement:
+class _About(NamedTuple):
+    """What is known of a site whatever its values are.
+
+    Attributes:
+        unit: Unit roundoff of the coarsest format that takes part.
+        parts: How many sites lie in it and were computed with it.
+        allowed: Relative error that it may have whatever its dtype says.
+        choosing: Whether something inside chooses.
+        norm: Whether it is a norm.
+        attends: The longest sum of an attention; 0 for others.
+    """
+
+    unit: float
+    parts: int
+    allowed: float
+    choosing: bool
+    norm: bool
+    attends: int
+
+
+def _site(streams: Mapping[tuple[str, int], _Stream], about: _About) -> Judgement:
     if not streams:
         return Judgement(False, trouble="no values of it were kept, or not of its replay")
     judgements = [
-        _judged(stream, unit, parts, allowed, choosing, norm)._replace(slot=slot)
-        for (slot, _), stream in streams.items()
+        _judged(stream, about)._replace(slot=slot) for (slot, _), stream in streams.items()
     ]
     return max(judgements, key=lambda found: (found.introduced, found.excess))
 
 
-def _judged(
-    stream: _Stream, unit: float, parts: int, allowed: float, choosing: bool, norm: bool
-) -> Judgement:
+def _judged(stream: _Stream, about: _About) -> Judgement:
     """The judgement of one output.
 
     Where something inside chooses (a router picks experts), a choice between near equals falls one
     way or the other by rounding, and that token is then far off without any fault: the tokens that
     err most are left out there, of the trusted executions as well.
     """
+    allowed = about.allowed
     own = joined(stream.candidate)
-    if choosing:
+    if about.choosing:
         own = without_worst(own, _FLIPS)
     whole, (first, second) = effect_of(own), halves(own)
     # A trusted run of only some calls would be a null of other rows.
     complete = len(stream.native) == len(stream.candidate)
     nulls = [joined(stream.once), *([joined(stream.native)] if complete else [])]
-    if choosing:
+    if about.choosing:
         nulls = [without_worst(null, _FLIPS) for null in nulls]
     if complete and effect_of(nulls[-1]).error > 0.1 * allowed:
         allowed = 0.0  # the trusted module computes with integers too, and says what that costs
-    about = unit, parts, complete, allowed, norm
-    limits = Limits.of([effect_of(null) for null in nulls], *about)
+    known = about.unit, about.parts, complete, allowed, about.norm, about.attends
+    limits = Limits.of([effect_of(null) for null in nulls], *known)
     over = limits.excesses(whole)
     half = [halves(null) for null in nulls]
-    over_first = Limits.of([a for a, _ in half], *about).excesses(first, half=True)
-    over_second = Limits.of([b for _, b in half], *about).excesses(second, half=True)
+    over_first = Limits.of([a for a, _ in half], *known).excesses(first, half=True)
+    over_second = Limits.of([b for _, b in half], *known).excesses(second, half=True)
     confirmed = {
         name: min(over[name], over_first[name], over_second[name])
         for name in over
@@ -333,5 +363,5 @@ def _judged(
         low,
         high,
         max(limits.trusted, key=lambda each: each.error).error,
-        unit,
+        about.unit,
     )

@@ -9,14 +9,16 @@ captured run's own formats. The difference of the two is what that format costs 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from driftline.adapters.torch import tf32
 from driftline.adapters.torch.candidate import Candidate, CandidateCall, torch_dtype
+from driftline.adapters.torch.masks import other_kind, same_seen
 from driftline.adapters.torch.repeating import Give, copied, laid_out
 from driftline.runs.record import Record
 
@@ -97,6 +99,8 @@ class Recast:
         self._candidate = candidate
         self._site_of = site_of
         self._shelf = Shelf()
+        self._wide = candidate.wide
+        self._masks: dict[str, dict[str, bool]] = {}
 
     # --- what goes in
 
@@ -113,9 +117,9 @@ class Recast:
         """What stands for each tensor among the program's own arguments.
 
         Captured values where there are any; masks, positions and the like that the captured run
-        was not given come from the program. What belongs to other modules (layers of a cache) is
-        left as it is, and noted among what is given. A module that writes into none of its inputs
-        needs no copy of its `own`.
+        was not given come from the program, and so do masks of another kind that say the same.
+        What belongs to other modules (layers of a cache) is left as it is, and noted among what is
+        given. A module that writes into none of its inputs needs no copy of its `own`.
 
         Raises:
             LookupError: The captured run lacks an input that matters.
@@ -131,6 +135,8 @@ class Recast:
                 words = slot.lower()
                 if not any(word in words for word in _FROM_THE_PROGRAM):
                     raise LookupError(f"the candidate run has no input '{slot}'")
+            if record is not None and self._is_the_same_mask(record, tensor, site):
+                record = None
             found[id(tensor)] = (tensor, record)
         low = self._low(call, site)
         made: dict[int, torch.Tensor] = {}
@@ -151,6 +157,20 @@ class Recast:
             return made[id(tensor)]
 
         return give
+
+    def _is_the_same_mask(self, record: Record, tensor: torch.Tensor, site: str) -> bool:
+        """Whether a captured mask is of another kind than the program's and says the same."""
+        dtype = torch_dtype(record.dtype)
+        if dtype is None or not other_kind(dtype, tensor.dtype):
+            return False
+        same = same_seen(self._candidate.tensor(record, tensor.device, own=False), tensor)
+        known = self._masks.setdefault(site, {})
+        known[record.key.slot] = same and known.get(record.key.slot, True)
+        return same
+
+    def same_masks(self, site: str) -> list[str]:
+        """Slots of a site whose masks were of another kind and said the same at every call."""
+        return sorted(slot for slot, same in self._masks.get(site, {}).items() if same)
 
     def can_answer(self, call: CandidateCall | None, slots: Slots) -> bool:
         """Whether the captured run has everything that a part of a module gave."""
@@ -259,14 +279,26 @@ class Recast:
         }
 
     def arithmetic(self, module: nn.Module, *, exact: bool) -> AbstractContextManager[Any]:
-        """Autocast as the captured run had it; off for exact arithmetic."""
+        """Autocast as the captured run had it; off for exact arithmetic, and so is TF32.
+
+        A captured run of 32 bits has no other format than the program's, whatever that is: it may
+        be of the same kind of device, and have the same digits.
+        """
         device = next((p.device.type for p in module.parameters()), "cpu")
         low = self._candidate.autocast
+        if exact and device == "cuda" and not self._wide:
+            return _all_digits(device)
         if exact or low is None:
             if torch.is_autocast_enabled(device):
                 return torch.autocast(device, enabled=False)
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=low)
+
+
+@contextlib.contextmanager
+def _all_digits(device: str) -> Generator[None]:
+    with tf32.switched_off(), torch.autocast(device, enabled=False):
+        yield
 
 
 def _tensors(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from driftline.adapters.torch.candidate import Candidate
@@ -16,7 +16,7 @@ _MOST_FAULTS = 8
 
 class _Site:
     __slots__ = (
-        *("left_out", "near", "not_reproduced", "own"),
+        *("left_out", "masks", "near", "not_reproduced", "own"),
         *("reason", "replayed", "unknown", "way"),
     )
 
@@ -24,6 +24,7 @@ class _Site:
         self.replayed = 0
         self.own = 0
         self.near: dict[str, float] = {}
+        self.masks: Sequence[str] = ()
         self.unknown = 0
         self.not_reproduced = 0
         self.reason = ""
@@ -58,6 +59,7 @@ class Report:
         *,
         its_own: bool = False,
         near: Mapping[str, float] | None = None,
+        masks: Sequence[str] = (),
     ) -> None:
         """A call that was applied again.
 
@@ -66,11 +68,13 @@ class Report:
             way: How.
             its_own: Whether it gave the captured results to the bit.
             near: Digests of captured results that are as good as that, and how far apart each is.
+            masks: Slots of masks that are of another kind than the program's and say the same.
         """
         entry = self._sites.setdefault(site, _Site())
         entry.replayed += 1
         entry.own += its_own
         entry.near.update(near or {})
+        entry.masks = masks
         entry.way = way
         self.calls += 1
 
@@ -179,6 +183,8 @@ class Report:
                 data["noise"] = self.noise.of(site)
             if entry.replayed and entry.unknown:
                 data["unknown_calls"] = entry.unknown
+            if entry.masks:
+                data["masks"] = [*entry.masks]
             if entry.left_out:
                 data["left_out"] = sorted(entry.left_out)
             sites[site] = data

@@ -280,7 +280,13 @@ class Replayer:
             kept = self._apply(Again(opened, way, part, wanted, good, {}), check)
         for slot in kept.left_out:
             self.report.left_out(opened.site, slot)
-        self.report.replayed(opened.site, way, its_own=kept.is_its_own, near=kept.near)
+        self.report.replayed(
+            opened.site,
+            way,
+            its_own=kept.is_its_own,
+            near=kept.near,
+            masks=self._recast.same_masks(opened.site),
+        )
 
     def _way_that_reproduces(self, opened: Open, wanted: Slots, part: int) -> tuple[str, set[str]]:
         """How the module's own output comes out of its own inputs, and which slots of it do."""

@@ -20,6 +20,9 @@ UNITS = {
 }
 """Unit roundoffs of formats that a computation may secretly be in."""
 
+TF32 = ("tf32", "float16")
+"""Details of clues that TF32 may be behind: it rounds as float16 does, but for small numbers."""
+
 _SHOWN = {
     "float8_e4m3fn": "fp8 (e4m3)",
     "float8_e5m2": "fp8 (e5m2)",
@@ -30,6 +33,7 @@ _SHOWN = {
 
 
 _LINEAR = re.compile(r"linear|conv|proj|dense|matmul|gemm|fc")
+_CONVOLVES = re.compile(r"conv(?!1d$)|conv\dd$")
 
 
 def low_precision(case: Case) -> Clue | None:
@@ -122,7 +126,7 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
     if _whiteness(case) < 0.85:
         return None
     # A large bias makes the output large and its rounding no larger.
-    rows = case.rows(np.where(case.finite, case.r, 0.0))
+    rows = _by_channel(case, np.where(case.finite, case.r, 0.0))
     varying = float(np.sum((rows - rows.mean(axis=0)) ** 2))
     errors = (error, math.sqrt(beyond / max(varying, 1e-300)))
     for name, unit in UNITS.items():
@@ -144,6 +148,13 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
     return None
 
 
+def _by_channel(case: Case, values: F64) -> F64:
+    """Rows of channels, which a convolution has in front of its places."""
+    if values.ndim >= 3 and _CONVOLVES.search(case.class_name.lower()):
+        values = np.moveaxis(values, 1, -1)
+    return case.rows(values)
+
+
 def _whiteness(case: Case) -> float:
     """1 for error that looks like rounding: spread over tokens and channels, leaning nowhere.
 
@@ -154,7 +165,7 @@ def _whiteness(case: Case) -> float:
     """
     if case.r.ndim < 2:
         return 0.0
-    e, r = case.rows(case.e), case.rows(np.where(case.finite, case.r, 0.0))
+    e, r = (_by_channel(case, x) for x in (case.e, np.where(case.finite, case.r, 0.0)))
     rows, columns = e.shape
     if rows < 8 or columns < 8 or not case.energy > 0.0:
         return 0.0
