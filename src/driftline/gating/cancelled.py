@@ -17,21 +17,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.row import Column, Row
+from driftline.comparison.row import Row
 from driftline.comparison.values import F64
 from driftline.errors import DriftlineError
+from driftline.gating.far import CANCELLED, is_far_cancelled
 from driftline.gating.loose_biases import opened
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
-from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
+from driftline.tolerance.defaults import LIMITS, coarsest
 
 if TYPE_CHECKING:
     import numpy as np
 else:
     from driftline.numerics.late_numpy import np
-
-CANCELLED = "cancelled_l2"
-CANCELLED_COLUMN = Column(CANCELLED, "none", "what rounding explains of gradients that cancel")
 
 _ROUNDINGS = 16
 """So many roundings of what cancels are nobody's fault."""
@@ -71,16 +69,6 @@ def with_cancelled(
         if size is not None:
             found[at] = row._replace(metrics={**row.metrics, CANCELLED: size})
     return found
-
-
-def is_far_cancelled(row: Row) -> bool:
-    """A gradient that a norm or a softmax sends back, and that no limit of its format holds."""
-    if row.key.port != "grad_input" or row.basis != "values":
-        return False
-    if "Norm" not in row.class_name and not row.class_name.endswith("Softmax"):
-        return False
-    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-    return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
 def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) -> float | None:

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
 from driftline.comparison.table import is_kept, kept_like
-from driftline.gating.cancelled import is_far_cancelled, with_cancelled
-from driftline.gating.loose_biases import GRADIENTS, is_far_output, with_loose_biases
-from driftline.gating.moved import is_far_moved, with_moved
-from driftline.gating.sums import with_sums
+from driftline.gating.far import GRADIENTS, is_asked
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -42,6 +39,13 @@ def with_evidence(
 def _looked_up(
     rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
 ) -> Sequence[Row]:
+    if not any(map(is_asked, rows)):
+        return rows
+    from driftline.gating.cancelled import with_cancelled
+    from driftline.gating.loose_biases import with_loose_biases
+    from driftline.gating.moved import with_moved
+    from driftline.gating.sums import with_sums
+
     found = with_loose_biases(rows, pairs, reference, candidate)
     found = with_sums(found, pairs, reference, candidate)
     found = with_cancelled(found, pairs, reference, candidate)
@@ -52,11 +56,7 @@ def _may_be_asked(rows: KeptRows) -> bool:
     """Whether any row of a long table is one that evidence is looked for."""
     if not rows.has_operators and rows.ports.isdisjoint((*GRADIENTS, "grad_input")):
         return False
-    return any(map(_is_asked, rows))
-
-
-def _is_asked(row: Row) -> bool:
-    return is_far_output(row) or is_far_moved(row) or is_far_cancelled(row)
+    return any(map(is_asked, rows))
 
 
 class _OfOneProcess:
@@ -75,8 +75,8 @@ class _OfOneProcess:
             self._next = next(self._processes, None)
         if self._next is None or self._next[0] != place:
             return rows  # what is alone comes at the end
-        if not any(map(_is_asked, rows)):
-            return rows
+        if not any(map(is_asked, rows)):
+            return rows  # the pairs are not gathered
         pairs = list(self._next[1])
         self._next = next(self._processes, None)
         return _looked_up(rows, pairs, *self._runs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from driftline.comparison.row import Row
-from driftline.gating.loose_biases import is_bias
+from driftline.gating.far import is_bias
 from driftline.gating.made_of_rounding import MadeOfRounding, reference_norm
 from driftline.gating.quantised import Quantised
 from driftline.numerics.dtypes import DType, coarser

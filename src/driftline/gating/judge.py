@@ -13,19 +13,18 @@ from driftline.comparison.rank_words import GAP, SAME
 from driftline.comparison.row import Column, Row, Verdict
 from driftline.comparison.table import Table, is_kept, kept_like
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
-from driftline.gating.cancelled import CANCELLED, CANCELLED_COLUMN
 from driftline.gating.divergence import find_divergence
-from driftline.gating.inherited import Inheritance, Inherited, Unrelated
-from driftline.gating.loose_biases import BEYOND_COLUMN
-from driftline.gating.made_of_rounding import reference_norm
-from driftline.gating.moved import BEYOND_ROUNDING_COLUMN
-from driftline.gating.quantised import Quantised, quantised_row
-from driftline.gating.sums import (
-    CANCELLING_ROUNDINGS,
+from driftline.gating.far import (
+    BEYOND_COLUMN,
+    BEYOND_ROUNDING_COLUMN,
+    CANCELLED,
+    CANCELLED_COLUMN,
     SUMMED,
     SUMMED_COLUMN,
-    is_cancelling,
 )
+from driftline.gating.inherited import Inheritance, Inherited, Unrelated
+from driftline.gating.made_of_rounding import reference_norm
+from driftline.gating.quantised import Quantised, quantised_row
 from driftline.gating.tally import Tally
 from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import (
@@ -214,6 +213,8 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
         yield Inheritance(share, WHAT_CANCELS)
     summed = float(row.metrics.get(SUMMED, 0.0))
     if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
+        from driftline.gating.sums import CANCELLING_ROUNDINGS, is_cancelling
+
         if is_cancelling(row):
             share = CANCELLING_ROUNDINGS * working.unit_roundoff * summed / reference_norm(row)
             yield Inheritance(share, WHAT_CANCELS)

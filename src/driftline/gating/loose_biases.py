@@ -18,14 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.row import Column, Row
+from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import clash, has_recipe, paired
 from driftline.comparison.values import F64, ValuePair, open_arrays
 from driftline.errors import DriftlineError
+from driftline.gating.far import GRADIENTS, is_bias, is_far_output
 from driftline.numerics.dtypes import DType, to_float64
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
-from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
+from driftline.tolerance.defaults import LIMITS, coarsest
 from driftline.tolerance.scales import BEYOND
 
 if TYPE_CHECKING:
@@ -34,16 +35,11 @@ if TYPE_CHECKING:
 else:
     from driftline.numerics.late_numpy import np
 
-BEYOND_COLUMN = Column(BEYOND, "lower", "relative L2 without what a bias of no gradient adds")
-
-GRADIENTS = ("optimizer_grad", "param_grad")
 _APART, _ROUNDINGS = 1e-3, 64
 """Elements of a gradient that differ by this share, and by so many roundings, are not the same."""
 NO_MORE = 16
 """Rounding of a bias's gradient, in units of roundoff of its weight's gradient."""
 _WEIGHTS = ("weight", "w_0")
-_FEW = 16
-"""So many roundings are nobody's fault."""
 _POSITIONS = 64
 """So many positions are looked at first: most outputs differ in other ways."""
 _HOPELESS = 10
@@ -53,11 +49,6 @@ _LARGEST = 1 << 24
 
 _Mask: TypeAlias = "npt.NDArray[np.bool_]"
 _Place = tuple[int, int, str]
-
-
-def is_bias(slot: str) -> bool:
-    """Whether a parameter is a layer's bias; `b_0` is Paddle's name of it."""
-    return slot in ("bias", "b_0")
 
 
 def is_bias_gradient(key: TensorKey, class_name: str, shape: tuple[int, ...] | None) -> bool:
@@ -116,19 +107,6 @@ def with_loose_biases(
         if left is not None:
             found[at] = row._replace(metrics={**row.metrics, BEYOND: left})
     return found
-
-
-def is_far_output(row: Row) -> bool:
-    """An output of a later step that differs by more than a few roundings."""
-    if row.key.port != "output" or row.key.phase == "backward":
-        return False
-    if row.key.step == 0 or row.basis != "values":
-        return False
-    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-    if dtype is None:
-        return False
-    few = min(_FEW * dtype.unit_roundoff, LIMITS[dtype.name])
-    return few < row.metrics.get(METRIC, 0.0) < math.inf
 
 
 def ends(row: Row) -> tuple[object, ...]:

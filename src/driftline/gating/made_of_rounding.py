@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from driftline.comparison.row import Row
-from driftline.gating.loose_biases import GRADIENTS, is_bias
+from driftline.gating.far import GRADIENTS, is_bias
 from driftline.tolerance.defaults import METRIC
 from driftline.tolerance.scales import AS_CANCELLED, WHAT_CANCELS
 

@@ -19,18 +19,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.row import Column, Row
+from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import paired
 from driftline.comparison.values import F64
 from driftline.errors import DriftlineError
-from driftline.gating.loose_biases import GRADIENTS, ends, opened
-from driftline.gating.sums import SUMMED, Sums
+from driftline.gating.far import GRADIENTS, SUMMED, is_far_moved
+from driftline.gating.loose_biases import ends, opened
+from driftline.gating.sums import Sums
 from driftline.numerics.dtypes import DType
 from driftline.runs.key import TensorKey
 from driftline.runs.layout import GRAPHS
 from driftline.runs.record import Record
 from driftline.runs.run import Run
-from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
+from driftline.tolerance.defaults import LIMITS, coarsest
 from driftline.tolerance.scales import BEYOND_ROUNDING
 
 if TYPE_CHECKING:
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
     from driftline.runs.graphs import Graph, GraphNode
 else:
     from driftline.numerics.late_numpy import np
-
-BEYOND_ROUNDING_COLUMN = Column(
-    BEYOND_ROUNDING, "lower", "relative L2 without elements whose gradient is rounding"
-)
 
 _ELEMENTWISE = frozenset(
     f"aten.{name}{end}"
@@ -98,18 +95,6 @@ def with_moved(
         elif (left := elements.left(pair)) is not None:
             found[at] = row._replace(metrics={**row.metrics, BEYOND_ROUNDING: left})
     return found
-
-
-def is_far_moved(row: Row) -> bool:
-    """A row that no limit of its format holds, of an operator or a node."""
-    if row.key.port not in ("input", "output", "param") or "/" not in row.key.site:
-        return False
-    return row.basis == "values" and _is_far(row)
-
-
-def _is_far(row: Row) -> bool:
-    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-    return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
 class _Elements:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 from driftline.comparison.row import Row
 from driftline.comparison.table import is_kept
-from driftline.gating.loose_biases import GRADIENTS, NO_MORE, earlier, is_bias_gradient, module_of
+from driftline.gating.far import GRADIENTS
+from driftline.gating.loose_biases import NO_MORE, earlier, is_bias_gradient, module_of
 from driftline.tolerance.defaults import METRIC, coarsest
 from driftline.tolerance.scales import AS_GIVEN, BESIDE_WEIGHT, BEYOND
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from driftline.alignment.plan import Pair
 from driftline.comparison.table import Table, is_kept
 from driftline.gating.evidence import with_evidence
+from driftline.gating.far import GRADIENTS
 from driftline.gating.judge import judge
-from driftline.gating.loose_biases import GRADIENTS
 from driftline.runs.run import Run
 from driftline.tolerance.scales import is_on_another_scale
 

@@ -14,22 +14,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.row import Column, Row
+from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import paired
 from driftline.errors import DriftlineError
+from driftline.gating.far import SUMMED, is_far_sum
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.numerics.late_numpy import np
 from driftline.runs.key import TensorKey
 from driftline.runs.layout import GRAPHS
 from driftline.runs.record import Record
 from driftline.runs.run import Run
-from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
 
 if TYPE_CHECKING:
     from driftline.alignment.compiled import Graphs, Value
-
-SUMMED = "summed_l2"
-SUMMED_COLUMN = Column(SUMMED, "none", "norm of what was added up to get the reference")
 
 _SUMS = {
     "aten.sum": "0",
@@ -80,14 +77,6 @@ def with_sums(
                 found[at] = found[at]._replace(metrics=metrics)
                 break
     return found
-
-
-def is_far_sum(row: Row) -> bool:
-    """A row that no limit of its format holds, at an operator or a node."""
-    if row.key.port != "output" or "/" not in row.key.site or row.basis != "values":
-        return False
-    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-    return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
 class Sums:
