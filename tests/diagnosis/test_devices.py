@@ -229,3 +229,17 @@ def test_all_digits_are_asked_for_and_the_programs_choice_is_put_back() -> None:
         assert tf32.allowed() == []
     assert tf32.allowed() == before
     assert before == [] or "convolutions" in before
+
+
+def test_what_transformers_calls_conv1d_is_a_product_with_the_switch_of_products() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(4)
+    net, x = nn.Sequential(Conv1D(96, 64)).eval(), torch.randn(4, 48, 64)
+    rounded = copy.deepcopy(net)
+    rounded[0].forward = lambda x: in_tf32(x) @ in_tf32(net[0].weight) + net[0].bias
+    switched = {"tf32": ["products", "convolutions"]}
+    ours, theirs = captured(net, x), captured(rounded, x, "cuda", **switched)
+    found = diagnose(ours, theirs)
+    assert (found.first_site, found.cause) == ("0", "low-precision")
+    assert "torch.backends.cuda.matmul.allow_tf32 on" in found.sentences[1]

@@ -367,3 +367,19 @@ def test_rows_that_come_in_another_order_are_no_fault(dtype: torch.dtype, fault:
     off = (abs(exact - made) > 0.05).any(-1)
     assert off.sum() == (10 if fault else 0)
     assert fault or replay.error("0") < 0.1
+
+
+def test_rows_that_fit_nowhere_lie_alike_in_both_formats() -> None:
+    """Else two experts exchanged look like noise as large as they are."""
+    reference = nn.Sequential(Experts())
+    candidate = copy.deepcopy(reference).to(torch.bfloat16)
+    candidate[0].backwards = True
+    with torch.no_grad():
+        candidate[0].weight[[0, 2]] = candidate[0].weight[[2, 0]]
+    torch.manual_seed(1)
+    replay = Replay(reference, candidate, torch.randn(400, 16))
+    for site, port in (("0.act", "input"), ("0", "output")):
+        runs = replay.exact, replay.native, replay.captured
+        exact, native, made = (run.get(site, port=port).float64() for run in runs)
+        assert abs(exact - native).max() < 0.1
+        assert (abs(exact - made).max(-1) > 0.3).sum() > 100

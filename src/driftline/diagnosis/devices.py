@@ -16,7 +16,8 @@ from driftline.diagnosis.floor import Variant
 from driftline.diagnosis.naming import Naming, Runs
 from driftline.runs.run import Run
 
-_CONVOLVES = re.compile(r"(?i)conv(?!1d$)|conv\dd$")
+_CONVOLVES = re.compile(r"(?i:conv)(?!1D$)")
+"""Not transformers' `Conv1D`, which is a product."""
 _SWITCHES = {
     "convolutions": "torch.backends.cudnn.allow_tf32",
     "products": "torch.backends.cuda.matmul.allow_tf32",

@@ -3,7 +3,7 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from driftline.adapters.torch.recasting import Given, Recast
 from driftline.adapters.torch.repeating import Script, copied, itself
 from driftline.adapters.torch.replay_calls import Open, Part
 from driftline.adapters.torch.replay_order import order_of, reordered, works_by_row
+from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 
 Answer = Callable[[Any, Any], Any]
@@ -33,6 +34,7 @@ class Parts:
     def __init__(self, recast: Recast, is_called: Callable[[nn.Module], bool]) -> None:
         self._recast = recast
         self._is_called = is_called
+        self._orders: dict[TensorKey, torch.Tensor] = {}
 
     def own(self, opened: Open, way: str) -> Script:
         """What answers the calls of parts with what they themselves gave."""
@@ -55,15 +57,27 @@ class Parts:
                 projection is given, and nowhere else.
             exact: In wide arithmetic.
         """
+        # Rows come as the captured run's own format has put them: wide arithmetic, which follows,
+        # must not find another place for one that fits nowhere. Both would be far apart then.
+        before = self._orders if exact else {}
+        self._orders = {}
         parts: dict[int, list[Answer | None]] = {}
         for held in opened.parts or () if way == "own code" else ():
             answer = None
             if self._recast.can_answer(held.candidate, held.slots):
-                answer = self._answer(held, given, hand, exact=exact)
+                answer = self._answer(held, given, hand, before, exact=exact)
             parts.setdefault(id(held.module), []).append(answer)
         return Script(opened.frame.module, parts)
 
-    def _answer(self, held: Part, given: Given, hand: Hand, *, exact: bool) -> Answer:
+    def _answer(
+        self,
+        held: Part,
+        given: Given,
+        hand: Hand,
+        before: Mapping[TensorKey, torch.Tensor],
+        *,
+        exact: bool,
+    ) -> Answer:
         call = held.candidate
         assert call is not None
         value = self._recast.answer(call, held.slots, held.value, given, exact=exact)
@@ -82,7 +96,11 @@ class Parts:
                     and not given.has(tensor)
                 ):
                     if by_row and order is None:
-                        order = order_of(tensor, self._recast.captured(record, tensor))
+                        order = before.get(record.key)
+                        if order is None:
+                            order = order_of(tensor, self._recast.captured(record, tensor))
+                        if order is not None and not exact:
+                            self._orders[record.key] = order
                     hand(record, tensor if order is None else reordered(tensor, order))
             made = value()
             if order is None:

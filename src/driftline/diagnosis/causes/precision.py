@@ -33,7 +33,8 @@ _SHOWN = {
 
 
 _LINEAR = re.compile(r"linear|conv|proj|dense|matmul|gemm|fc")
-_CONVOLVES = re.compile(r"conv(?!1d$)|conv\dd$")
+_CONVOLVES = re.compile(r"(?i:conv)(?!1D$)")
+"""Not transformers' `Conv1D`, which is a product and has its channels last."""
 
 
 def low_precision(case: Case) -> Clue | None:
@@ -150,7 +151,7 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
 
 def _by_channel(case: Case, values: F64) -> F64:
     """Rows of channels, which a convolution has in front of its places."""
-    if values.ndim >= 3 and _CONVOLVES.search(case.class_name.lower()):
+    if values.ndim >= 3 and _CONVOLVES.search(case.class_name):
         values = np.moveaxis(values, 1, -1)
     return case.rows(values)
 
