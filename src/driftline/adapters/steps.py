@@ -155,11 +155,10 @@ class StepClock:
 
     def _has_optimizer(self) -> bool:
         # An optimizer may be older than the session, and accumulation asks before its first step:
-        # so the living objects are searched, a few times at most because it takes tens of
+        # so the kinds of living objects are searched, a few times at most because it takes
         # milliseconds.
         if not self._optimizer_seen and self._searches < _OPTIMIZER_SEARCHES:
             self._searches += 1
-            self._optimizer_seen = any(
-                issubclass(type(thing), self._optimizer) for thing in gc.get_objects()
-            )
+            kinds = set(map(type, gc.get_objects()))
+            self._optimizer_seen = any(issubclass(kind, self._optimizer) for kind in kinds)
         return self._optimizer_seen
