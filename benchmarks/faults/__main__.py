@@ -3,6 +3,7 @@
     python -m benchmarks.faults                    a sample that takes some minutes on two cores
     python -m benchmarks.faults --seeds 2 --clean 200 --clean-sets 8 --peers --workers 16     all
     python -m benchmarks.faults --formats compiled        every kind, in one costly format
+    python -m benchmarks.faults --formats fp32 --candidate-on cuda     candidates of another device
 
 Trials whose fault changes no bit are left out and counted. Faults whose output error does not
 exceed the 99.9th percentile of fault-free pairs of their format are excluded from the goals for
@@ -50,6 +51,9 @@ def main() -> int:
         metavar="TRIALS",
         help="so many of the trials by msprobe too, in .bench-venv",
     )
+    where = {"--reference-on": "reference, replay and noise runs", "--candidate-on": "candidates"}
+    for name, who in where.items():
+        asked.add_argument(name, default="cpu", metavar="DEVICE", help=f"device of {who}")
     asked.add_argument("--write", type=Path, help="all results as JSON lines")
     asked.add_argument("--read", type=Path, nargs="+", help="report on results written before")
     given = asked.parse_args()
@@ -72,7 +76,7 @@ def main() -> int:
                 file.write(json.dumps(result) + "\n")
                 file.flush()
 
-        results = run(jobs, given.workers, keep)
+        results = run(jobs, given.workers, keep, given.reference_on, given.candidate_on)
     if given.peers:
         from benchmarks.faults.msprobe import beside
 

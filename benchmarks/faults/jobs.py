@@ -6,6 +6,7 @@ reported by default is seeds from 100 on.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import time
@@ -103,11 +104,12 @@ def set_jobs(first: int, pairs: int) -> Iterator[Job]:
                     yield Job(architecture, name, seed, "", 0.0, 40, how, 4, how)
 
 
-def trial(job: Job) -> dict[str, Any]:
-    """Plant, run, judge by every method."""
+def trial(job: Job, ours: str = "cpu", theirs: str = "cpu") -> dict[str, Any]:
+    """Plant, run, judge by every method; on which devices reference and candidate run is said."""
     import torch
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # on CUDA that is a fault of its own
     from driftline.testing.faults import FAULTS
     from driftline.testing.faults.formats import COMPILED, unit_roundoff
     from driftline.testing.faults.pairs import Setting, effect_of
@@ -126,7 +128,7 @@ def trial(job: Job) -> dict[str, Any]:
     )
     result: dict[str, Any] = {"job": job, "sub_noise": bool(fault and fault.sub_noise)}
     try:
-        pair = planted(setting)
+        pair = planted(setting, ours, theirs)
         result |= {
             "site": pair.site,
             "seen": pair.is_seen,
@@ -146,7 +148,11 @@ def trial(job: Job) -> dict[str, Any]:
 
 
 def run(
-    jobs: Sequence[Job], workers: int, keep: Callable[[dict[str, Any]], None]
+    jobs: Sequence[Job],
+    workers: int,
+    keep: Callable[[dict[str, Any]], None],
+    ours: str = "cpu",
+    theirs: str = "cpu",
 ) -> list[dict[str, Any]]:
     """All trials, in processes of their own; those with many tokens by fewer, which need 7 GB.
 
@@ -163,7 +169,8 @@ def run(
         if not some:
             continue
         with context.Pool(hands) as pool:
-            for result in pool.imap_unordered(trial, some, chunksize=4 if len(some) > 200 else 1):
+            tried = functools.partial(trial, ours=ours, theirs=theirs)
+            for result in pool.imap_unordered(tried, some, chunksize=4 if len(some) > 200 else 1):
                 done.append(result)
                 keep(result)
                 if len(done) % 50 == 0:

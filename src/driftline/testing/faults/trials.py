@@ -89,15 +89,21 @@ class Outcome(NamedTuple):
     wrong: int = 0
 
 
-def planted(setting: Setting) -> Planted:
-    """Run both sides of a trial and gather all evidence; nothing touches a disk."""
-    source = reference_of(setting)
+def planted(setting: Setting, ours: str = "cpu", theirs: str = "cpu") -> Planted:
+    """Run both sides of a trial and gather all evidence; nothing touches a disk.
+
+    Args:
+        setting: What is tried.
+        ours: The device of the reference, of its replay and of noise runs.
+        theirs: The device of the candidate.
+    """
+    plain = reference_of(setting)
+    source = _on(ours, plain._replace(model=copy.deepcopy(plain.model)))
     reference, truth = _captured(*source, "reference")
-    faulty = candidate_of(setting)
-    candidate, output = _captured(*faulty, "candidate")
+    candidate, output = _captured(*_on(theirs, candidate_of(setting)), "candidate")
     unharmed = output
     if setting.fault is not None:
-        unharmed = output_of(*candidate_of(setting, planted=False))
+        unharmed = output_of(*_on(theirs, candidate_of(setting, planted=False)))
     without = implementation_of(setting) if setting.fault is None else ""
     return Planted(
         site=place_of(setting, source.model),
@@ -106,12 +112,20 @@ def planted(setting: Setting) -> Planted:
         candidate=candidate,
         replay=_replayed(source, candidate, setting.format),
         noise=[
-            _captured(model, inputs, name)[0]
-            for name, model, inputs in trusted(source.model, source.inputs, setting.format, without)
+            _captured(*_on(ours, Specimen(model, inputs)), name)[0]
+            for name, model, inputs in trusted(plain.model, plain.inputs, setting.format, without)
         ],
-        error=apart(truth, output),
-        clean_error=apart(truth, unharmed),
+        error=apart(truth.cpu(), output.cpu()),
+        clean_error=apart(truth.cpu(), unharmed.cpu()),
     )
+
+
+def _on(device: str, made: Specimen) -> Specimen:
+    inputs = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in made.inputs.items()
+    }
+    return Specimen(made.model.to(device), inputs)
 
 
 def _captured(model: nn.Module, inputs: Mapping[str, Any], name: str) -> tuple[Run, torch.Tensor]:
