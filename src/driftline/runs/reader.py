@@ -51,6 +51,8 @@ else:
 _USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS})
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
+_FEW_PROCESSES = 64
+"""So many processes' facts stay in memory: some kilobytes each."""
 _LONGEST_LINE = 16 << 20
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
@@ -125,13 +127,14 @@ def _size(file: BinaryIO) -> int:
 class _Part:
     """What one process left: its folder, its lines, its shards."""
 
-    def __init__(self, files: Files, name: str, room: Room) -> None:
+    def __init__(self, files: Files, name: str, room: Room, *, keeps_facts: bool) -> None:
         place = parse_folder(name)
         assert place is not None
         self.rank, self.process = place
         self.files = files
         self.name = name
         self.growing = False
+        self._keeps_facts = keeps_facts
         self._sealed_facts: Mapping[str, Any] | None = None
         self.lines = KeptLines(room, lambda: files.open(f"{name}/{INDEX}"))
         self.shards = files.shards(name)
@@ -222,14 +225,14 @@ class _Part:
             losses.append(Loss(self.name, f"writing stopped before the end: {failure}"))
 
     def facts(self) -> Mapping[str, Any]:
-        """What the process said of itself; read once, when that was its last word."""
+        """What the process said of itself; of few processes read once, when it is the last word."""
         if self._sealed_facts is not None:
             return self._sealed_facts
         try:
             facts = object_in(self.files, f"{self.name}/{PROCESS}", _SMALL_FILE)
         except (OSError, ValueError, RecursionError):
             return {}
-        if facts.get("sealed") is True:
+        if self._keeps_facts and facts.get("sealed") is True:
             self._sealed_facts = facts
         return facts
 
@@ -250,7 +253,8 @@ class DiskRun(Run):
         self._files = files
         self._manifest = manifest
         room = Room()
-        parts = [_Part(files, name, room) for name in folders]
+        few = len(folders) <= _FEW_PROCESSES
+        parts = [_Part(files, name, room, keeps_facts=few) for name in folders]
         parts.sort(key=lambda part: (part.rank, part.process))
         self._parts = {(part.rank, part.process): part for part in parts}
         self._losses = list(losses)
