@@ -10,10 +10,11 @@ from __future__ import annotations
 import bisect
 import itertools
 import marshal
+import math
 import operator
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, overload
 
 from driftline.comparison.row import Number, Row
@@ -22,6 +23,7 @@ from driftline.errors import DriftlineError
 from driftline.runs.key import TensorKey
 
 _BLOCK = 256
+_ERROR = "relative_l2"
 _METRICS = Row._fields.index("metrics")
 _NUMBERS = frozenset({float, int, bool})
 _tuple: Any = getattr(tuple, "__new__")  # noqa: B009 - said plainly its type is half unknown
@@ -69,6 +71,16 @@ class KeptRows(Sequence[Row]):
     def processes(self) -> set[tuple[int, int]]:
         """Ranks and processes of the reference."""
         return self._about.processes
+
+    @property
+    def largest(self) -> Mapping[tuple[str, str], float]:
+        """The largest finite relative L2 of either side's element types, of rows with values."""
+        return self._about.largest
+
+    @property
+    def after_the_first_step(self) -> bool:
+        """Whether a row is of a later step than 0."""
+        return any(self._about.steps)
 
     @property
     def several_steps(self) -> bool:
@@ -137,7 +149,8 @@ class _About:
         self.ports: set[str] = set()
         self.dtypes: set[str] = set()
         self.processes: set[tuple[int, int]] = set()
-        self.steps: set[int] = set()
+        self.steps: set[int] = set()  # the first two of them
+        self.largest: dict[tuple[str, str], float] = {}
         self.recipes = self.operators = False
         self.in_turn = True
         self._moment = (-1, -1, -1)
@@ -154,7 +167,15 @@ class _About:
             row.reference_recipe or row.candidate_recipe for row in block
         )
         self.operators = self.operators or any("/" in row.key.site for row in block)
+        largest = self.largest
         for row in block:
+            if row.basis == "values":
+                error, types = (
+                    row.metrics.get(_ERROR, 0.0),
+                    (row.reference_dtype, row.candidate_dtype),
+                )
+                if largest.get(types, 0.0) < error < math.inf:
+                    largest[types] = error
             if row.status != "extra":
                 moment = (row.key.rank, row.key.process, row.key.step)
                 self.in_turn = self.in_turn and self._moment <= moment

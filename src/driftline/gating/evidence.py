@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
 from driftline.comparison.table import is_kept, kept_like
-from driftline.gating.far import GRADIENTS, is_asked
+from driftline.gating.far import GRADIENTS, any_asked, is_asked
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def _may_be_asked(rows: KeptRows) -> bool:
     """Whether any row of a long table is one that evidence is looked for."""
     if not rows.has_operators and rows.ports.isdisjoint((*GRADIENTS, "grad_input")):
         return False
+    if not any_asked(rows.largest, after_the_first_step=rows.after_the_first_step):
+        return False  # known without reading them again
     return any(map(is_asked, rows))
 
 

@@ -6,8 +6,10 @@ What looks it up reads tensors and graphs, and is loaded only where a row is far
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from driftline.comparison.row import Column, Row
+from driftline.numerics.dtypes import DType
 from driftline.tolerance.defaults import LIMITS, METRIC, coarsest
 from driftline.tolerance.scales import BEYOND, BEYOND_ROUNDING
 
@@ -30,6 +32,17 @@ def is_asked(row: Row) -> bool:
     return is_far_output(row) or is_far_moved(row) or is_far_cancelled(row)
 
 
+def any_asked(largest: Mapping[tuple[str, str], float], *, after_the_first_step: bool) -> bool:
+    """Whether `is_asked` can be true of any row, by the largest error of each two types."""
+    for types, error in largest.items():
+        dtype = coarsest(types)
+        if dtype is None:
+            continue
+        if error > (_few(dtype) if after_the_first_step else LIMITS[dtype.name]):
+            return True
+    return False
+
+
 def is_far_output(row: Row) -> bool:
     """An output of a later step that differs by more than a few roundings."""
     if row.key.port != "output" or row.key.phase == "backward":
@@ -39,8 +52,7 @@ def is_far_output(row: Row) -> bool:
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
     if dtype is None:
         return False
-    few = min(_FEW * dtype.unit_roundoff, LIMITS[dtype.name])
-    return few < row.metrics.get(METRIC, 0.0) < math.inf
+    return _few(dtype) < row.metrics.get(METRIC, 0.0) < math.inf
 
 
 def is_far_moved(row: Row) -> bool:
@@ -65,6 +77,10 @@ def is_far_cancelled(row: Row) -> bool:
 def is_bias(slot: str) -> bool:
     """Whether a parameter is a layer's bias; `b_0` is Paddle's name of it."""
     return slot in ("bias", "b_0")
+
+
+def _few(dtype: DType) -> float:
+    return min(_FEW * dtype.unit_roundoff, LIMITS[dtype.name])
 
 
 def _is_far(row: Row) -> bool:
