@@ -168,3 +168,18 @@ def test_files_that_cannot_be_opened_are_no_finding(tmp_path):
     assert done.returncode == 2
     assert "no more files can be opened: Too many open files" in done.stderr
     assert "ulimit -n" in done.stderr and "Traceback" not in done.stderr
+
+
+NO_MORE = """
+import resource, sys
+from driftline.cli.main import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+sys.exit(main(["compare", "one", "other"]))
+"""
+
+
+def test_a_command_that_can_open_nothing_at_all_says_so_too():
+    words = [sys.executable, "-c", NO_MORE]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Too many open files" in done.stderr and "Traceback" not in done.stderr

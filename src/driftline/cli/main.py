@@ -87,11 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def complain(error: DriftlineError) -> None:
     """One sentence on stderr, and the way out on a line of its own."""
-    from driftline.reports.terminal import printable  # only a command that fails pays for it
-
-    print(f"driftline: {printable(str(error))}", file=sys.stderr)
+    print(f"driftline: {_printable(str(error))}", file=sys.stderr)
     if error.hint:
-        print(f"  hint: {printable(error.hint)}", file=sys.stderr)
+        print(f"  hint: {_printable(error.hint)}", file=sys.stderr)
+
+
+def _printable(text: str) -> str:
+    try:
+        from driftline.reports.terminal import printable  # only a command that fails pays for it
+    except OSError:  # no more files can be opened: not ours either
+        return ascii(text)[1:-1]
+    return printable(text)
 
 
 def _said_by_the_system(trouble: OSError) -> str:
@@ -140,9 +146,7 @@ def _confess(bug: Exception) -> int:
     if settings.debug():
         traceback.print_exception(bug)
         return EXIT_COULD_NOT
-    from driftline.reports.terminal import printable
-
-    what = printable(f"{type(bug).__name__}: {bug}".splitlines()[0])
+    what = _printable(f"{type(bug).__name__}: {bug}".splitlines()[0])
     with tempfile.NamedTemporaryFile(
         "w", prefix="driftline-bug-", suffix=".txt", delete=False, encoding="utf-8"
     ) as report:
