@@ -141,8 +141,9 @@ def test_a_tensor_more_takes_no_more_memory(tmp_path):
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
-from driftline.cli.main import main
-sys.exit(main(["compare", *sys.argv[2:]]))
+from driftline.cli.main import console
+sys.argv[1:] = ["compare", *sys.argv[2:]]
+sys.exit(console())
 """
 
 
@@ -172,9 +173,10 @@ def test_files_that_cannot_be_opened_are_no_finding(tmp_path):
 
 NO_MORE = """
 import resource, sys
-from driftline.cli.main import main
+from driftline.cli.main import console
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-sys.exit(main(["compare", "one", "other"]))
+sys.argv[1:] = ["compare", "one", "other"]
+sys.exit(console())
 """
 
 
