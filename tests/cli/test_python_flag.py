@@ -376,7 +376,7 @@ def masked(text: str) -> str:
     text = re.sub(r"\d{8}_\d{6}(_\d+)?|\d{14}", "TIME", text)
     text = re.sub(r"/[\w/.-]*/(one|two)\b", "HERE", text)
     text = re.sub(r"\b(one|two)/", "HERE/", text)
-    text = re.sub(r"(seconds|own_pid|pid)=[\d.]+", r"\1=N", text)
+    text = re.sub(r"(seconds|own_pid|pid)=[\d.e+-]+", r"\1=N", text)
     return re.sub(r"0x[0-9a-f]+|\d{4}-\d\d-\d\d[T ][\d:.+]+", "N", text)
 
 
