@@ -18,6 +18,8 @@ from driftline.runs.run import Run
 
 _ABOUT = ("id", "command", "argv", "created", "git")
 _ABOUT_PROCESS = ("versions", "framework", "devices", "default_dtype", "seed")
+_RAISED, _LONGEST = 3, 400
+"""So many exceptions of a program are told, and of each so many characters."""
 
 
 def assembled(
@@ -43,11 +45,12 @@ def assembled(
         placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
     if missing or extra or isinstance(rows, list):
         rows = kept_like(rows, itertools.chain(placed, extra))
+    ours, theirs = sides_of(plan, reference, candidate)
     return Table(
         rows=rows,
         columns=tuple(columns),
-        reference=side_of(reference),
-        candidate=side_of(candidate),
+        reference=ours,
+        candidate=theirs,
         notes=plan.notes,
     )
 
@@ -85,12 +88,25 @@ def _place(row: Row) -> tuple[int, int, int]:
     return row.key.rank, row.key.process, row.order
 
 
-def side_of(run: Run) -> Side:
-    """Where a side of a table came from."""
+def sides_of(plan: Plan, reference: Run, candidate: Run) -> tuple[Side, Side]:
+    """Where the sides of a table came from.
+
+    Of a side that has not all that the other has it is told what its program raised.
+    """
+    ours = _side(reference, lacks=bool(plan.extra))
+    return ours, _side(candidate, lacks=bool(plan.missing))
+
+
+def _side(run: Run, *, lacks: bool) -> Side:
     manifest: Mapping[str, Any] = run.manifest
     processes = run.processes()
     # What the program said of itself goes before what its launcher said.
     said: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
     about |= {name: said[name] for name in _ABOUT_PROCESS if name in said}
-    return Side(run.name, about, tuple(str(loss) for loss in run.losses), run.ordered)
+    losses = [str(loss) for loss in run.losses]
+    if lacks:
+        told = (event for event in run.events() if event.get("kind") == "exception")
+        raised = (str(event.get("message", ""))[:_LONGEST] for event in told)
+        losses += itertools.islice(dict.fromkeys(raised), _RAISED)
+    return Side(run.name, about, tuple(losses), run.ordered)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from driftline import __version__
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.assembling import in_order, in_turn, is_in_order, lone_rows, side_of
+from driftline.comparison.assembling import in_order, in_turn, is_in_order, lone_rows, sides_of
 from driftline.comparison.engine import Progress, is_long, measure_pairs
 from driftline.comparison.metrics.catalogue import STANDARD, Metric, requested
 from driftline.comparison.part import Part, open_parts, plan_digest
@@ -150,8 +150,7 @@ def compare_shard(
             len(plan.pairs),
             _tolerance_to_json(tolerance),
             tuple(columns),
-            side_of(ours),
-            side_of(theirs),
+            *sides_of(plan, ours, theirs),
             plan.notes,
             places,
             rows if long else tuple(rows),
