@@ -13,12 +13,28 @@ import driftline
 from driftline.adapters.torch.candidate import Candidate
 from driftline.adapters.torch.replaying import Replayer
 from driftline.adapters.torch.session import CaptureSession
+from driftline.diagnosis import artefacts as diagnosis
+from driftline.diagnosis.artefacts import ReplayedSite
+from driftline.diagnosis.finding import Diagnosis
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 
 
 def by_name(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     return {site: site for site in ours}
+
+
+class Wide(nn.Module):
+    """Two products and a function between them, wide enough for statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 160)
+        self.act = nn.GELU()
+        self.down = nn.Linear(160, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
 
 
 class Replay:
@@ -52,6 +68,11 @@ class Replay:
         self.sites = self.report["sites"]
         self.exact, self.native = exact.run(), native.run()
 
+    def evidence(self, *, wide: bool = False) -> diagnosis.Replay:
+        """It, as `diagnose` takes it; a candidate in 32 bits has no format of its own."""
+        sites = {site: ReplayedSite.from_json(about) for site, about in self.sites.items()}
+        return diagnosis.Replay(self.exact, None if wide else self.native, sites)
+
     def error(self, site: str, slot: str = "0") -> float:
         exact = self.exact.get(site, slot=slot).float64()
         found = self.captured.get(site, slot=slot).float64()
@@ -74,3 +95,18 @@ class Block(nn.Module):
 def model() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(Block(), Block(), Block()).eval()
+
+
+def diagnosed_both_ways(
+    reference: nn.Module, candidate: nn.Module, x: torch.Tensor, *, wide: bool = False
+) -> tuple[Diagnosis, Diagnosis, Replay]:
+    """By a replay that kept everything, and by one that kept what is needed, which is the last."""
+    sink = MemorySink(name="reference")
+    with torch.no_grad(), driftline.capture(reference, sink):
+        reference(x)
+    whole, spare = (Replay(reference, candidate, x, keep_all=each) for each in (True, False))
+    found = (
+        driftline.diagnose(sink.run(), made.captured, replay=made.evidence(wide=wide))
+        for made in (whole, spare)
+    )
+    return (*found, spare)

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay_pairs import Replay, model
+from replay_pairs import Replay, Wide, diagnosed_both_ways, model
 from torch import nn
 
-import driftline
 from driftline.diagnosis import artefacts as diagnosis
 from driftline.diagnosis.artefacts import ReplayedSite
 from driftline.diagnosis.replayed import judge
 from driftline.errors import BadFile
-from driftline.runs.memory import MemorySink
 
 
 class HalfModel(nn.Module):
@@ -97,16 +95,7 @@ def test_odd_shapes_and_values_are_replayed_as_well() -> None:
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_diagnosis_is_the_same_whether_all_values_are_kept_or_not(fault: bool) -> None:
     reference, candidate, x = halves(fault)
-    sink = MemorySink(name="reference")
-    with torch.no_grad(), driftline.capture(reference, sink):
-        reference(x)
-    found = []
-    for keep_all in (True, False):
-        made = Replay(reference, candidate, x, keep_all=keep_all)
-        sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
-        evidence = diagnosis.Replay(made.exact, made.native, sites)
-        found.append(driftline.diagnose(sink.run(), made.captured, replay=evidence))
-    whole, spare = found
+    whole, spare, _ = diagnosed_both_ways(reference, candidate, x)
     assert (whole.verdict, whole.first_site) == (spare.verdict, spare.first_site)
     assert spare.verdict == ("fail" if fault else "pass")
     for one, other in zip(whole.sites, spare.sites, strict=True):
@@ -120,24 +109,10 @@ def test_a_diagnosis_is_the_same_whether_all_values_are_kept_or_not(fault: bool)
 def test_a_replay_of_another_run_acquits_nobody_whose_results_it_did_not_give() -> None:
     reference, clean, x = halves(fault=False)
     made = Replay(reference, clean, x, keep_all=False)
-    sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
     faulty = Replay(reference, halves(fault=True)[1], x).captured
-    judged = judge(faulty, diagnosis.Replay(made.exact, made.native, sites))
+    judged = judge(faulty, made.evidence())
     assert not judged["inner.0.up"].trouble
     assert "no values of it were kept" in judged["inner.1.up"].trouble
-
-
-class Wide(nn.Module):
-    """Two products and a function between them, wide enough for statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 160)
-        self.act = nn.GELU()
-        self.down = nn.Linear(160, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.act(self.up(x)))
 
 
 def of_another_device(fault: str) -> tuple[nn.Module, nn.Module, torch.Tensor]:
@@ -179,16 +154,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_products_as_good_as_the_trusted_ones_are_told_from_faults(fault: str) -> None:
     reference, candidate, x = of_another_device(fault)
-    sink = MemorySink(name="reference")
-    with torch.no_grad(), driftline.capture(reference, sink):
-        reference(x)
-    found = []
-    for keep_all in (True, False):
-        made = Replay(reference, candidate, x, keep_all=keep_all)
-        sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
-        evidence = diagnosis.Replay(made.exact, made.native, sites)
-        found.append(driftline.diagnose(sink.run(), made.captured, replay=evidence))
-    whole, spare = found
+    whole, spare, made = diagnosed_both_ways(reference, candidate, x)
     assert [s.status for s in whole.sites] == [s.status for s in spare.sites]
     assert (whole.first_site, whole.cause) == (spare.first_site, spare.cause)
     assert spare.first_site == ("inner.up" if fault else "")
@@ -203,9 +169,8 @@ def test_products_as_good_as_the_trusted_ones_are_told_from_faults(fault: str) -
 def test_what_is_near_another_run_acquits_nobody() -> None:
     reference, clean, x = of_another_device("")
     made = Replay(reference, clean, x, keep_all=False)
-    sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
     faulty = Replay(reference, of_another_device("an offset")[1], x).captured
-    judged = judge(faulty, diagnosis.Replay(made.exact, made.native, sites))
+    judged = judge(faulty, made.evidence())
     assert "no values of it were kept" in judged["inner.up"].trouble
 
 

@@ -8,32 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from replay_pairs import Replay
+from replay_pairs import Replay, Wide, diagnosed_both_ways
 from torch import nn
 
-import driftline
 from driftline.adapters.torch.replay_nearness import wide_nearness
-from driftline.diagnosis import artefacts as diagnosis
-from driftline.diagnosis.artefacts import ReplayedSite
 from driftline.diagnosis.effects import effect
 from driftline.diagnosis.limits import Limits
 from driftline.diagnosis.replayed import judge
-from driftline.runs.memory import MemorySink
 
 UNIT = 2.0**-24
-
-
-class Wide(nn.Module):
-    """Two products and a function between them, wide enough for statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 160)
-        self.act = nn.GELU()
-        self.down = nn.Linear(160, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.act(self.up(x)))
 
 
 def one_row(y: torch.Tensor) -> torch.Tensor:
@@ -74,16 +57,7 @@ def of_another_device(fault: str) -> tuple[nn.Module, nn.Module, torch.Tensor]:
 @pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_wide_products_as_good_as_the_trusted_ones_are_told_from_faults(fault: str) -> None:
     reference, candidate, x = of_another_device(fault)
-    sink = MemorySink(name="reference")
-    with torch.no_grad(), driftline.capture(reference, sink):
-        reference(x)
-    found = []
-    for keep_all in (True, False):
-        made = Replay(reference, candidate, x, keep_all=keep_all)
-        sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
-        evidence = diagnosis.Replay(made.exact, None, sites)
-        found.append(driftline.diagnose(sink.run(), made.captured, replay=evidence))
-    whole, spare = found
+    whole, spare, made = diagnosed_both_ways(reference, candidate, x, wide=True)
     assert [s.status for s in whole.sites] == [s.status for s in spare.sites]
     assert (whole.verdict, whole.first_site, whole.cause) == (
         *(spare.verdict, spare.first_site),
@@ -105,9 +79,8 @@ def test_wide_products_as_good_as_the_trusted_ones_are_told_from_faults(fault: s
 def test_what_is_near_another_wide_run_acquits_nobody() -> None:
     reference, clean, x = of_another_device("")
     made = Replay(reference, clean, x, keep_all=False)
-    sites = {site: ReplayedSite.from_json(about) for site, about in made.sites.items()}
     faulty = Replay(reference, of_another_device("a small offset")[1], x).captured
-    judged = judge(faulty, diagnosis.Replay(made.exact, None, sites))
+    judged = judge(faulty, made.evidence(wide=True))
     assert "no values of it were kept" in judged["up"].trouble
 
 

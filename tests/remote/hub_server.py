@@ -7,11 +7,13 @@ of data sets in memory, and takes whole files, not the parts in which it is sent
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.server
 import json
 import re
 import threading
+from collections.abc import Iterator
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -116,18 +118,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Hub:
-    """It, running; `files` is what it has, `ranges` what was read: name, first and last byte."""
+    """What it has, and what was read of it: name, first and last byte."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.ranges: list[tuple[str, int, int]] = []
-        handler = type("Handler", (_Handler,), {"files": self.files, "ranges": self.ranges})
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        facts = {"files": self.files, "ranges": self.ranges}
+        self.handler = type("Handler", (_Handler,), facts)
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+
+@contextlib.contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address at which a hub answers."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

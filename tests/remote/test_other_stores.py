@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.server
-import threading
 from collections.abc import Iterator
 from typing import ClassVar
 
 import fsspec.config
 import numpy as np
 import pytest
+from hub_server import serving
 
 import driftline as api
 from driftline.errors import BadRun, NotInstalled, Unreachable
@@ -41,17 +41,10 @@ class _Refusing(http.server.BaseHTTPRequestHandler):
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Refusing]]:
     """A hub on loopback that refuses everything."""
     handler = type("Handler", (_Refusing,), {})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setitem(
-        fsspec.config.conf, "hf", {"endpoint": address, "skip_instance_cache": True}
-    )
-    yield handler
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(handler) as address:
+        how = {"endpoint": address, "skip_instance_cache": True}
+        monkeypatch.setitem(fsspec.config.conf, "hf", how)
+        yield handler
 
 
 @pytest.mark.parametrize("code", [401, 404])

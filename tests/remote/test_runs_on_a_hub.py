@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import fsspec.config
 import pytest
-from hub_server import REPOSITORY, Hub
+from hub_server import REPOSITORY, Hub, serving
 
 import driftline as api
 
@@ -16,11 +16,11 @@ ADDRESS = f"hf://datasets/{REPOSITORY}"
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     pytest.importorskip("huggingface_hub")
-    server = Hub()
-    how = {"endpoint": server.address, "token": "hf_of_a_test", "skip_instance_cache": True}
-    monkeypatch.setitem(fsspec.config.conf, "hf", how)
-    yield server
-    server.close()
+    found = Hub()
+    with serving(found.handler) as address:
+        how = {"endpoint": address, "token": "hf_of_a_test", "skip_instance_cache": True}
+        monkeypatch.setitem(fsspec.config.conf, "hf", how)
+        yield found
 
 
 def test_runs_on_a_hub_compare_as_those_in_folders_and_are_read_in_ranges(

@@ -24,6 +24,7 @@ from driftline.runs.key import TensorKey
 
 _BLOCK = 256
 _ERROR = "relative_l2"
+"""By which rows are judged, and so the one whose largest value is worth knowing."""
 _METRICS = Row._fields.index("metrics")
 _NUMBERS = frozenset({float, int, bool})
 _tuple: Any = getattr(tuple, "__new__")  # noqa: B009 - said plainly its type is half unknown
@@ -170,10 +171,8 @@ class _About:
         largest = self.largest
         for row in block:
             if row.basis == "values":
-                error, types = (
-                    row.metrics.get(_ERROR, 0.0),
-                    (row.reference_dtype, row.candidate_dtype),
-                )
+                error = row.metrics.get(_ERROR, 0.0)
+                types = row.reference_dtype, row.candidate_dtype
                 if largest.get(types, 0.0) < error < math.inf:
                     largest[types] = error
             if row.status != "extra":

@@ -137,6 +137,10 @@ def error_of(row: Row) -> float:
     return math.inf if math.isnan(value) else value
 
 
+FINE = 2.0**-20
+"""Unit roundoff up to which sums are rounded like everything else."""
+
+
 def unit_of(row: Row) -> float:
     """Unit roundoff of the coarser format of a row; 0 for exact ones."""
     ours, theirs = DTYPES.get(row.reference_dtype), DTYPES.get(row.candidate_dtype)

@@ -5,19 +5,16 @@ Says nothing of sites: only what a person must know of the machines to read a fi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 from driftline.comparison.row import Row
-from driftline.diagnosis.causes.precision import TF32
+from driftline.diagnosis.causes.precision import TF32, convolves
 from driftline.diagnosis.floor import Variant
 from driftline.diagnosis.naming import Naming, Runs
 from driftline.runs.run import Run
 
-_CONVOLVES = re.compile(r"(?i:conv)(?!1D$)")
-"""Not transformers' `Conv1D`, which is a product."""
 _SWITCHES = {
     "convolutions": "torch.backends.cudnn.allow_tf32",
     "products": "torch.backends.cuda.matmul.allow_tf32",
@@ -61,7 +58,7 @@ def by_device(naming: Naming, runs: Runs, row: Row) -> Naming:
     pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
     if pair is None:
         return naming
-    what = "convolutions" if _CONVOLVES.search(row.class_name) else "products"
+    what = "convolutions" if convolves(row.class_name) else "products"
     sides = [
         name
         for name, run, record in (

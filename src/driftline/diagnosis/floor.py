@@ -15,7 +15,7 @@ from typing import NamedTuple
 from driftline.alignment.plan import Plan
 from driftline.comparison.row import Row
 from driftline.comparison.table import Table
-from driftline.diagnosis.calls import error_of, is_floating, same_kind, unit_of
+from driftline.diagnosis.calls import FINE, error_of, is_floating, same_kind, unit_of
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, coarsest
@@ -23,8 +23,6 @@ from driftline.tolerance.defaults import LIMITS, coarsest
 _WIDEST = 4.0
 _ONE_RUN = 2.0
 _LEAST = 1.4
-FINE = 2.0**-20
-"""Unit roundoff up to which sums are rounded like everything else."""
 _UNTRIED = 4.0
 """Units of a fine format that are allowed where all trusted runs agree to the bit."""
 _BROKEN = 4.0

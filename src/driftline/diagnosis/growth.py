@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from driftline.diagnosis.calls import Call, Place, Site, parts_of
+from driftline.diagnosis.calls import FINE, Call, Place, Site, parts_of
 
 _SIBLINGS = 3
 """So many members a role must have for their median to say something."""
@@ -53,7 +53,7 @@ def rounding(unit: float, parts: int, length: int = 1) -> float:
         length: Terms of its longest sum.
     """
     sums = min(unit, 2.0**-24) * math.sqrt(_APART**2 + length)
-    once = unit if unit > 2.0**-20 else 0.0
+    once = unit if unit > FINE else 0.0
     return math.hypot(once, sums) * math.sqrt(1.0 + parts)
 
 

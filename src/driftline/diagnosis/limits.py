@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from driftline.diagnosis.calls import FINE
 from driftline.diagnosis.effects import Effect
 
 _ERROR = 1.35
@@ -70,7 +71,7 @@ class Limits(NamedTuple):
         null has no width of its own. Then the rounding of its parts is estimated.
         """
         deep = math.sqrt(1.0 + parts)
-        fine = unit <= 2.0**-20
+        fine = unit <= FINE
         if fine:
             error, lean = _UNITS * unit * deep, _UNITS_LEAN * unit * deep
             if attends:

@@ -14,7 +14,7 @@ import numpy as np
 
 from driftline.alignment.plan import Plan
 from driftline.diagnosis.artefacts import Replay
-from driftline.diagnosis.calls import Call, Place, Site, contains
+from driftline.diagnosis.calls import FINE, Call, Place, Site, contains
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.causes.catalogue import RULES_FOR_INPUTS, Clue, best_clue
 from driftline.diagnosis.causes.linear import what_it_saw
@@ -226,7 +226,7 @@ class _Desk:
         dtype = DTYPES[record.dtype]
         unit = max(dtype.unit_roundoff, standing.call.unit)
         if replayed and judged is not None:
-            noise = max(judged.noise, unit / 4.0 if unit > 2.0**-20 else 4.0 * unit)
+            noise = max(judged.noise, unit / 4.0 if unit > FINE else 4.0 * unit)
         else:
             noise = max(standing.noise if math.isfinite(standing.noise) else 0.0, unit)
         leaning = (

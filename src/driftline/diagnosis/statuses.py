@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from driftline.diagnosis.calls import (
     DIRECTIONS,
+    FINE,
     Call,
     Place,
     Site,
@@ -22,7 +23,7 @@ from driftline.diagnosis.calls import (
     parts_of,
 )
 from driftline.diagnosis.finding import Status
-from driftline.diagnosis.floor import FINE, Floor
+from driftline.diagnosis.floor import Floor
 from driftline.diagnosis.growth import Growth, growths, rounding
 from driftline.diagnosis.handed import hands_on_no_more, own_code
 from driftline.diagnosis.replayed import Judgement

@@ -21,7 +21,7 @@ from driftline.comparison.row import Row
 from driftline.comparison.values import F64
 from driftline.errors import DriftlineError
 from driftline.gating.far import CANCELLED, is_far_cancelled
-from driftline.gating.loose_biases import opened
+from driftline.gating.loose_biases import off_by, opened
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, coarsest
@@ -88,9 +88,8 @@ def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) 
         ours, theirs = opened(pair, reference, candidate).decoded()
         if ours.size != math.prod(shape):
             continue
-        size = float(np.linalg.norm(ours))
-        error = float(np.linalg.norm(theirs - ours)) / size if size else math.inf
-        if not error <= LIMITS[dtype.name]:
+        error = off_by(ours, theirs)
+        if not ours.any() or not error <= LIMITS[dtype.name]:
             return None  # what it is made of is wrong already
         off += error
         values[port] = ours.reshape(shape)

@@ -230,3 +230,10 @@ def opened(pair: Pair, reference: Run, candidate: Run) -> ValuePair:
 
         return open_cooked(reference, candidate, pair)
     return open_arrays(reference, pair.reference, candidate, pair.candidate)
+
+
+def off_by(ours: F64, theirs: F64) -> float:
+    """Relative L2 of opened values: pairs are asked, because a shard has few of the rows."""
+    size = float(np.linalg.norm(ours))
+    apart = float(np.linalg.norm(theirs - ours))
+    return apart / size if size else (math.inf if apart else 0.0)

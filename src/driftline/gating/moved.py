@@ -24,7 +24,7 @@ from driftline.comparison.unmeasured import paired
 from driftline.comparison.values import F64
 from driftline.errors import DriftlineError
 from driftline.gating.far import GRADIENTS, SUMMED, is_far_moved
-from driftline.gating.loose_biases import ends, opened
+from driftline.gating.loose_biases import ends, off_by, opened
 from driftline.gating.sums import Sums
 from driftline.numerics.dtypes import DType
 from driftline.runs.key import TensorKey
@@ -143,7 +143,7 @@ class _Elements:
             return 0.0
         arrived = self._arriving.get((key.rank, key.process, key.step, key.site), ())
         values = [self._values(pair) for pair in arrived]
-        if any(one is None or _off(*one) > LIMITS["float32"] for one in values):
+        if any(one is None or off_by(*one) > LIMITS["float32"] for one in values):
             return 0.0
         return math.sqrt(sum(float(np.linalg.norm(one[0])) ** 2 for one in values if one))
 
@@ -174,7 +174,7 @@ class _Elements:
         values = self._values(pair)
         if dtype is None or values is None:
             return None
-        far = not _off(*values) <= LIMITS[dtype.name]
+        far = not off_by(*values) <= LIMITS[dtype.name]
         summed = self.summed(pair) if far else 0.0
         if not far or summed:
             return _rounding(*values, dtype, summed if far else None)
@@ -251,13 +251,6 @@ class _Elements:
         for records in found.values():
             records.sort(key=lambda one: one.order)
         return found
-
-
-def _off(ours: F64, theirs: F64) -> float:
-    """Relative L2 of a pair."""
-    size = float(np.linalg.norm(ours))
-    apart = float(np.linalg.norm(theirs - ours))
-    return apart / size if size else (math.inf if apart else 0.0)
 
 
 def _rounding(ours: F64, theirs: F64, dtype: DType, summed: float | None) -> _Mask | None:

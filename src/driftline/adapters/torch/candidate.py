@@ -70,7 +70,7 @@ class Candidate:
         self.parameters = _parameters(run.topology(rank, process))
         self.autocast = self._autocast()
 
-    @property
+    @functools.cached_property
     def wide(self) -> bool:
         """Whether it computed in 32 bits or more throughout: its format costs nothing then."""
         if self.autocast is not None:

@@ -99,7 +99,6 @@ class Recast:
         self._candidate = candidate
         self._site_of = site_of
         self._shelf = Shelf()
-        self._wide = candidate.wide
         self._masks: dict[str, dict[str, bool]] = {}
 
     # --- what goes in
@@ -286,7 +285,7 @@ class Recast:
         """
         device = next((p.device.type for p in module.parameters()), "cpu")
         low = self._candidate.autocast
-        if exact and device == "cuda" and not self._wide:
+        if exact and device == "cuda" and not self._candidate.wide:
             return _all_digits(device)
         if exact or low is None:
             if torch.is_autocast_enabled(device):

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 
+from driftline.diagnosis.calls import FINE
 from driftline.diagnosis.causes.case import F64, Case, Clue
 from driftline.diagnosis.causes.solving import solved_inputs
 from driftline.diagnosis.reading import GRIDS, rounded
@@ -34,7 +35,6 @@ _SHOWN = {
 
 _LINEAR = re.compile(r"linear|conv|proj|dense|matmul|gemm|fc")
 _CONVOLVES = re.compile(r"(?i:conv)(?!1D$)")
-"""Not transformers' `Conv1D`, which is a product and has its channels last."""
 
 
 def low_precision(case: Case) -> Clue | None:
@@ -72,7 +72,7 @@ def norm_precision(case: Case) -> Clue | None:
     clue = _on_a_grid(case) or _as_noise(case, "norm-precision")
     if clue is not None:
         return Clue("norm-precision", clue.score, clue.sentence, clue.detail)
-    if case.unit > 2.0**-20 and 1.2 <= case.ratio <= 5.0:
+    if case.unit > FINE and 1.2 <= case.ratio <= 5.0:
         return Clue(
             "norm-precision",
             0.82,
@@ -149,9 +149,18 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
     return None
 
 
+def convolves(class_name: str) -> bool:
+    """Whether a module convolves, by its name: not transformers' `Conv1D`, which is a product.
+
+    >>> convolves("Conv1d"), convolves("Conv1D")
+    (True, False)
+    """
+    return bool(_CONVOLVES.search(class_name))
+
+
 def _by_channel(case: Case, values: F64) -> F64:
     """Rows of channels, which a convolution has in front of its places."""
-    if values.ndim >= 3 and _CONVOLVES.search(case.class_name):
+    if values.ndim >= 3 and convolves(case.class_name):
         values = np.moveaxis(values, 1, -1)
     return case.rows(values)
 
