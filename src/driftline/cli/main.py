@@ -18,6 +18,7 @@ from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput, DriftlineError
 TYPE_CHECKING = False  # what `typing` calls it; importing that would cost more than `--help` does
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 HELP = ("--help", "-h", "-help")
 INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
@@ -38,6 +39,28 @@ def console() -> int:
     atexit.register(_leave_at_once, code)
     code.append(main(sys.argv[1:]))
     return code[0]
+
+
+def _load_pathlib() -> None:
+    """`pathlib` without `urllib.parse`, which takes longer to load and is for `as_uri` alone."""
+    if "pathlib" in sys.modules or "urllib.parse" in sys.modules:
+        return
+    name = "urllib.parse"
+    standing_in = type(sys)(name)
+
+    def quote_from_bytes(*words: Any, **options: Any) -> str:
+        from urllib import parse  # the real one, by now
+
+        return parse.quote_from_bytes(*words, **options)
+
+    vars(standing_in)["quote_from_bytes"] = quote_from_bytes
+    sys.modules[name] = standing_in
+    try:
+        __import__("pathlib")
+    except ImportError:  # another Python's wants more of it, and gets that when it is asked again
+        pass
+    finally:
+        del sys.modules[name]
 
 
 def _leave_at_once(code: list[int]) -> None:
@@ -120,6 +143,11 @@ def _dispatch(words: list[str]) -> int:
     if name not in COMMANDS:
         raise BadInput(f"there is no command '{name}'", hint=did_you_mean(name, COMMANDS))
 
+    _load_pathlib()
+    if name == "compare":
+        from driftline.cli import beside
+
+        beside.foresee(rest)
     from driftline.cli import parsing
 
     own = rest[: rest.index("--")] if "--" in rest else rest

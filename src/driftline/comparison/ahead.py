@@ -14,7 +14,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from driftline.comparison.blocks import blocks_of, cores
+from driftline.comparison.blocks import ENOUGH, LARGE, blocks_of, cores
+from driftline.comparison.foreseen import Foreseen, taken
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
@@ -28,14 +29,8 @@ if TYPE_CHECKING:
 
 Elementwise: TypeAlias = Callable[[str, str], tuple[float, float]]
 
-LARGE = 1 << 16
-"""Elements from which on a pair is worth it: smaller ones are measured as soon as they are listed.
-"""
 _MOST = 4_096
 """Tensors of a run up to which pairs are looked for: of more, the index is read just once."""
-_ENOUGH = 1 << 28
-"""Elements after which it is no longer the start that takes long: the engine lets go of what it
-maps, this does not."""
 _MAPPED = 64
 """Files that are kept mapped; each is an open one, and the engine will have its own."""
 
@@ -44,13 +39,13 @@ class Measured:
     """Some blocks of some pairs, measured or about to be.
 
     Args:
-        blocks: Reference, candidate, first element and last plus one.
+        blocks: Reference, candidate, first element and last plus one, how manieth it is.
         work: Who measures them, in that order.
     """
 
     def __init__(
         self,
-        blocks: Sequence[tuple[Record, Record, int, int]] = (),
+        blocks: Sequence[tuple[Record, Record, int, int, int]] = (),
         work: ManyPairs | None = None,
     ) -> None:
         # By identity, which is sooner told than a key of nine parts; the blocks keep the records,
@@ -58,8 +53,7 @@ class Measured:
         self._blocks = blocks
         self._work = work
         self._places = {
-            (id(ours), id(theirs), start, stop): at
-            for at, (ours, theirs, start, stop) in enumerate(blocks)
+            (id(ours), id(theirs), start, stop): at for ours, theirs, start, stop, at in blocks
         }
 
     def turn(self, pair: Pair, start: int, stop: int) -> int | None:
@@ -82,11 +76,29 @@ class _Ahead:
         self, reference: Run, candidate: Run, elementwise: Elementwise, threads: int
     ) -> None:
         self.sides = (reference, candidate, elementwise)
-        self._blocks: list[tuple[Record, Record, int, int]] = []
+        self._blocks: list[tuple[Record, Record, int, int, int]] = []
+        self._work: ManyPairs | None = None
+        self._known = taken(reference.opened, candidate.opened, elementwise)
+        if self._known is None:
+            self._begin(threads)
+        else:
+            self._work = self._known.work
+
+    def _recognise(self, known: Foreseen, pairs: Sequence[Pair]) -> bool:
+        """Whether all that was foreseen has come to pass; what else there is, is the engine's."""
+        for pair in pairs:
+            ours, theirs = pair.reference, pair.candidate
+            for start, stop in blocks_of(math.prod(ours.shape)):
+                if (at := known.turn(ours, theirs, start, stop)) is not None:
+                    self._blocks.append((ours, theirs, start, stop, at))
+        return len({at for *_, at in self._blocks}) == len(known)
+
+    def _begin(self, threads: int) -> None:
+        reference, candidate, elementwise = self.sides
         asks: list[bytes] = []
         owners: dict[int, object] = {}
         tolerances: dict[tuple[str, str], tuple[float, float]] = {}
-        left = _ENOUGH
+        left = ENOUGH
         for ours, theirs in _large_pairs(reference, candidate):
             here, there = reference.memory(ours), candidate.memory(theirs)
             count = math.prod(ours.shape)
@@ -100,19 +112,24 @@ class _Ahead:
             owners[id(here.owner)], owners[id(there.owner)] = here.owner, there.owner
             allowed = tolerances.get(types) or tolerances.setdefault(types, elementwise(*types))
             for start, stop in blocks_of(count):
-                self._blocks.append((ours, theirs, start, stop))
+                self._blocks.append((ours, theirs, start, stop, len(asks)))
                 address = here.address + start * our_bits // 8
                 other = there.address + start * their_bits // 8
                 mapped = here.mapped and there.mapped
                 asks.append(ask(address, other, types, stop - start, *allowed, mapped=mapped))
-        self._work = ManyPairs(asks, list(owners.values()), threads) if asks else None
+        if asks:
+            self._work = ManyPairs(asks, list(owners.values()), threads)
 
     def end(self, pairs: Sequence[Pair]) -> Measured:
         """What was measured; it goes on, if all of it is wanted."""
         if self._work is None:
             return Measured()
-        asked = {(id(pair.reference), id(pair.candidate)) for pair in pairs}
-        if not all((id(one), id(other)) in asked for one, other, *_ in self._blocks):
+        if self._known is not None:
+            wanted = self._recognise(self._known, pairs)
+        else:
+            asked = {(id(pair.reference), id(pair.candidate)) for pair in pairs}
+            wanted = all((id(one), id(other)) in asked for one, other, *_ in self._blocks)
+        if not wanted:
             self._work.end()
         return Measured(self._blocks, self._work)
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 
+LARGE = 1 << 16
+"""Elements from which on a pair is worth measuring ahead: smaller ones are measured as soon as they
+are listed."""
+ENOUGH = 1 << 28
+"""Elements after which it is no longer the start that takes long: the engine lets go of what it
+maps, what is measured ahead is not."""
 BLOCK = 4 << 20
 """Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
 

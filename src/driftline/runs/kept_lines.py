@@ -7,13 +7,11 @@ microsecond each. No file is held open: a run may have a thousand of them.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import io
 import os
 import sys
-from array import array
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import BinaryIO
 
 from driftline.errors import BadRun
@@ -68,10 +66,10 @@ class KeptLines:
         self._order = -1
         self._in_order = True
         # Stretches of neighbours: number of their first line, and where in the file it begins.
-        self._firsts = array("Q")
-        self._starts = array("Q")
+        self._firsts: list[int] = []
+        self._starts: list[int] = []
         self._end = -1
-        self._places: array[int] | None = None
+        self._places: Sequence[int] | None = None
         self._lost: dict[int, str] = {}
         self._spool: tuple[BinaryIO, int] | None = None
         self._size = 0
@@ -98,6 +96,17 @@ class KeptLines:
             if self._room.left < 0:
                 self._few = None
 
+    def take(self, lines: list[Line]) -> bool:
+        """All lines, checked; whether there is room for them. `finish` is not needed then."""
+        if self._count or len(lines) > self._room.left:
+            return False
+        self._room.left -= len(lines)
+        self._count = len(lines)
+        orders = [line.order for line in lines]
+        self._few = lines if orders == sorted(orders) else sorted(lines, key=lambda one: one.order)
+        self.last_step = max((line.step for line in lines), default=None)
+        return True
+
     def finish(self, file: BinaryIO) -> None:
         """Sort. The file is not needed afterwards.
 
@@ -113,9 +122,11 @@ class KeptLines:
             if self._few is not None:
                 self._few = [self._few[at] for at in places]
             else:
+                from array import array
+
                 self._places = array("Q", places)
         if self._few is not None:
-            self._firsts = self._starts = array("Q")
+            self._firsts = self._starts = []
 
     def __len__(self) -> int:
         return self._count
@@ -123,6 +134,8 @@ class KeptLines:
     def __getitem__(self, at: int) -> Line:
         if self._few is not None:
             return self._few[at]
+        import bisect  # with `array` half a millisecond, which a short index does not need
+
         place = at if self._places is None else self._places[at]
         which = bisect.bisect_right(self._firsts, place) - 1
         known = self._known

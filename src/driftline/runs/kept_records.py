@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
@@ -45,6 +44,8 @@ class KeptRecords(Sequence[Record]):
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
             raise IndexError("the run has no such record")
+        import bisect  # few ask for one by its number
+
         which = bisect.bisect_right(self._ends, at)
         part = self.parts[which]
         line = part.lines[at - (self._ends[which - 1] if which else 0)]

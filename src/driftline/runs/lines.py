@@ -7,7 +7,6 @@ indexes where it is installed.
 
 from __future__ import annotations
 
-import binascii
 import contextlib
 import functools
 import json
@@ -101,6 +100,8 @@ def encode_summary(summary: Summary) -> str:
         f'"std":{number(std)},"l2":{number(l2)}'
     )
     if sketch:
+        import binascii  # half a millisecond, which an index without summaries does not need
+
         packed = binascii.b2a_base64(_SKETCH.pack(*sketch), newline=False).decode("ascii")
         text += f',"sketch":"{packed}"'
     return text + "}"
@@ -131,6 +132,8 @@ def decode_summary(value: object) -> Summary:
     sketch: tuple[float, ...] = ()
     packed = fields.get("sketch")
     if isinstance(packed, str):
+        import binascii
+
         with contextlib.suppress(ValueError, struct.error):
             sketch = _SKETCH.unpack(binascii.a2b_base64(packed, strict_mode=True))
     return Summary(count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch=sketch)
@@ -166,30 +169,38 @@ class Line:
     msgspec fills a class with the same fields, several times faster (see `decoder`).
     """
 
-    order: Any = None
-    site: Any = None
-    port: Any = None
-    slot: Any = None
-    dtype: Any = None
-    shape: Any = None
-    step: Any = 0
-    visit: Any = 0
-    kept: Any = "full"
-    phase: Any = ""
-    moment: Any = ""
-    alias: Any = ""
-    class_: Any = ""
-    device: Any = ""
-    placement: Any = ""
-    digest: Any = ""
-    sample_stride: Any = 1
-    summary: Any = None
-    shard: Any = ""
-    offset: Any = 0
-    length: Any = 0
-    lost: Any = ""
+    order: Any
+    site: Any
+    port: Any
+    slot: Any
+    dtype: Any
+    shape: Any
+    step: Any
+    visit: Any
+    kept: Any
+    phase: Any
+    moment: Any
+    alias: Any
+    class_: Any
+    device: Any
+    placement: Any
+    digest: Any
+    sample_stride: Any
+    summary: Any
+    shard: Any
+    offset: Any
+    length: Any
+    lost: Any
 
 
+# No defaults of the class itself: Python finds an attribute sooner where the class has none.
+_USUAL: dict[str, Any] = {
+    **dict.fromkeys(Line.__annotations__, ""),
+    **dict.fromkeys(("order", "site", "port", "slot", "dtype", "shape", "summary")),
+    **dict.fromkeys(("step", "visit", "offset", "length"), 0),
+    "kept": "full",
+    "sample_stride": 1,
+}
 _FIELDS = {("class" if name == "class_" else name): name for name in Line.__annotations__}
 
 
@@ -214,7 +225,7 @@ def _line_of(fields: dict[str, Any]) -> Line:
     line = Line()
     if "class" in fields:
         fields["class_"] = fields.pop("class")
-    line.__dict__ = fields
+    line.__dict__ = {**_USUAL, **fields}
     return line
 
 
@@ -253,7 +264,7 @@ def _fast_decoder() -> Callable[[bytes], Line]:
         import msgspec
     except ImportError:
         return _decode_with_json
-    fields: list[Any] = [(name, Any, getattr(Line, name)) for name in Line.__annotations__]
+    fields: list[Any] = [(name, Any, usual) for name, usual in _USUAL.items()]
     structure = msgspec.defstruct("FastLine", fields, rename={"class_": "class"}, gc=False)
     return cast("Callable[[bytes], Line]", msgspec.json.Decoder(structure).decode)
 

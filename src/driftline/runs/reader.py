@@ -155,6 +155,8 @@ class _Part:
         if size <= SHORT:
             content = file.read()
             source, together = io.BytesIO(content), decode_together(content)
+            if together is not None and self._take(together):
+                return
         sizes: dict[str, int | str] = {}
         keep = self.lines.append
         by_reason: dict[str, int] = {}
@@ -191,6 +193,25 @@ class _Part:
         for reason, count in by_reason.items():
             if count > _MOST_ALIKE:
                 losses.append(Loss(self.name, f"{count - _MOST_ALIKE} more tensors: {reason}"))
+
+    def _take(self, lines: list[Line]) -> bool:
+        """A short index with which nothing is wrong; what may be, is found line by line."""
+        ends: dict[str, int] = {}
+        try:
+            for line in lines:
+                check_line(line)
+                if line.lost:
+                    return False
+                if (shard := line.shard) and (end := line.offset + line.length) > ends.get(
+                    shard, -1
+                ):
+                    ends[shard] = end
+        except (ValueError, RecursionError, OverflowError):
+            return False
+        sizes = ((self.shards.size(shard), end) for shard, end in ends.items())
+        if any(type(size) is str or end > cast("int", size) for size, end in sizes):
+            return False
+        return self.lines.take(lines)
 
     def _lost(self, line: Line, by_reason: dict[str, int], losses: list[Loss]) -> None:
         """One loss per tensor, but a disk that was full for an hour is said in a hundred."""

@@ -55,6 +55,7 @@ _ATOL = 1e-5
 _RTOL = {"float64": 1e-7, "complex128": 1e-7, "float32": 1.3e-6, "complex64": 1.3e-6}
 
 
+@functools.cache
 def elementwise(reference: str, candidate: str) -> tuple[float, float]:
     """The rtol and atol behind `outside_share` when nobody says: those of the coarser dtype.
 
