@@ -2,7 +2,9 @@
 
 Where annotations are text, `typing` compiles that of each field, to look at what nobody asks for:
 two thirds of the time that such a class takes. Here they stay text, which `typing.get_type_hints`
-reads as ever. To type checkers it is `typing.NamedTuple`.
+reads as ever. Of the rest, half is the constructor, which is compiled, too: here when the first
+tuple is made, and most classes that a command loads never have one. To type checkers it is
+`typing.NamedTuple`.
 """
 
 from __future__ import annotations
@@ -13,18 +15,71 @@ TYPE_CHECKING = False  # what `typing` calls it
 if TYPE_CHECKING:
     from typing import NamedTuple as NamedTuple
 else:
+    from collections import _tuplegetter as _field
+
+    class _Constructor:
+        """Stands for `__new__` until somebody wants it."""
+
+        def __init__(self, defaults):
+            self._defaults = defaults
+
+        def __get__(self, instance, owner):
+            made = next(each for each in owner.__mro__ if each.__dict__.get("__new__") is self)
+            usual = namedtuple(made.__name__, made._fields, defaults=self._defaults)
+            usual.__new__.__annotations__ = made.__annotations__
+            usual.__new__.__qualname__ = f"{made.__name__}.__new__"
+            made.__new__ = usual.__new__
+            return usual.__new__
+
+    def _make(cls, values):
+        made = tuple.__new__(cls, values)
+        if len(made) != len(cls._fields):
+            raise TypeError(f"Expected {len(cls._fields)} arguments, got {len(made)}")
+        return made
+
+    def _replace(self, /, **values):
+        made = self._make(map(values.pop, self._fields, self))
+        if values:
+            raise ValueError(f"Got unexpected field names: {list(values)!r}")
+        return made
+
+    def __repr__(self):
+        fields = zip(self._fields, self, strict=True)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in fields)})"
+
+    def _asdict(self):
+        return dict(zip(self._fields, self, strict=True))
+
+    def __getnewargs__(self):
+        return tuple(self)
+
+    _SHARED = {
+        "__slots__": (),
+        "_make": classmethod(_make),
+        "_replace": _replace,
+        "_asdict": _asdict,
+        "__repr__": __repr__,
+        "__getnewargs__": __getnewargs__,
+    }
 
     class _Maker(type):
         def __new__(cls, name, bases, body):
             if not bases:
                 return super().__new__(cls, name, bases, body)
-            fields = body.pop("__annotations__", {})
-            defaults = [body.pop(field) for field in fields if field in body]
-            made = namedtuple(name, fields, defaults=defaults, module=body.pop("__module__"))
-            made.__annotations__ = made.__new__.__annotations__ = fields
-            for attribute, value in body.items():
-                setattr(made, attribute, value)
-            return made
+            names = tuple(body.get("__annotations__", ()))
+            defaults = {field: body.pop(field) for field in names if field in body}
+            ours = {
+                **_SHARED,
+                **{
+                    field: _field(at, f"Alias for field number {at}")
+                    for at, field in enumerate(names)
+                },
+                "_fields": names,
+                "__match_args__": names,
+                "_field_defaults": defaults,
+                "__new__": _Constructor(tuple(defaults.values())),
+            }
+            return type(name, (tuple,), ours | body)
 
     class NamedTuple(metaclass=_Maker):
         """What is derived from it is a tuple, and not this."""

@@ -34,6 +34,10 @@ def console() -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with the stream closed: `driftline ... >&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - lives as long as we
+    if COMMANDS.keys() & sys.argv[1:2]:  # there is more to load than a page of help
+        from driftline.cli.own_modules import find_quickly
+
+        find_quickly()
     code: list[int] = []
     # Registered first, so called last: every thread has ended, every other handler has run.
     atexit.register(_leave_at_once, code)
