@@ -76,7 +76,7 @@ def test_modules_are_those_that_python_would_have_loaded(home: Path) -> None:
 
 def place(home: Path, text: str) -> Path:
     source = home / "driftline" / "one.py"
-    source.parent.mkdir(exist_ok=True)
+    source.parent.mkdir(parents=True, exist_ok=True)
     source.write_text(text)
     return source
 
@@ -107,6 +107,18 @@ def test_compiled_code_that_is_not_that_of_its_source_is_left_to_python(
         mode = py_compile.PycInvalidationMode.CHECKED_HASH
         py_compile.compile(str(source), invalidation_mode=mode)
     assert finder.find_spec("driftline.one") is None
+
+
+def test_compiled_code_is_also_found_where_it_was_told_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = place(tmp_path / "home", "value = 1\n")
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "elsewhere"))
+    compiled = py_compile.compile(str(source))
+    found = _Finder(str(tmp_path / "home"), sys.pycache_prefix).find_spec("driftline.one")
+    assert found is not None
+    assert found.cached == compiled == importlib.util.cache_from_source(str(source))
+    assert compiled.startswith(str(tmp_path / "elsewhere"))
 
 
 def test_other_names_are_left_to_python(tmp_path: Path) -> None:

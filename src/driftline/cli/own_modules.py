@@ -35,8 +35,9 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder:
-    def __init__(self, home: str) -> None:
+    def __init__(self, home: str, prefix: str | None = None) -> None:
         self._home = home
+        self._prefix = prefix
         self._compiled = f".{sys.implementation.cache_tag}.pyc"
 
     def find_spec(
@@ -56,7 +57,9 @@ class _Finder:
             return None
 
     def _spec(self, name: str, folder: str, last: str, *, package: bool) -> ModuleSpec | None:
-        source, compiled = f"{folder}/{last}.py", f"{folder}/__pycache__/{last}{self._compiled}"
+        source = f"{folder}/{last}.py"
+        beside = f"{folder}/__pycache__" if self._prefix is None else f"{self._prefix}{folder}"
+        compiled = f"{beside}/{last}{self._compiled}"
         facts = os.stat(source)  # noqa: PTH116 - pathlib is not loaded yet
         file = os.open(compiled, os.O_RDONLY)
         try:
@@ -84,7 +87,8 @@ def _word(number: float) -> bytes:
 
 
 def find_quickly() -> None:
-    """From now on; only where compiled code lies beside its source."""
-    if os.name == "posix" and sys.pycache_prefix is None and sys.implementation.cache_tag:
-        home, _, _ = driftline.__path__[0].rpartition("/")
-        sys.meta_path.insert(0, _Finder(home))
+    """From now on; for a package in a folder, with compiled code where Python has put it."""
+    home, _, _ = driftline.__path__[0].rpartition("/")
+    prefix = sys.pycache_prefix and sys.pycache_prefix.rstrip("/")
+    if os.name == "posix" and home.startswith("/") and sys.implementation.cache_tag:
+        sys.meta_path.insert(0, _Finder(home, prefix))

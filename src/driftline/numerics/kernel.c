@@ -230,10 +230,14 @@ EXPORT void driftline_pair(const void *r, int r_dtype, const void *c, int c_dtyp
         break;
       }
       s.dots = bfloat16_dots();
-      if (r_dtype == F16 && c_dtype == F16 && wide_in_halves()) pair_narrow(&s, count);
+      s.halves = wide_in_halves();
+      if (r_dtype == F16 && c_dtype == F16 && s.halves) pair_narrow(&s, count);
       else pair_avx512(&s, count);
       break;
-    case PATH_AVX2: pair_avx2(&s, count); break;
+    case PATH_AVX2:
+      s.halves = wide_in_halves();
+      pair_avx2(&s, count);
+      break;
 #endif
     default: pair_generic(&s, count); break;
   }

@@ -23,6 +23,7 @@ typedef struct {
   int zeros; /* blocks for which zeros on both sides are minded */
   int zeros_for; /* for how many after the next such pair: more where they come often */
   int dots;  /* the processor has vdpbf16ps */
+  int ahead; /* bytes that are fetched ahead */
   int news; /* how they are noticed in this block */
   int wait, patience, blame; /* blocks until chains are tried, and after that; what chains cost beyond their use */
 } Knobs;
@@ -48,7 +49,9 @@ INLINE int lane_kind(int dtype) {
 enum { MARGIN_STEPS = 10 };
 /* Words of opposite signs lie at least that far apart, whatever their distance is: below it, words tell everything. */
 enum { WORD_STEPS = 128 };
-enum { AHEAD = 512 }; /* bytes; of 0, 512, 1024, 2048 and 3072 the best on Zen 4 for all types together */
+/* Bytes that are fetched ahead. Of 0 to 4096, Xeons (Sapphire Rapids) like 2048 best for every type: float32 0.94 of the
+ * read, 0.80 with 512. Zen 4 takes 3 % longer with that, but for bfloat16 in wide vectors, which it speeds up by as much. */
+enum { AHEAD = 2048, AHEAD_IN_HALVES = 512 };
 #define TOLERANCE_SHADE (1.0 - 5 * 0x1p-24)
 
 INLINE int tolerance_fits(double t) { return t == 0.0 || (t >= 1e-30 && t <= 1e30); }

@@ -45,6 +45,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   VI far = AS_BITS(zero), both = AS_BITS(zero);
   TALLY differ = NO_TALLY, outside = NO_TALLY;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  const int64_t ahead = k->ahead;
   int nears = 0, suspects = 0;
   HIT any = NO_HIT;
   int64_t from = 0;
@@ -74,9 +75,9 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         cs[1] = load_lanes(c_at + c_size * (i + WIDTH), c_kind);
       }
       for (int line = 0; line < 2 * WIDTH * r_size; line += 64)
-        __builtin_prefetch(r_at + r_size * i + line + AHEAD);
+        __builtin_prefetch(r_at + r_size * i + line + ahead);
       for (int line = 0; line < 2 * WIDTH * c_size; line += 64)
-        __builtin_prefetch(c_at + c_size * i + line + AHEAD);
+        __builtin_prefetch(c_at + c_size * i + line + ahead);
       if (words) {
         VI r = load_bits(r_at + 2 * i);
         word = OP(max_epi16)(word, r);

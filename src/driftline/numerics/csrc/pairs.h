@@ -30,6 +30,7 @@ typedef struct {
   Format format[2];
   double atol, rtol;
   int dots; /* the processor has vdpbf16ps */
+  int halves; /* it takes wide vectors in two halves */
 } Pair;
 
 /* Whether sums would lose digits to the mean: zero serves, and costs nothing, where that is not large against the spread. */
