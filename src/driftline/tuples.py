@@ -13,6 +13,7 @@ from collections import namedtuple
 
 TYPE_CHECKING = False  # what `typing` calls it
 if TYPE_CHECKING:
+    from typing import Any
     from typing import NamedTuple as NamedTuple
 else:
     from collections import _tuplegetter as _field
@@ -83,3 +84,7 @@ else:
 
     class NamedTuple(metaclass=_Maker):
         """What is derived from it is a tuple, and not this."""
+
+
+filled: Any = getattr(tuple, "__new__")  # noqa: B009 - said plainly its type is half unknown
+"""A tuple of a class from all of its values: a quarter of what a constructor takes."""

@@ -21,13 +21,13 @@ from driftline.comparison.row import Number, Row
 from driftline.comparison.table import Coverage
 from driftline.errors import DriftlineError
 from driftline.runs.key import TensorKey
+from driftline.tuples import filled
 
 _BLOCK = 256
 _ERROR = "relative_l2"
 """By which rows are judged, and so the one whose largest value is worth knowing."""
 _METRICS = Row._fields.index("metrics")
 _NUMBERS = frozenset({float, int, bool})
-_tuple: Any = getattr(tuple, "__new__")  # noqa: B009 - said plainly its type is half unknown
 
 
 class KeptRows(Sequence[Row]):
@@ -137,7 +137,7 @@ class KeptRows(Sequence[Row]):
         content = os.pread(self._file.fileno(), length, start)
         for key, kind, numbers, before, after in marshal.loads(content):
             metrics: dict[str, Number] = dict(zip(names[cast(int, kind)], numbers, strict=True))
-            yield _tuple(Row, (_tuple(TensorKey, key), *before, metrics, *after))
+            yield filled(Row, (filled(TensorKey, key), *before, metrics, *after))
 
 
 class _About:

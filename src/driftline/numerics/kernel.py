@@ -12,6 +12,7 @@ import ctypes
 import functools
 import math
 import struct
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -21,6 +22,7 @@ from driftline.numerics import definition
 from driftline.numerics.dtypes import DTYPES, DType
 from driftline.numerics.moments import PairMoments, joined_std, merge_moments
 from driftline.numerics.summary import SKETCH_BUCKETS, Summary
+from driftline.tuples import filled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,8 +71,9 @@ _SummaryBuffer = ctypes.c_char * (_SUMMARY.size + _SKETCH.size)
 _DigestBuffer = ctypes.c_char * 16
 _start_of = ctypes.c_char.from_buffer
 _address_of = ctypes.addressof
-_new_moments = PairMoments._make
-_new_summary = Summary._make
+# As `_make`, without counting what a structure has counted.
+_new_moments: Callable[[Iterable[Any]], PairMoments] = functools.partial(filled, PairMoments)
+_new_summary: Callable[[Iterable[Any]], Summary] = functools.partial(filled, Summary)
 _PREFIX = "xxh3-128:"
 # A function object of our own: the program may have declared this one differently for itself.
 _memory_view: Any = ctypes.PYFUNCTYPE(

@@ -21,6 +21,7 @@ from driftline.numerics.summary import SKETCH_BUCKETS, Summary
 from driftline.runs.key import TensorKey, usual_moment, usual_phase
 from driftline.runs.layout import is_shard_name
 from driftline.runs.record import Blob, Record
+from driftline.tuples import filled
 
 _SKETCH = struct.Struct(f"<{SKETCH_BUCKETS}d")
 _LARGEST = 2**62
@@ -342,7 +343,7 @@ def record_of(line: Line, rank: int, process: int) -> Record:
     # Straight to the tuples: by way of their own constructors it takes twice as long, and an
     # index of a million lines is walked over more than once.
     port = line.port
-    key = _tuple(
+    key = filled(
         TensorKey,
         (
             line.site,
@@ -357,7 +358,7 @@ def record_of(line: Line, rank: int, process: int) -> Record:
         ),
     )
     shard = line.shard
-    return _tuple(
+    return filled(
         Record,
         (
             key,
@@ -369,13 +370,10 @@ def record_of(line: Line, rank: int, process: int) -> Record:
             line.device,
             line.kept,
             line.digest,
-            _tuple(Blob, (shard, line.offset, line.length)) if shard else None,
+            filled(Blob, (shard, line.offset, line.length)) if shard else None,
             line.sample_stride,
             None if line.summary is None else decode_summary(line.summary),
             line.placement,
             line.lost,
         ),
     )
-
-
-_tuple: Any = getattr(tuple, "__new__")  # noqa: B009 - said plainly its type is half unknown
