@@ -21,12 +21,12 @@ else:
     class _Constructor:
         """Stands for `__new__` until somebody wants it."""
 
-        def __init__(self, defaults):
-            self._defaults = defaults
+        made: type
 
         def __get__(self, instance, owner):
-            made = next(each for each in owner.__mro__ if each.__dict__.get("__new__") is self)
-            usual = namedtuple(made.__name__, made._fields, defaults=self._defaults)
+            made = self.made  # not `owner`, which may be derived from it
+            defaults = made._field_defaults.values()
+            usual = namedtuple(made.__name__, made._fields, defaults=defaults)
             usual.__new__.__annotations__ = made.__annotations__
             usual.__new__.__qualname__ = f"{made.__name__}.__new__"
             made.__new__ = usual.__new__
@@ -78,9 +78,10 @@ else:
                 "_fields": names,
                 "__match_args__": names,
                 "_field_defaults": defaults,
-                "__new__": _Constructor(tuple(defaults.values())),
+                "__new__": (constructor := _Constructor()),
             }
-            return type(name, (tuple,), ours | body)
+            constructor.made = type(name, (tuple,), ours | body)
+            return constructor.made
 
     class NamedTuple(metaclass=_Maker):
         """What is derived from it is a tuple, and not this."""

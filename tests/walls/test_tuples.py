@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import typing
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from driftline.tuples import NamedTuple
 
@@ -44,3 +48,33 @@ def test_a_quick_tuple_is_a_named_tuple_with_its_fields_defaults_and_methods() -
 
 def test_its_hints_can_be_read() -> None:
     assert typing.get_type_hints(Quick) == typing.get_type_hints(Usual)
+
+
+def test_threads_that_come_first_together_all_get_their_tuple() -> None:
+    for _ in range(50):
+
+        class Fresh(NamedTuple):
+            name: str
+            size: int = 3
+
+        class Derived(Fresh):
+            """Its constructor is that of the class it is derived from."""
+
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda kind: kind("a"), [Fresh, Derived] * 8))
+        assert set(made) == {("a", 3)}
+        assert {type(one) for one in made} == {Fresh, Derived}
+
+
+def test_its_constructor_says_what_is_missing_and_what_it_takes() -> None:
+    takes = inspect.signature(Quick).parameters
+    assert [(one.name, one.default) for one in takes.values()] == [
+        (one.name, one.default) for one in inspect.signature(Usual).parameters.values()
+    ]
+    with pytest.raises(TypeError, match=r"__new__\(\) missing 1 required positional argument"):
+        Quick()  # pyright: ignore
+    with pytest.raises(TypeError, match="Expected 3 arguments, got 1"):
+        Quick._make(["a"])
+    with pytest.raises(ValueError, match="unexpected field names"):
+        Quick("a")._replace(shap=())  # pyright: ignore
+    assert copy.deepcopy(Quick("a", (1,))) == Quick("a", (1,))

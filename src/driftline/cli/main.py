@@ -147,13 +147,6 @@ def _dispatch(words: list[str]) -> int:
     if name not in COMMANDS:
         raise BadInput(f"there is no command '{name}'", hint=did_you_mean(name, COMMANDS))
 
-    _load_pathlib()
-    if name == "compare":
-        from driftline.cli import beside
-
-        beside.foresee(rest)
-    from driftline.cli import parsing
-
     own = rest[: rest.index("--")] if "--" in rest else rest
     if any(word in HELP for word in own):
         from driftline.cli.helppage import help_page
@@ -165,6 +158,13 @@ def _dispatch(words: list[str]) -> int:
 
         # What a dumped program inherits must stay as it is; our own commands multiply no matrices.
         settings.one_blas_thread()
+    _load_pathlib()
+    if name == "compare":
+        from driftline.cli import beside
+
+        beside.foresee(rest)
+    from driftline.cli import parsing
+
     return parsing.run(name, rest)
 
 

@@ -106,7 +106,7 @@ class _Folder:
         path = self._path / name
         if not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError
-        return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 _Pair = tuple[int, str, str, _Place, _Place, _Folder, _Folder, tuple[int, int]]
@@ -123,7 +123,7 @@ def begin(
     Nothing is said of what is wrong with them: whoever opens them will.
     """
     forget()
-    if not kernel.takes_addresses():
+    if os.name != "posix" or not kernel.takes_addresses():
         return
     try:
         pairs = _pairs(reference, candidate)

@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, MutableSequence, Sequence
 from typing import BinaryIO
 
 from driftline.errors import BadRun
@@ -66,8 +66,8 @@ class KeptLines:
         self._order = -1
         self._in_order = True
         # Stretches of neighbours: number of their first line, and where in the file it begins.
-        self._firsts: list[int] = []
-        self._starts: list[int] = []
+        self._firsts: MutableSequence[int] = []
+        self._starts: MutableSequence[int] = []
         self._end = -1
         self._places: Sequence[int] | None = None
         self._lost: dict[int, str] = {}
@@ -94,7 +94,10 @@ class KeptLines:
             self._few.append(line)
             self._room.left -= 1
             if self._room.left < 0:
+                from array import array
+
                 self._few = None
+                self._firsts, self._starts = array("Q", self._firsts), array("Q", self._starts)
 
     def take(self, lines: list[Line]) -> bool:
         """All lines, checked; whether there is room for them. `finish` is not needed then."""
