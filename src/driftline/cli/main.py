@@ -34,14 +34,10 @@ def console() -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with the stream closed: `driftline ... >&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - lives as long as we
-    if COMMANDS.keys() & sys.argv[1:2]:  # there is more to load than a page of help
-        from driftline.cli.own_modules import find_quickly
-
-        find_quickly()
     code: list[int] = []
     # Registered first, so called last: every thread has ended, every other handler has run.
     atexit.register(_leave_at_once, code)
-    code.append(main(sys.argv[1:]))
+    code.append(main(sys.argv[1:], alone=True))
     return code[0]
 
 
@@ -79,15 +75,20 @@ def _leave_at_once(code: list[int]) -> None:
     os._exit(code[0])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code."""
+def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
+    """Run one command line; returns the exit code.
+
+    Args:
+        argv: Its words, without the program; the process's own when not given.
+        alone: The process is nothing but this command.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding cannot write must not end the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _dispatch(words)
+        code = _dispatch(words, alone=alone)
         sys.stdout.flush()
     except DriftlineError as error:
         complain(error)
@@ -132,7 +133,7 @@ def _said_by_the_system(trouble: OSError) -> str:
     return f"{trouble.filename}: {what}" if trouble.filename else what
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(words: list[str], *, alone: bool) -> int:
     from driftline import __version__
 
     if not words or words[0] in HELP or words == ["help"]:
@@ -158,7 +159,11 @@ def _dispatch(words: list[str]) -> int:
 
         # What a dumped program inherits must stay as it is; our own commands multiply no matrices.
         settings.one_blas_thread()
-    _load_pathlib()
+    if alone:
+        from driftline.cli.own_modules import find_quickly
+
+        find_quickly()
+        _load_pathlib()
     if name == "compare":
         from driftline.cli import beside
 
