@@ -154,6 +154,17 @@ def test_a_folder_that_is_a_link_is_not_foreseen(sides: tuple[str, str], tmp_pat
     assert not foreseen._begun
 
 
+def test_runs_of_many_files_are_not_foreseen(
+    sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreseen, "MAPPED", 4)  # one of each rank and run
+    foreseen.begin(*sides, elementwise)
+    assert foreseen._begun
+    monkeypatch.setattr(foreseen, "MAPPED", 3)
+    foreseen.begin(*sides, elementwise)
+    assert not foreseen._begun
+
+
 @given(
     lines=st.lists(
         st.one_of(

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from driftline.comparison.blocks import ENOUGH, LARGE, blocks_of, cores
+from driftline.comparison.blocks import ENOUGH, LARGE, MAPPED, blocks_of, cores
 from driftline.comparison.foreseen import Foreseen, taken
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
@@ -31,8 +31,6 @@ Elementwise: TypeAlias = Callable[[str, str], tuple[float, float]]
 
 _MOST = 4_096
 """Tensors of a run up to which pairs are looked for: of more, the index is read just once."""
-_MAPPED = 64
-"""Files that are kept mapped; each is an open one, and the engine will have its own."""
 
 
 class Measured:
@@ -105,7 +103,7 @@ class _Ahead:
             types = ours.dtype, theirs.dtype
             our_bits, their_bits = DTYPES[types[0]].bits, DTYPES[types[1]].bits
             left -= count
-            if left < 0 or here is None or there is None or len(owners) > _MAPPED:
+            if left < 0 or here is None or there is None or len(owners) > MAPPED:
                 break
             if here.length * 8 < our_bits * count or there.length * 8 < their_bits * count:
                 continue

@@ -10,6 +10,8 @@ are listed."""
 ENOUGH = 1 << 28
 """Elements after which it is no longer the start that takes long: the engine lets go of what it
 maps, what is measured ahead is not."""
+MAPPED = 64
+"""Files that are kept mapped ahead; each is an open one, and the engine will have its own."""
 BLOCK = 4 << 20
 """Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
 

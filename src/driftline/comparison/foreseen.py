@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from driftline.comparison.blocks import ENOUGH, LARGE, blocks_of, cores
+from driftline.comparison.blocks import ENOUGH, LARGE, MAPPED, blocks_of, cores
 from driftline.numerics import kernel
 from driftline.numerics.addresses import address_of
 from driftline.numerics.many_pairs import ManyPairs, ask
@@ -61,11 +61,12 @@ class Foreseen:
 class _Folder:
     """What one process left: lines by name, shards as they are asked for."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mapped: list[memoryview]) -> None:
         self._path = path
+        self._mapped = mapped  # of all folders: each is an open file
         if not stat.S_ISDIR(path.lstat().st_mode):
             raise ValueError
-        self._maps: dict[str, tuple[memoryview, int, int]] = {}
+        self._maps: dict[str, tuple[int, int]] = {}
 
     def lines(self) -> dict[bytes, tuple[str, bytes, bytes]]:
         """Type, shape and place of the tensors that are there in full, by all that names them."""
@@ -88,15 +89,16 @@ class _Folder:
         """Where that is, in a shard that is mapped."""
         shard, offset, length = place
         if shard not in self._maps:
-            if not is_shard_name(shard):
+            if not is_shard_name(shard) or len(self._mapped) == MAPPED:
                 raise ValueError
             file = self._open(shard)
             try:
                 view = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
             finally:
                 os.close(file)
-            self._maps[shard] = view, len(view), address_of(view)
-        _, size, address = self._maps[shard]
+            self._mapped.append(view)
+            self._maps[shard] = len(view), address_of(view)
+        size, address = self._maps[shard]
         if not 0 <= offset <= size - length:
             raise ValueError
         return address + offset
@@ -169,8 +171,9 @@ def _pairs(reference: str, candidate: str) -> list[_Pair]:
         return []
     counts: dict[bytes, int] = {}
     found: list[_Pair] = []
+    mapped: list[memoryview] = []
     for name in names:
-        ours, theirs = (_Folder(Path(run, name)) for run in (reference, candidate))
+        ours, theirs = (_Folder(Path(run, name), mapped) for run in (reference, candidate))
         which = parse_folder(name) or (0, 0)
         others = theirs.lines()
         seen: set[tuple[bytes, bytes]] = set()
