@@ -89,6 +89,20 @@ def test_it_is_for_just_these_runs_and_this_tolerance(sides: tuple[str, str]) ->
     assert foreseen.taken(*sides, elementwise) is None
 
 
+def test_ranks_that_lie_alike_are_not_taken_for_each_other(sides: tuple[str, str]) -> None:
+    foreseen.begin(*sides, elementwise)
+    (known,) = foreseen._begun
+    ours, theirs = (
+        [record for record in open_run(side).records if record.key.site == "weight"]
+        for side in sides
+    )
+    assert ours[0].blob == theirs[1].blob  # in files of their own
+    assert known.turn(ours[0], theirs[0], 0, 6000) is not None
+    assert known.turn(ours[1], theirs[1], 0, 6000) is not None
+    assert known.turn(ours[0], theirs[1], 0, 6000) is None
+    foreseen.forget()
+
+
 def move(index: Path) -> None:
     """`weight` is now the beginning of `large`, and smaller."""
     lines = [json.loads(line) for line in index.read_text().splitlines()]

@@ -9,7 +9,7 @@ LARGE = 1 << 16
 are listed."""
 ENOUGH = 1 << 28
 """Elements after which it is no longer the start that takes long: the engine lets go of what it
-maps, what is measured ahead is not."""
+maps, what is measured ahead stays mapped."""
 MAPPED = 64
 """Files that are kept mapped ahead; each is an open one, and the engine will have its own."""
 BLOCK = 4 << 20

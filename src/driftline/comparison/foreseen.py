@@ -53,8 +53,10 @@ class Foreseen:
 
     def turn(self, ours: Record, theirs: Record, start: int, stop: int) -> int | None:
         """The how manieth a block is; None if it is none of them."""
-        place = ours.key.rank, ours.key.process
-        here, there = (place, ours.blob, ours.dtype), (place, theirs.blob, theirs.dtype)
+        here, there = (
+            ((record.key.rank, record.key.process), record.blob, record.dtype)
+            for record in (ours, theirs)
+        )
         return self._blocks.get((here, there, start, stop))
 
 
