@@ -53,10 +53,9 @@ class Foreseen:
 
     def turn(self, ours: Record, theirs: Record, start: int, stop: int) -> int | None:
         """The how manieth a block is; None if it is none of them."""
-        here, there = (
-            ((record.key.rank, record.key.process), record.blob, record.dtype)
-            for record in (ours, theirs)
-        )
+        one, other = ours.key, theirs.key
+        here = (one.rank, one.process), ours.blob, ours.dtype
+        there = (other.rank, other.process), theirs.blob, theirs.dtype
         return self._blocks.get((here, there, start, stop))
 
 
