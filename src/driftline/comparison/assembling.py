@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from driftline.alignment.plan import Plan
+from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.metrics.catalogue import Metric
-from driftline.comparison.rank_words import GAP_COLUMN, has_ranks, with_ranks
 from driftline.comparison.row import Row
 from driftline.comparison.table import Side, Table, kept_like
 from driftline.comparison.unmeasured import inside_of, lone
@@ -37,9 +36,12 @@ def assembled(
     missing, extra = lone_rows(plan)
     columns = [metric.column for metric in metrics]
     by_name = not isinstance(plan.pairs, tuple)  # a long plan, which gathers no ranks
-    if not by_name and has_ranks(plan.pairs):
-        rows = with_ranks(plan.pairs, rows, reference, candidate)
-        columns.append(GAP_COLUMN)
+    if not by_name and _may_have_ranks(plan.pairs):
+        from driftline.comparison.rank_words import GAP_COLUMN, has_ranks, with_ranks
+
+        if has_ranks(plan.pairs):
+            rows = with_ranks(plan.pairs, rows, reference, candidate)
+            columns.append(GAP_COLUMN)
     placed: Iterable[Row] = rows
     if missing:
         placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
@@ -53,6 +55,14 @@ def assembled(
         candidate=theirs,
         notes=plan.notes,
     )
+
+
+def _may_have_ranks(pairs: Iterable[Pair]) -> bool:
+    """False for most runs, which then need not load what tells of ranks."""
+    for ours, theirs, _, _, our_recipe, their_recipe, *_ in pairs:
+        if ours.key.rank or theirs.key.rank or our_recipe is not None or their_recipe is not None:
+            return True
+    return False
 
 
 def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
