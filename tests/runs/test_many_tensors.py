@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 import driftline as api
 from driftline.comparison import engine, storage
 from driftline.comparison.kept_rows import KeptRows
-from driftline.runs import kept_lines, kept_records
+from driftline.errors import Unreachable
+from driftline.runs import kept_lines, kept_records, shards
 from driftline.runs.key import TensorKey
 from driftline.runs.reader import open_run
 from driftline.runs.record import Record
@@ -169,6 +171,17 @@ def test_files_that_cannot_be_opened_are_no_finding(tmp_path):
     assert done.returncode == 2
     assert "no more files can be opened: Too many open files" in done.stderr
     assert "ulimit -n" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_shard_that_cannot_be_looked_at_for_want_of_files_is_not_lost(tmp_path, monkeypatch):
+    run = open_run(write(tmp_path / "run", ranks=1))
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(shards, "open_inside", refuse)
+    with pytest.raises(Unreachable, match="no more files can be opened"):
+        len(run.records)
 
 
 NO_MORE = """

@@ -53,13 +53,18 @@ class Shards:
         self._places: dict[str, tuple[memoryview, int]] = {}
 
     def size(self, shard: str) -> int | str:
-        """How many bytes a shard has, or why that cannot be said."""
+        """How many bytes a shard has, or why that cannot be said.
+
+        Raises:
+            Unreachable: No more files can be opened, which says nothing about this one.
+        """
         try:
             file = open_inside(self.root, self.root / self.name / shard)
         except FileNotFoundError:
             known = _sent_to(self.root, f"{self.name}/{shard}")
             return f"{shard} is missing" if known is None else known[1]
         except OSError as error:
+            _require_files(error)
             return f"{shard} {reason_of(error)}"
         try:
             return os.fstat(file).st_size
