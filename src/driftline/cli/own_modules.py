@@ -66,9 +66,8 @@ class _Finder:
             content = os.read(file, os.fstat(file).st_size)
         finally:
             os.close(file)
-        if content[:_HEADER] != MAGIC_NUMBER + _BY_TIME + _word(facts.st_mtime) + _word(
-            facts.st_size
-        ):
+        as_new = MAGIC_NUMBER + _BY_TIME + _word(facts.st_mtime) + _word(facts.st_size)
+        if content[:_HEADER] != as_new:
             return None
         try:
             code = marshal.loads(memoryview(content)[_HEADER:])

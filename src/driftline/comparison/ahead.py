@@ -95,7 +95,6 @@ class _Ahead:
         reference, candidate, elementwise = self.sides
         asks: list[bytes] = []
         owners: dict[int, object] = {}
-        tolerances: dict[tuple[str, str], tuple[float, float]] = {}
         left = ENOUGH
         for ours, theirs in _large_pairs(reference, candidate):
             here, there = reference.memory(ours), candidate.memory(theirs)
@@ -108,7 +107,7 @@ class _Ahead:
             if here.length * 8 < our_bits * count or there.length * 8 < their_bits * count:
                 continue
             owners[id(here.owner)], owners[id(there.owner)] = here.owner, there.owner
-            allowed = tolerances.get(types) or tolerances.setdefault(types, elementwise(*types))
+            allowed = elementwise(*types)
             for start, stop in blocks_of(count):
                 self._blocks.append((ours, theirs, start, stop, len(asks)))
                 address = here.address + start * our_bits // 8

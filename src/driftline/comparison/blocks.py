@@ -1,4 +1,4 @@
-"""How large tensors are cut, so that several threads can measure one, and how many there may be."""
+"""How large tensors are cut for several threads, how many there may be, what is measured ahead."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from driftline.comparison.blocks import ENOUGH, LARGE, MAPPED, blocks_of, cores
 from driftline.numerics import kernel
 from driftline.numerics.addresses import address_of
+from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.many_pairs import ManyPairs, ask
 from driftline.runs.layout import INDEX, is_shard_name, parse_folder
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _LONGEST = 1 << 20
 """Bytes of an index: what has a longer one takes longer to measure than to begin with."""
 _MOST_FOLDERS = 16
-_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WIDTHS = {name: DTYPES[name].bits // 8 for name in ("float32", "bfloat16", "float16")}
 
 _Place = tuple[str, int, int]
 """Shard, offset and length, as a `Blob`."""

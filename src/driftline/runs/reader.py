@@ -202,10 +202,9 @@ class _Part:
                 check_line(line)
                 if line.lost:
                     return False
-                if (shard := line.shard) and (end := line.offset + line.length) > ends.get(
-                    shard, -1
-                ):
-                    ends[shard] = end
+                if line.shard:
+                    end = line.offset + line.length
+                    ends[line.shard] = max(ends.get(line.shard, 0), end)
         except (ValueError, RecursionError, OverflowError):
             return False
         sizes = ((self.shards.size(shard), end) for shard, end in ends.items())
