@@ -317,7 +317,9 @@ TARGET static void pair(Pair *s, int64_t count) {
              (s->format[1].is_float || !s->format[0].is_float); /* integers' ULPs are their errors */
   Knobs k = {.atol = (float)(s->atol * TOLERANCE_SHADE), .rtol = (float)(s->rtol * TOLERANCE_SHADE)};
   k.dots = s->dots;
-  k.ahead = s->halves && !(WIDTH == 16 && r_kind == LANES_BF16 && c_kind == LANES_BF16) ? AHEAD_IN_HALVES : AHEAD;
+  int wide_bf16 = WIDTH == 16 && r_kind == LANES_BF16 && c_kind == LANES_BF16;
+  k.ahead = s->halves && !wide_bf16 ? AHEAD_IN_HALVES : AHEAD;
+  k.far_ahead = s->halves ? wide_bf16 : WIDTH == 16 && r_kind == LANES_F32 && c_kind == LANES_F32;
   k.wait = 2;
   k.patience = 8;
   if (fast && count >= 16) {

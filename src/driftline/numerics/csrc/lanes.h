@@ -22,9 +22,10 @@ LANE_FN void word_ends(const uint8_t *p, int64_t n, int kind, VI top_word, VI to
  * `news`: how a new greatest relative error or ULP distance is noticed. BY_CHAINS finds neither, but names the chains
  * that can hold one: no relative error is greater than its lane's sum of them, and small errors are few ULPs.
  * `tolerant`: 0 where nothing is counted as outside but chains that may hold such an element, which are counted later.
- * `dots`: the processor multiplies and adds pairs of bfloat16. */
+ * `dots`: the processor multiplies and adds pairs of bfloat16.
+ * `far_ahead`: what is FAR_AHEAD is fetched as well, not as near. */
 LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
-                       int plain, int news, int dots, const Knobs *k, Sums *out) {
+                       int plain, int news, int dots, int far_ahead, const Knobs *k, Sums *out) {
   const int by_words = news == BY_WORDS, by_chains = news == BY_CHAINS;
   /* Where roundings alone are great errors, the chains' own greatest tells nothing about relative errors. */
   const int sharp = by_chains && c_kind == LANES_BF16, by_codes = sharp && WORD_ENDS && r_kind == LANES_BF16;
@@ -78,6 +79,10 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         __builtin_prefetch(r_at + r_size * i + line + ahead);
       for (int line = 0; line < 2 * WIDTH * c_size; line += 64)
         __builtin_prefetch(c_at + c_size * i + line + ahead);
+      for (int line = 0; far_ahead && line < 2 * WIDTH * r_size; line += 64)
+        __builtin_prefetch(r_at + r_size * i + line + FAR_AHEAD, 0, 2);
+      for (int line = 0; far_ahead && line < 2 * WIDTH * c_size; line += 64)
+        __builtin_prefetch(c_at + c_size * i + line + FAR_AHEAD, 0, 2);
       if (words) {
         VI r = load_bits(r_at + 2 * i);
         word = OP(max_epi16)(word, r);
@@ -195,15 +200,19 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
 
 #undef RARE_CASE_BODY
 #define RARE_CASE_BODY(r_kind, c_kind)                                                        \
-    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, BY_MARKS, 0, k, out); \
-    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, BY_MARKS, 0, k, out); \
-    else sum_block(r, c, n, r_kind, c_kind, 0, 0, BY_MARKS, 0, k, out);                           \
+    if (tolerant == TOLERANT) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 0, BY_MARKS, 0, 0, k, out); \
+    else if (tolerant) sum_block(r, c, n, r_kind, c_kind, EXACT_NEAR_ZERO, 0, BY_MARKS, 0, 0, k, out); \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 0, BY_MARKS, 0, 0, k, out);                           \
+    break
+#undef PLAIN_SUMS
+#define PLAIN_SUMS(r_kind, c_kind, by, dots, far)                                             \
+    if (tolerant && k->rough) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, dots, far, k, out); \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 1, by, dots, far, k, out);                      \
     break
 #undef PLAIN_BODY
 #define PLAIN_BODY(r_kind, c_kind, by, dots)                                                  \
-    if (tolerant && k->rough) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, dots, k, out); \
-    else sum_block(r, c, n, r_kind, c_kind, 0, 1, by, dots, k, out);                           \
-    break
+    if (WIDTH == 16 && (c_kind == LANES_F32 || dots) && k->far_ahead) { PLAIN_SUMS(r_kind, c_kind, by, dots, 1); } \
+    PLAIN_SUMS(r_kind, c_kind, by, dots, 0)
 #undef CASE
 #define CASE(r_kind, c_kind)                                                                  \
   case r_kind * 3 + c_kind:                                                                   \
