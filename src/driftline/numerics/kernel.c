@@ -335,14 +335,15 @@ EXPORT void driftline_score(const void *r, int r_dtype, const void *c, int c_dty
 
 #include "csrc/digits.h"
 
-/* Benchmark only: the floor that the kernels are measured against, prefetching `ahead` bytes. */
-EXPORT uint64_t driftline_read_two(const void *a, const void *b, int64_t bytes, int64_t ahead, int path) {
+/* Benchmark only: the floor that the kernels are measured against, prefetching `ahead` bytes, and `far` into the
+ * second cache, unless that is zero. */
+EXPORT uint64_t driftline_read_two(const void *a, const void *b, int64_t bytes, int64_t ahead, int64_t far, int path) {
 #if X86_PATHS
-  if (path == PATH_AVX512) return read_two_avx512(a, b, bytes, ahead);
-  if (path == PATH_AVX2) return read_two_avx2(a, b, bytes, ahead);
+  if (path == PATH_AVX512) return read_two_avx512(a, b, bytes, ahead, far);
+  if (path == PATH_AVX2) return read_two_avx2(a, b, bytes, ahead, far);
 #endif
   (void)path;
-  return read_two_generic(a, b, bytes, ahead);
+  return read_two_generic(a, b, bytes, ahead, far);
 }
 
 /* Sixteen bytes, most significant first, as the xxhash package's `digest()` gives them. */

@@ -43,7 +43,7 @@ TARGET static void hash_long(const uint8_t *p, size_t n, uint64_t *out) {
 }
 
 /* For the benchmark: two streams read as fast as this processor can, with nothing done to them. */
-TARGET static uint64_t read_two(const uint8_t *a, const uint8_t *b, int64_t bytes, int64_t ahead) {
+TARGET static uint64_t read_two(const uint8_t *a, const uint8_t *b, int64_t bytes, int64_t ahead, int64_t far) {
   enum { PART = 4 * WIDTH };
   VI x[4];
   for (int v = 0; v < 4; v++) x[v] = OP(set1_epi32)(0);
@@ -51,6 +51,9 @@ TARGET static uint64_t read_two(const uint8_t *a, const uint8_t *b, int64_t byte
     for (int line = 0; line < 4 * PART; line += 64) {
       _mm_prefetch((const char *)(a + i + line + ahead), _MM_HINT_T0);
       _mm_prefetch((const char *)(b + i + line + ahead), _MM_HINT_T0);
+      if (!far) continue;
+      _mm_prefetch((const char *)(a + i + line + far), _MM_HINT_T1);
+      _mm_prefetch((const char *)(b + i + line + far), _MM_HINT_T1);
     }
     for (int v = 0; v < 4; v++)
       x[v] = OP(add_epi32)(x[v], OP(add_epi32)(load_bits(a + i + PART * v), load_bits(b + i + PART * v)));
