@@ -23,7 +23,7 @@ LANE_FN void word_ends(const uint8_t *p, int64_t n, int kind, VI top_word, VI to
  * that can hold one: no relative error is greater than its lane's sum of them, and small errors are few ULPs.
  * `tolerant`: 0 where nothing is counted as outside but chains that may hold such an element, which are counted later.
  * `dots`: the processor multiplies and adds pairs of bfloat16.
- * `far_ahead`: what is FAR_AHEAD is fetched as well, not as near. */
+ * `far_ahead`: bytes that far ahead are fetched as well, into the second cache. */
 LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
                        int plain, int news, int dots, int far_ahead, const Knobs *k, Sums *out) {
   const int by_words = news == BY_WORDS, by_chains = news == BY_CHAINS;
