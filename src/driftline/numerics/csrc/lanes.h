@@ -17,6 +17,13 @@ LANE_FN void word_ends(const uint8_t *p, int64_t n, int kind, VI top_word, VI to
 #endif
 }
 
+LANE_FN void fetch(const uint8_t *p, int bytes, int64_t ahead, int far_ahead) {
+  for (int line = 0; line < bytes; line += 64) {
+    __builtin_prefetch(p + line + ahead);
+    if (far_ahead) __builtin_prefetch(p + line + FAR_AHEAD, 0, 2);
+  }
+}
+
 /* The inner loop. n is a multiple of 2 * WIDTH; the numbers from `r_kind` to `news` are constants where it is inlined.
  * `plain`: nothing is subtracted from r, and 0 / 0 is let be: the sum of relative errors tells by being NaN.
  * `news`: how a new greatest relative error or ULP distance is noticed. BY_CHAINS finds neither, but names the chains
@@ -75,14 +82,8 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         cs[0] = load_lanes(c_at + c_size * i, c_kind);
         cs[1] = load_lanes(c_at + c_size * (i + WIDTH), c_kind);
       }
-      for (int line = 0; line < 2 * WIDTH * r_size; line += 64)
-        __builtin_prefetch(r_at + r_size * i + line + ahead);
-      for (int line = 0; line < 2 * WIDTH * c_size; line += 64)
-        __builtin_prefetch(c_at + c_size * i + line + ahead);
-      for (int line = 0; far_ahead && line < 2 * WIDTH * r_size; line += 64)
-        __builtin_prefetch(r_at + r_size * i + line + FAR_AHEAD, 0, 2);
-      for (int line = 0; far_ahead && line < 2 * WIDTH * c_size; line += 64)
-        __builtin_prefetch(c_at + c_size * i + line + FAR_AHEAD, 0, 2);
+      fetch(r_at + r_size * i, 2 * WIDTH * r_size, ahead, far_ahead);
+      fetch(c_at + c_size * i, 2 * WIDTH * c_size, ahead, far_ahead);
       if (words) {
         VI r = load_bits(r_at + 2 * i);
         word = OP(max_epi16)(word, r);
@@ -205,10 +206,11 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
     else sum_block(r, c, n, r_kind, c_kind, 0, 0, BY_MARKS, 0, 0, k, out);                           \
     break
 #undef PLAIN_SUMS
-#define PLAIN_SUMS(r_kind, c_kind, by, dots, far)                                             \
-    if (tolerant && k->rough) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, dots, far, k, out); \
-    else sum_block(r, c, n, r_kind, c_kind, 0, 1, by, dots, far, k, out);                      \
+#define PLAIN_SUMS(r_kind, c_kind, by, dots, far_ahead)                                       \
+    if (tolerant && k->rough) sum_block(r, c, n, r_kind, c_kind, TOLERANT, 1, by, dots, far_ahead, k, out); \
+    else sum_block(r, c, n, r_kind, c_kind, 0, 1, by, dots, far_ahead, k, out);                \
     break
+/* Formats that some processor wants from far ahead have a loop of their own for it. */
 #undef PLAIN_BODY
 #define PLAIN_BODY(r_kind, c_kind, by, dots)                                                  \
     if (WIDTH == 16 && (c_kind == LANES_F32 || dots) && k->far_ahead) { PLAIN_SUMS(r_kind, c_kind, by, dots, 1); } \

@@ -87,6 +87,7 @@
 #define greatest_word NAME(greatest_word)
 #define least_code_of NAME(least_code_of)
 #define word_ends NAME(word_ends)
+#define fetch NAME(fetch)
 #define CHAIN (32 * WIDTH) /* elements whose sums stay in float32 */
 #define steps_past NAME(steps_past)
 #define tally_past NAME(tally_past)
