@@ -33,7 +33,8 @@ for number in range(count):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     data = np.full(256_000, number % 251, np.uint8)
     data[:8].view(np.int64)[0] = number % 300
-    writer.put(Record(TensorKey.of(f"site.{number}", "output"), 0, "uint8", data.shape), data)
+    site = f'site.{number},"shard":"tensors-00000.safetensors",'  # must not be taken for a place
+    writer.put(Record(TensorKey.of(site, "output"), 0, "uint8", data.shape), data)
 print("the program went on")
 """
 

@@ -203,6 +203,36 @@ def test_sealed_shards_are_ordinary_safetensors(tmp_path: Path) -> None:
     assert not list(verify(run)) and not run.losses
 
 
+def test_two_tensors_of_one_name_are_both_in_the_header(writer: RunWriter) -> None:
+    for value in range(3):
+        put(writer, 'a "quoted" one', np.full(2, value, np.float32))
+    writer.close()
+    found = safetensors.torch.load_file(writer.path / "rank0" / "tensors-00000.safetensors")
+    name = 'step0/a "quoted" one/output/0'
+    assert {name: found[name][0].item() for name in found if "__pad" not in name} == {
+        name: 0.0,
+        f"{name}~1": 1.0,
+        f"{name}~2": 2.0,
+    }
+
+
+@pytest.mark.parametrize("header_bytes", [64, 200, 1000])
+def test_a_header_too_small_for_one_name_is_followed_by_larger_ones(
+    tmp_path: Path, header_bytes: int
+) -> None:
+    writer = RunWriter(tmp_path / "run", header_bytes=header_bytes)
+    names = ["\u00e9" * 480, *(f"layer.{i}" for i in range(100))]
+    for value, name in enumerate(names):
+        put(writer, name, np.full(3, value, np.float32))
+    writer.close()
+    found: dict[str, torch.Tensor] = {}
+    for shard in (tmp_path / "run" / "rank0").glob("*.safetensors"):
+        found |= safetensors.torch.load_file(shard)
+    assert [found[f"step0/{name}/output/0"][0].item() for name in names] == list(range(101))
+    run = open_run(tmp_path / "run")
+    assert not list(verify(run)) and not run.losses and len(run) == 101
+
+
 def test_a_sample_keeps_its_elements_and_says_how_sparse_it_is(writer: RunWriter) -> None:
     values = np.arange(10, dtype=np.float32)
     writer.put(

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from driftline.runs.layout import ALIGNMENT, LARGEST_HEADER, align
-from driftline.runs.lines import encode_line
+from driftline.runs.lines import bytes_end, encode_line, without_bytes
 from driftline.runs.part import Part
 from driftline.runs.record import Blob, Record
-from driftline.runs.shard import Shard, cost_of
+from driftline.runs.shard import Shard
 from driftline.runs.sink import Bytes, Group
 from driftline.runs.staging import BUFFER_BYTES, LONGEST_AGE, Staging, Task
 
@@ -28,9 +28,6 @@ _LINES_PER_CHUNK = 2048
 _PENDING_INDEX = 16 << 20
 _HEADER_SHARE = 64
 """Small shards have small headers: at most this part of them is kept free."""
-
-_Stored: TypeAlias = "tuple[int, Record, int, str, Blob]"
-"""A line's place in its chunk and what it was made of: it is made again if its bytes do not fit."""
 
 _Later: TypeAlias = "tuple[Group, int]"
 """Lines that are made when they are written, and the order of the first."""
@@ -50,7 +47,6 @@ class _Chunk:
     buffer: Bytes | None = None
     lines: list[str | _Later] = field(default_factory=list["str | _Later"])
     grouped: int = 0
-    stored: list[_Stored] = field(default_factory=list["_Stored"])
 
 
 class Journal:
@@ -98,21 +94,20 @@ class Journal:
 
         Or None after a failure.
         """
-        length = data.nbytes
-        cost = cost_of(record)
         if self.failure:
             return None
+        length = data.nbytes
         try:
-            shard = self._shard_for(cost, length)
+            shard = self._shard_for(length)
+            start = align(shard.end)
+            while not shard.header.add(record, order, start, length):
+                shard = self._next_shard()
+                start = align(shard.end)
         except OSError as error:
             self.fail(error)
             return None
-        start = align(shard.end)
         self._copy(shard, data, start - shard.end)
-        blob = Blob(shard.name, start, length)
-        shard.stored.append((record, order, blob))
-        shard.room -= cost
-        return blob
+        return Blob(shard.name, start, length)
 
     def list(self, record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> None:
         """Adds one index line."""
@@ -121,13 +116,10 @@ class Journal:
             chunk = self._chunk = _Chunk(time.monotonic())
         # Made here and not in the thread: a thread that needs the interpreter slows the program
         # far more than these two microseconds do.
-        count = len(chunk.lines)
         chunk.lines.append(encode_line(record, order, digest, blob, lost))
-        if blob is not None:
-            chunk.stored.append((count, record, order, digest, blob))
-        elif lost:
+        if lost:
             self.lost += 1
-        count += 1
+        count = len(chunk.lines)
         # The thread looks at the age too; here only against a thread that never gets a turn.
         if count >= _LINES_PER_CHUNK or (
             count % 16 == 0 and time.monotonic() - chunk.born > LONGEST_AGE
@@ -167,28 +159,26 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.close(self._shard.file)
 
-    def _shard_for(self, cost: int, length: int) -> Shard:
-        """The shard with room for an entry of that cost and so many bytes."""
+    def _shard_for(self, length: int) -> Shard:
+        """The shard that so many bytes go to."""
         shard = self._shard
-        if shard is not None and (
-            shard.room < cost
-            or (shard.end + length + ALIGNMENT > self._shard_bytes and shard.stored)
+        if shard is None or (
+            shard.end + length + ALIGNMENT > self._shard_bytes and len(shard.header)
         ):
-            self._hand_over(self._staging.submit)
-            self._seal_later(shard)
-            shard = self._shard = None
-        if shard is None:
-            self._hand_over(self._staging.submit)
-            most = max(self._first_header, self._shard_bytes // _HEADER_SHARE)
-            while True:
-                shard = Shard.create(self._part.folder, self._shards, self._first_header, most)
-                self._shards += 1
-                if shard.room >= cost:
-                    break
-                self._seal_later(shard)  # an absurdly small first header; the next one is larger
-                most = LARGEST_HEADER
-            self._shard = shard
+            return self._next_shard()
         return shard
+
+    def _next_shard(self) -> Shard:
+        self._hand_over(self._staging.submit)
+        shard, self._shard = self._shard, None
+        most = max(self._first_header, self._shard_bytes // _HEADER_SHARE)
+        if shard is not None:
+            self._seal_later(shard)
+            if not len(shard.header):  # an absurdly small first header; the next one is larger
+                most = LARGEST_HEADER
+        self._shard = Shard.create(self._part.folder, self._shards, self._first_header, most)
+        self._shards += 1
+        return self._shard
 
     def _copy(self, shard: Shard, data: Bytes, gap: int) -> None:
         """Appends zeros and data to the staged end of a shard, buffer by buffer."""
@@ -252,9 +242,12 @@ class Journal:
             self._staging.give_back(chunk.buffer)
         lines = chunk.lines
         if self._torn_after is not None:
-            for place, record, order, digest, blob in chunk.stored:
-                if (blob.shard, blob.offset + blob.length) > self._torn_after:
-                    lines[place] = encode_line(record, order, digest, None, self.failure)
+            for place, line in enumerate(lines):
+                if not isinstance(line, str):
+                    continue  # groups have no bytes
+                end = bytes_end(line)
+                if end is not None and end > self._torn_after:
+                    lines[place] = without_bytes(line, self.failure)
                     self.lost += 1
         if lines:
             self._write_index(b"".join(map(_encoded, lines)))
@@ -275,12 +268,12 @@ class Journal:
     def _seal(self, shard: Shard) -> None:
         good_end = None
         if self._torn_after is not None and shard.name >= self._torn_after[0]:
-            good_end = self._torn_after[1] if shard.name == self._torn_after[0] else shard.reserved
+            torn = shard.name == self._torn_after[0]
+            good_end = self._torn_after[1] if torn else shard.header.reserved
         try:
             shard.seal(good_end)
         except (OSError, ValueError) as error:
             self._say("unsealed", f"{shard.name} could not be sealed: {error}")
-        shard.stored.clear()
 
     def fail(self, error: Exception) -> None:
         """From here on bytes are not stored; said once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from driftline.tuples import NamedTuple
+from driftline.tuples import NamedTuple, filled
 
 Port = Literal[
     "input", "output", "grad_input", "grad_output", "param", "param_grad", "optimizer_grad"
@@ -22,21 +22,27 @@ PORTS: tuple[Port, ...] = (
     "optimizer_grad",  # what the optimizer sees: accumulated, reduced, clipped
 )
 
-_USUAL_PHASE: dict[str, Phase] = {
-    "grad_input": "backward",
-    "grad_output": "backward",
-    "param_grad": "backward",
+_USUAL: dict[str, tuple[Phase, Moment]] = {
+    "input": ("forward", "before"),
+    "param": ("forward", "before"),
+    "grad_input": ("backward", "after"),
+    "grad_output": ("backward", "after"),
+    "param_grad": ("backward", "after"),
 }
+_ELSE: tuple[Phase, Moment] = ("forward", "after")
+
+
+def usual(port: str) -> tuple[Phase, Moment]:
+    """When a port is captured unless something special happens."""
+    return _USUAL.get(port, _ELSE)
 
 
 def usual_phase(port: str) -> Phase:
-    """When a port is captured unless something special happens."""
-    return _USUAL_PHASE.get(port, "forward")
+    return usual(port)[0]
 
 
 def usual_moment(port: str) -> Moment:
-    """Inputs are taken before the call, everything else after it."""
-    return "before" if port in ("input", "param") else "after"
+    return usual(port)[1]
 
 
 class TensorKey(NamedTuple):
@@ -70,9 +76,7 @@ class TensorKey(NamedTuple):
         cls, site: str, port: Port, slot: str = "0", *, step: int = 0, visit: int = 0, rank: int = 0
     ) -> Self:
         """A key with the usual phase and moment of its port."""
-        return cls(
-            site, port, slot, step, visit, rank, phase=usual_phase(port), moment=usual_moment(port)
-        )
+        return filled(cls, (site, port, slot, step, visit, rank, 0, *usual(port)))
 
     def __str__(self) -> str:
         """`rank0/step0/model.layers.0.mlp#1/output/0`; what is usual is left out.
@@ -81,12 +85,19 @@ class TensorKey(NamedTuple):
         'rank0/step0/mlp#2/input/x'
         """
         rank = f"rank{self.rank}" + (f".p{self.process}" if self.process else "")
-        site = self.site + (f"#{self.visit}" if self.visit else "")
-        text = f"{rank}/step{self.step}/{site}/{self.port}/{self.slot}"
-        if self.phase != usual_phase(self.port):
-            text += f"@{self.phase}"
-        if self.moment != usual_moment(self.port):
-            text += f"@{self.moment}"
+        return f"{rank}/{self.within_rank}"
+
+    @property
+    def within_rank(self) -> str:
+        """The same without the rank and the process."""
+        site, port, slot, step, visit, _, _, phase, moment = self
+        nth = f"#{visit}" if visit else ""
+        text = f"step{step}/{site}{nth}/{port}/{slot}"
+        phase_then, moment_then = usual(port)
+        if phase != phase_then:
+            text += f"@{phase}"
+        if moment != moment_then:
+            text += f"@{moment}"
         return text
 
     def with_slot(self, slot: str) -> Self:

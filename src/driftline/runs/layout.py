@@ -1,14 +1,10 @@
-"""Names and numbers of run format 1: what lies where in a run's folder, and how a shard begins.
+"""Names and numbers of run format 1: what lies where in a run's folder.
 
 Both the writer and the reader stand on this page; `docs/run-format.md` says the same to strangers.
 It opens no file.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-
-from driftline.tuples import NamedTuple
 
 FORMAT = "driftline-run"
 SCHEMA = 1
@@ -82,68 +78,3 @@ def header_bytes(number: int, first: int = FIRST_HEADER) -> int:
     A small run wastes little, a run of a hundred thousand tensors needs few shards.
     """
     return align(min(first * 4**number, max(LARGEST_HEADER, first)))
-
-
-class Entry(NamedTuple):
-    """One tensor of a shard, for its safetensors header.
-
-    `start` counts from the file's first byte.
-    """
-
-    name: str
-    tag: str
-    shape: tuple[int, ...]
-    start: int
-    length: int
-
-
-def entry_cost(name: str, dimensions: int) -> int:
-    """At most how many header bytes an entry takes, with the padding entry before it."""
-    plain = name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
-    text = len(name) if plain else 12 * len(name)
-    return text + 21 * dimensions + 120 + 110
-
-
-def metadata_cost() -> int:
-    return 128
-
-
-def build_header(entries: Iterable[Entry], *, reserved: int, end: int) -> bytes:
-    """The first `reserved` bytes of a sealed shard: length, JSON, blanks.
-
-    The format refuses holes, so every gap between two tensors (and before `end`, the file's length)
-    is an entry of its own, `__padN`.
-
-    Raises:
-        ValueError: The entries do not fit; the writer rolls to a new shard before that happens.
-    """
-    from json.encoder import encode_basestring_ascii as json_string  # for who writes, not who reads
-
-    parts = ['"__metadata__":{"format":"driftline-run 1"}']
-    at = reserved
-    pads = 0
-
-    def pad(upto: int) -> None:
-        nonlocal pads
-        parts.append(
-            f'"__pad{pads}":{{"dtype":"U8","shape":[{upto - at}],'
-            f'"data_offsets":[{at - reserved},{upto - reserved}]}}'
-        )
-        pads += 1
-
-    for entry in sorted(entries, key=lambda e: e.start):
-        if entry.start > at:
-            pad(entry.start)
-        at = entry.start + entry.length
-        shape = ",".join(map(str, entry.shape))
-        parts.append(
-            f'{json_string(entry.name)}:{{"dtype":"{entry.tag}","shape":[{shape}],'
-            f'"data_offsets":[{entry.start - reserved},{at - reserved}]}}'
-        )
-    if end > at:
-        pad(end)
-    text = ("{" + ",".join(parts) + "}").encode("ascii")
-    room = reserved - 8
-    if len(text) > room:
-        raise ValueError(f"{len(text)} header bytes do not fit into {room}")
-    return room.to_bytes(8, "little") + text.ljust(room, b" ")

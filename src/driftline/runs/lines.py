@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.summary import SKETCH_BUCKETS, Summary
-from driftline.runs.key import TensorKey, usual_moment, usual_phase
+from driftline.runs.key import TensorKey, usual
 from driftline.runs.layout import is_shard_name
 from driftline.runs.record import Blob, Record
 from driftline.tuples import filled
@@ -27,6 +27,8 @@ _SKETCH = struct.Struct(f"<{SKETCH_BUCKETS}d")
 _LARGEST = 2**62
 _KEPT = ("full", "sample", "summary", "digest", "describe")
 _NUMBERS = ("min", "max", "mean", "std", "l2")
+_BYTES = ',"shard":"'
+"""From here on a line says where its bytes are. Inside of a name the quotes would be escaped."""
 _COUNTS = ("count", "zeros", "nan", "pos_inf", "neg_inf")
 
 
@@ -34,41 +36,65 @@ class BadLine(ValueError):
     """An index line that cannot be believed; the message says why."""
 
 
+@functools.lru_cache(maxsize=4096)
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape inside JSON's brackets; a model has few of them."""
+    return ",".join(str(int(size)) for size in shape)
+
+
 def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> str:
     """The JSON of one record, without a line end.
 
     Written by hand because 20 000 of them take a second else.
     """
-    key = record.key
-    shape = ",".join(map(str, record.shape))
-    parts = [
-        f'{{"order":{order},"site":{json_string(key.site)},"port":{json_string(key.port)},'
-        f'"slot":{json_string(key.slot)},"step":{key.step},"visit":{key.visit},'
-        f'"dtype":"{record.dtype}","shape":[{shape}],"kept":"{record.kept}"'
-    ]
-    if key.phase != usual_phase(key.port):
-        parts.append(f'"phase":{json_string(key.phase)}')
-    if key.moment != usual_moment(key.port):
-        parts.append(f'"moment":{json_string(key.moment)}')
-    if record.alias:
-        parts.append(f'"alias":{json_string(record.alias)}')
-    if record.class_name:
-        parts.append(f'"class":{json_string(record.class_name)}')
-    if record.device:
-        parts.append(f'"device":{json_string(record.device)}')
-    if record.placement:
-        parts.append(f'"placement":{json_string(record.placement)}')
+    (key, _, dtype, shape, alias, class_name, device, kept, _, _, stride, summary, placement, _) = (
+        record
+    )
+    site, port, slot, step, visit, _, _, phase, moment = key
+    line = (
+        f'{{"order":{order},"site":{json_string(site)},"port":{json_string(port)},'
+        f'"slot":{json_string(slot)},"step":{step},"visit":{visit},'
+        f'"dtype":"{dtype}","shape":[{shape_text(shape)}],"kept":"{kept}"'
+    )
+    usual_phase, usual_moment = usual(port)
+    if phase != usual_phase:
+        line += f',"phase":{json_string(phase)}'
+    if moment != usual_moment:
+        line += f',"moment":{json_string(moment)}'
+    if alias:
+        line += f',"alias":{json_string(alias)}'
+    if class_name:
+        line += f',"class":{json_string(class_name)}'
+    if device:
+        line += f',"device":{json_string(device)}'
+    if placement:
+        line += f',"placement":{json_string(placement)}'
     if digest:
-        parts.append(f'"digest":"{digest}"')
-    if record.sample_stride != 1:
-        parts.append(f'"sample_stride":{record.sample_stride}')
-    if record.summary is not None:
-        parts.append(f'"summary":{encode_summary(record.summary)}')
+        line += f',"digest":"{digest}"'
+    if stride != 1:
+        line += f',"sample_stride":{stride}'
+    if summary is not None:
+        line += f',"summary":{encode_summary(summary)}'
     if blob is not None:
-        parts.append(f'"shard":"{blob.shard}","offset":{blob.offset},"length":{blob.length}')
+        shard, offset, length = blob
+        line += f'{_BYTES}{shard}","offset":{offset},"length":{length}'
     if lost:
-        parts.append(f'"lost":{json_string(lost)}')
-    return ",".join(parts) + "}"
+        line += f',"lost":{json_string(lost)}'
+    return line + "}"
+
+
+def bytes_end(line: str) -> tuple[str, int] | None:
+    """The shard a line of ours names, and where in it the bytes end; None if it names none."""
+    _, found, place = line.rpartition(_BYTES)
+    if not found:
+        return None
+    said = json.loads("{" + found[1:] + place)
+    return said["shard"], said["offset"] + said["length"]
+
+
+def without_bytes(line: str, lost: str) -> str:
+    """A line of ours that does not say where its bytes are, but why they are missing."""
+    return f'{line.rpartition(_BYTES)[0]},"lost":{json_string(lost)}}}'
 
 
 def line_ends(record: Record) -> tuple[str, str]:
@@ -353,8 +379,8 @@ def record_of(line: Line, rank: int, process: int) -> Record:
             line.visit,
             rank,
             process,
-            line.phase or usual_phase(port),
-            line.moment or usual_moment(port),
+            line.phase or usual(port)[0],
+            line.moment or usual(port)[1],
         ),
     )
     shard = line.shard

@@ -96,7 +96,7 @@ class RunWriter:
         self._journal: Journal | None = None
         self._lock = threading.RLock()
         self._events_lock = threading.RLock()
-        self._known: dict[tuple[str, int], Blob] = {}
+        self._known: dict[str, tuple[str, int, int]] = {}
         self._early: list[bytes] = []
         self._early_dropped = 0
         self._order = 0
@@ -256,10 +256,10 @@ class RunWriter:
     ) -> tuple[Blob | None, str]:
         """Hands new bytes to the journal; returns where they will be, or why nowhere."""
         length = data.nbytes
-        known = self._known.get((digest, length))
-        if known is not None:
+        known = self._known.get(digest)
+        if known is not None and known[2] == length:
             self._repeats += 1
-            return known, ""
+            return Blob(*known), ""
         if self._max_bytes is not None and self._bytes + length > self._max_bytes:
             if not self._over_limit:
                 self._over_limit = True
@@ -275,7 +275,8 @@ class RunWriter:
             return None, journal.failure
         if len(self._known) >= _LONGEST_MEMORY:
             self._known.clear()  # forgetting costs only space on disk
-        self._known[(digest, length)] = blob
+        # A plain tuple: the collector of a program with many objects soon looks past it.
+        self._known[digest] = (blob.shard, blob.offset, blob.length)
         self._bytes += length
         return blob, ""
 
