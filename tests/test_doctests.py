@@ -19,6 +19,7 @@ MODULES = sorted(
         "driftline.__main__",
         "driftline.numerics._kernel",
         "driftline.formats._reading",
+        "driftline.comparison._foreseen",
         "driftline.adapters.torch.device._launch",
     )
 )

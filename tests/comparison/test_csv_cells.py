@@ -53,6 +53,25 @@ def test_every_cell_is_what_the_json_of_the_row_says() -> None:
         assert line == [shown(said.get(name), name) for name in header]
 
 
+def test_no_name_and_no_number_breaks_a_line() -> None:
+    names = ["a\nb", "a\r", 'a"b', "a,b", "a b", " a", "'a'", "\u00e9\u4e2d", "", "1"]
+    rows = [
+        Row(TensorKey(name, "output", name), "pass", reason=name, order=1, limit=1.0, severity=-0.0)
+        for name in names
+    ]
+    rows += [row._replace(metrics={"rmse": 0.5}) for row in rows]
+    for some in (rows[: len(names)], rows):  # without numbers behind the words, and with
+        stream = io.StringIO()
+        write_csv(Table(tuple(some), (Column("rmse", "lower"),)), stream)
+        header, *lines = csv.reader(io.StringIO(stream.getvalue(), newline=""))
+        for row, line in zip(some, lines, strict=True):
+            cells = dict(zip(header, line, strict=True))
+            assert [cells[name] for name in ("site", "slot", "reason")] == [row.site] * 3
+            assert [cells[name] for name in ("order", "confidence", "limit", "severity")] == [
+                *("1", "1.0", "1.0", "-0.0")
+            ]
+
+
 def test_a_table_without_measurements_has_the_fixed_columns_only() -> None:
     stream = io.StringIO()
     write_csv(Table((LONE,)), stream)

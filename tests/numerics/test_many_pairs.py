@@ -33,7 +33,7 @@ def test_many_pairs_have_the_moments_that_each_has_alone(threads: int) -> None:
     asks = [
         ask(r.ctypes.data, c.ctypes.data, (name, name), r.size, 1e-3, 1e-2) for name, r, c in sides
     ]
-    many = ManyPairs(asks, sides, threads)
+    many = ManyPairs(b"".join(asks), len(asks), sides, threads)
     found = [many.moments(at) for at in reversed(range(len(asks)))][::-1]
     many.finish()
     for at, (name, r, c) in enumerate(sides):
@@ -46,13 +46,13 @@ def test_many_pairs_have_the_moments_that_each_has_alone(threads: int) -> None:
 def test_what_is_not_wanted_is_not_measured_and_what_goes_away_is_waited_for() -> None:
     large = np.ones(1 << 20, np.float32)
     asks = [ask(large.ctypes.data, large.ctypes.data, ("float32",) * 2, large.size, 0.0, 0.0)]
-    many = ManyPairs(asks * 200, large)
+    many = ManyPairs(b"".join(asks) * 200, 200 * len(asks), large)
     many.end()
     found = [many.moments(at) for at in range(200)]
     assert found[-1] is None
     assert all(moments is None or moments.count == large.size for moments in found)
     many.finish()  # a second end is none
-    begun = ManyPairs(asks * 200, bytearray(1))
+    begun = ManyPairs(b"".join(asks) * 200, 200 * len(asks), bytearray(1))
     del begun
     gc.collect()
 
@@ -63,9 +63,8 @@ def test_pages_of_a_mapped_file_that_were_let_go_come_back(tmp_path: Path) -> No
     with (tmp_path / "values").open("rb") as file:
         mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.float32)
     place = mapped.ctypes.data
-    many = ManyPairs(
-        [ask(place, place, ("float32", "float32"), mapped.size, 0.0, 0.0, mapped=True)], mapped
-    )
+    asked = ask(place, place, ("float32", "float32"), mapped.size, 0.0, 0.0, mapped=True)
+    many = ManyPairs(asked, 1, mapped)
     first = many.moments(0)
     assert first is not None and first.count == mapped.size
     many.finish()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftline.cli import script
@@ -24,10 +21,6 @@ _LATER = (
 )
 
 
-_HARMLESS = ("--csv", "--force", "-o", "--output", "--format", "--all", "-q", "--quiet")
-"""Options that change nothing about what is measured, and how."""
-
-
 def measure_ahead(reference: Run, candidate: Run, threads: int | None) -> None:
     """Begin to measure large tensors before what aligns and compares is loaded."""
     from driftline.comparison import ahead
@@ -35,19 +28,6 @@ def measure_ahead(reference: Run, candidate: Run, threads: int | None) -> None:
 
     if not script.asked():
         ahead.begin(reference, candidate, elementwise, threads)
-
-
-def foresee(words: Sequence[str]) -> None:
-    """Begin to measure what a comparison will most likely be about, before its words are read."""
-    from driftline.comparison import foreseen
-    from driftline.tolerance.defaults import elementwise
-
-    foreseen.forget()
-    options = {word.partition("=")[0] for word in words if word.startswith("-")}
-    paths = [*itertools.takewhile(lambda word: not word.startswith("-"), words)]
-    if len(paths) == 2 and options.issubset(_HARMLESS):
-        reference, candidate = (str(Path(path)) for path in paths)  # as runs will be called
-        foreseen.begin(reference, candidate, elementwise)
 
 
 def load_meanwhile() -> None:

@@ -163,11 +163,12 @@ def _dispatch(words: list[str], *, alone: bool) -> int:
         from driftline.cli.own_modules import find_quickly
 
         find_quickly()
-        _load_pathlib()
     if name == "compare":
-        from driftline.cli import beside
+        from driftline.cli.foresight import foresee
 
-        beside.foresee(rest)
+        foresee(rest)
+    if alone:
+        _load_pathlib()
     from driftline.cli import parsing
 
     return parsing.run(name, rest)

@@ -115,7 +115,7 @@ class _Ahead:
                 mapped = here.mapped and there.mapped
                 asks.append(ask(address, other, types, stop - start, *allowed, mapped=mapped))
         if asks:
-            self._work = ManyPairs(asks, list(owners.values()), threads)
+            self._work = ManyPairs(b"".join(asks), len(asks), list(owners.values()), threads)
 
     def end(self, pairs: Sequence[Pair]) -> Measured:
         """What was measured; it goes on, if all of it is wanted."""

@@ -5,7 +5,6 @@ docs/table-format.md specifies the three files. pyarrow is imported only when Pa
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import json
@@ -39,6 +38,9 @@ _INTEGER_FIELDS = (
     *("candidate_step", "candidate_visit", "candidate_rank"),
 )
 _NUMBER_FIELDS = ("limit", "severity", "confidence")
+_NUMBER_PLACES = tuple(map(ROW_FIELDS.index, _NUMBER_FIELDS))
+_MOST_CELLS = 1 << 14
+"""Texts of cells that are remembered."""
 
 
 def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
@@ -187,13 +189,34 @@ def metric_names(table: Table) -> list[str]:
 def write_csv(table: Table, stream: TextIO) -> None:
     """One line per row, header first; an absent number is an empty cell, nan and inf are words."""
     names = metric_names(table)
-    csv.writer(stream, lineterminator="\n").writerow([*ROW_FIELDS, *names])
-    words = csv.writer(stream, lineterminator="," if names else "\n")
+    text = _CellText()
+    stream.write(",".join(map(text.__getitem__, (*ROW_FIELDS, *names))) + "\n")
+    between = "," if names else "\n"
     for rows in _pieces(table.rows):
         ends = _ends(rows, names)
         for row in rows:
-            words.writerow(_cells(row))
-            stream.write(ends[id(row.metrics)])
+            cells = _cells(row)
+            for at in _NUMBER_PLACES:  # 1.0 is 1 to a dictionary, and another text
+                if cells[at] is not None:
+                    cells[at] = str(cells[at])
+            words = ",".join(map(text.__getitem__, cells))
+            stream.write(words + between + ends[id(row.metrics)])
+
+
+class _CellText(dict[JSON, str]):
+    """Cells as text, in quotes where CSV wants them; most of them are the same in many rows.
+
+    `csv.writer` takes as long, and leaves a line end inside a cell without quotes where lines are
+    made to end with a comma, as the numbers that follow need it.
+    """
+
+    def __missing__(self, cell: JSON) -> str:
+        text = "" if cell is None else str(cell)
+        if "," in text or '"' in text or "\n" in text or "\r" in text:
+            text = '"' + text.replace('"', '""') + '"'
+        if len(self) < _MOST_CELLS:
+            self[cell] = text
+        return text
 
 
 def _ends(rows: Sequence[Row], names: Sequence[str]) -> dict[int, str]:

@@ -7,14 +7,15 @@ business.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
-
 from driftline.numerics.dtypes import DType, to_float64
 from driftline.numerics.moments import PairMoments
 from driftline.numerics.sketch import sketch
 from driftline.numerics.summary import Summary
 
+TYPE_CHECKING = False  # what `typing` calls it
 if TYPE_CHECKING:
+    from typing import Any, TypeAlias
+
     import numpy as np
     import numpy.typing as npt
 else:
@@ -54,13 +55,12 @@ def storage_view(raw: AnyArray, dtype: DType, count: int) -> AnyArray:
 
 def real_values(raw: AnyArray, dtype: DType, count: int, *, widen: bool = False) -> F64:
     """All elements as float64; a complex one is two, and so is a real one with `widen`."""
-    values = to_float64(storage_view(raw, dtype, count), dtype, count)
+    values: Any = to_float64(storage_view(raw, dtype, count), dtype, count)
     if dtype.kind == "complex":
         return np.ascontiguousarray(values).view(np.float64)
-    real = cast("F64", values)
     if widen:
-        return real.astype(np.complex128).view(np.float64)
-    return real
+        return values.astype(np.complex128).view(np.float64)
+    return values
 
 
 def has_sentinel(dtype: DType) -> bool:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import struct
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from driftline import settings
 from driftline.errors import BadInput, did_you_mean
@@ -24,7 +22,11 @@ from driftline.numerics.moments import PairMoments, joined_std, merge_moments
 from driftline.numerics.summary import SKETCH_BUCKETS, Summary
 from driftline.tuples import filled
 
+TYPE_CHECKING = False  # what `typing` calls it: `compare` starts to measure before it is loaded
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any, TypeAlias
+
     import numpy as np
     import numpy.typing as npt
 else:
@@ -69,7 +71,7 @@ _numbers_in, _sketch_in = _SUMMARY.unpack_from, _SKETCH.unpack_from
 _MomentsBuffer = ctypes.c_char * MOMENTS.size
 _SummaryBuffer = ctypes.c_char * (_SUMMARY.size + _SKETCH.size)
 _DigestBuffer = ctypes.c_char * 16
-_start_of = ctypes.c_char.from_buffer
+_start_of: Any = ctypes.c_char.from_buffer
 _address_of = ctypes.addressof
 # As `_make`, without counting what a structure has counted.
 _new_moments: Callable[[Iterable[Any]], PairMoments] = functools.partial(filled, PairMoments)
@@ -84,18 +86,16 @@ _WRITABLE = 0x200  # PyBUF_WRITE
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    return load(Path(__file__).with_name("_kernel.so"))
+    return load(f"{os.path.dirname(__file__)}/_kernel.so")  # noqa: PTH120 - no `pathlib` either
 
 
-def load(path: Path) -> ctypes.CDLL | None:
+def load(path: str | os.PathLike[str]) -> ctypes.CDLL | None:
     """A kernel library with its signatures declared.
 
     None when it was not built, cannot be loaded on this machine, or is of another version.
     """
-    if not path.exists():
-        return None
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(os.fspath(path))
         if library.driftline_abi() != ABI_VERSION:
             return None
     except (OSError, AttributeError):
@@ -169,7 +169,7 @@ def code_of(dtype: DType) -> int:
 def _address(array: AnyArray) -> int:
     """Where the bytes are. Asking the buffer is twice as fast, where it can be written to."""
     if array.flags.writeable and array.size:
-        return _address_of(_start_of(cast("Any", array)))
+        return _address_of(_start_of(array))
     return array.ctypes.data
 
 

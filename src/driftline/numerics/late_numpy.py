@@ -7,7 +7,9 @@ here and write the type aliases they need as strings.
 
 from __future__ import annotations
 
-from typing import Any
+TYPE_CHECKING = False  # what `typing` calls it
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class _Numpy:

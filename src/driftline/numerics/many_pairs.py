@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
-from typing import Any
 
 from driftline.numerics import kernel
 from driftline.numerics.moments import PairMoments
+
+TYPE_CHECKING = False  # what `typing` calls it
+if TYPE_CHECKING:
+    from typing import Any
 
 _ASK = struct.Struct("=2Qq2d6i")
 
@@ -42,23 +44,22 @@ class ManyPairs:
     """Pairs that are being measured, in their order; asked by one thread at a time.
 
     Args:
-        asks: What `ask` gave.
+        asks: What `ask` gave for each, joined, or where that lies.
+        count: How many they are.
         owners: What keeps the memory where it is.
         threads: How many.
     """
 
-    def __init__(self, asks: Sequence[bytes], owners: object, threads: int = 1) -> None:
-        self._count = len(asks)
-        self._asks = b"".join(asks)
+    def __init__(self, asks: bytes | int, count: int, owners: object, threads: int = 1) -> None:
+        self._count = count
+        self._asks = asks
         self._owners = owners
-        self._out = ctypes.create_string_buffer(len(asks) * kernel.MOMENTS.size)
-        self._done = ctypes.create_string_buffer(len(asks))
+        self._out = ctypes.create_string_buffer(count * kernel.MOMENTS.size)
+        self._done = ctypes.create_string_buffer(count)
         library, path = kernel.chosen(None)
         assert library is not None
         begin, self._await, self._end = _doors(library)
-        self._work: int | None = begin(
-            *(self._asks, len(asks), path, threads, self._out, self._done)
-        )
+        self._work: int | None = begin(*(self._asks, count, path, threads, self._out, self._done))
 
     def moments(self, at: int) -> PairMoments | None:
         """Of one of them; while it is not measured, the caller's thread helps with others.

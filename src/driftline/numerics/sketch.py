@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
 
 from driftline.numerics.summary import SKETCH_BUCKETS
 
+TYPE_CHECKING = False  # what `typing` calls it
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     import numpy as np
     import numpy.typing as npt
 else:

@@ -1,13 +1,7 @@
 /* Many pairs, one after the other, by threads of our own beside whatever the caller does meanwhile. */
 #include <sys/mman.h>
 
-/* One pair, in the words of driftline_pair. `mapped`: it lies in files that are mapped, and is not looked at again soon. */
-typedef struct {
-  const void *data[2];
-  int64_t count;
-  double atol, rtol;
-  int32_t dtype[2], widen, mask[2], mapped;
-} PairAsk;
+#include "pair_ask.h"
 
 enum { MOST_PAIR_HANDS = 64 };
 
