@@ -2,9 +2,9 @@
 
 Where annotations are text, `typing` compiles that of each field, to look at what nobody asks for:
 two thirds of the time that such a class takes. Here they stay text, which `typing.get_type_hints`
-reads as ever. Of the rest, half is the constructor, which is compiled, too: here when the first
-tuple is made, and most classes that a command loads never have one. To type checkers it is
-`typing.NamedTuple`.
+reads as ever. Of the rest, half is the constructor, which is compiled, too: here when more than a
+few tuples are made, and most classes that a command loads never have as many. To type checkers it
+is `typing.NamedTuple`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,28 @@ if TYPE_CHECKING:
 else:
     from collections import _tuplegetter as _field
 
+    _FEW = 24  # of them take as long as to compile a constructor
+
     class _Constructor:
-        """Stands for `__new__` until somebody wants it."""
+        """Stands for `__new__`, and fills tuples by itself, until it was asked for often."""
 
         made: type
+        asked = 0
 
         def __get__(self, instance, owner):
+            self.asked += 1
+            return self if self.asked <= _FEW else self.usual
+
+        def __call__(self, cls, *values, **named):
+            names, defaults = self.made._fields[len(values) :], self.made._field_defaults
+            if named.keys() <= set(names) and defaults.keys() | named.keys() >= set(names):
+                more = [named[name] if name in named else defaults[name] for name in names]
+                if len(values) + len(more) == len(self.made._fields):
+                    return filled(cls, (*values, *more))
+            return self.usual(cls, *values, **named)  # which has words for what is wrong
+
+        @property
+        def usual(self):
             made = self.made  # not `owner`, which may be derived from it
             defaults = made._field_defaults.values()
             usual = namedtuple(made.__name__, made._fields, defaults=defaults)
@@ -31,6 +47,12 @@ else:
             usual.__new__.__qualname__ = f"{made.__name__}.__new__"
             made.__new__ = usual.__new__
             return usual.__new__
+
+        @property
+        def __signature__(self):
+            import inspect
+
+            return inspect.signature(self.usual)
 
     def _make(cls, values):
         made = tuple.__new__(cls, values)

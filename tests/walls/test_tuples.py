@@ -78,3 +78,21 @@ def test_its_constructor_says_what_is_missing_and_what_it_takes() -> None:
     with pytest.raises(ValueError, match="unexpected field names"):
         Quick("a")._replace(shap=())  # pyright: ignore
     assert copy.deepcopy(Quick("a", (1,))) == Quick("a", (1,))
+
+
+def test_the_hundredth_is_made_as_the_first() -> None:
+    class Fresh(NamedTuple):
+        name: str
+        size: int = 3
+        note: str = ""
+
+    for at in range(100):
+        assert Fresh(f"{at}") == Fresh(name=f"{at}") == (f"{at}", 3, "")
+        assert Fresh(f"{at}", note="x") == (f"{at}", 3, "x") and type(Fresh("a")) is Fresh
+        with pytest.raises(TypeError, match="multiple values for argument 'name'"):
+            Fresh("a", name="b")  # pyright: ignore
+        with pytest.raises(TypeError, match="unexpected keyword argument 'shape'"):
+            Fresh("a", shape=())  # pyright: ignore
+        with pytest.raises(TypeError, match="takes from 2 to 4 positional arguments but 5"):
+            Fresh("a", 1, "", 2)  # pyright: ignore
+    assert str(inspect.signature(Fresh)) == "(name: 'str', size: 'int' = 3, note: 'str' = '')"

@@ -31,17 +31,15 @@ def measure_ahead(reference: Run, candidate: Run, threads: int | None) -> None:
 
 
 def load_meanwhile() -> None:
-    """Load what comes after the measuring while the kernel, which needs no Python, measures."""
-    import threading
+    """Load what comes after the measuring while the kernel's own threads measure.
 
-    def load() -> None:
+    Here and not in a thread of its own: the two would take Python's lock from each other.
+    """
+    if not script.asked():
         # Whoever needs them imports them again, and hears what may be wrong with them.
         with contextlib.suppress(Exception):
             for name in _LATER:
                 importlib.import_module(name)
-
-    if not script.asked():
-        threading.Thread(target=load, name="driftline-loading", daemon=True).start()
 
 
 def release(*runs: Run) -> None:
