@@ -41,3 +41,23 @@ def test_two_runs_are_compared_without_loading_numpy(tmp_path: Path) -> None:
     )
     assert done.stdout.split("\n")[-2] == "[] 0"
     assert (tmp_path / "rows.csv").read_text().count("\n") == 3
+
+
+BEGINNING = """
+import sys
+from driftline.comparison import foreseen
+begun = []
+foreseen.begin = lambda *of: begun.append({"pathlib", "re", "typing"} & set(sys.modules))
+from driftline.cli.main import main
+main(["compare", "a", "b"], alone=True)
+print(begun)
+"""
+
+
+def test_measuring_begins_before_pathlib_and_typing_are_loaded() -> None:
+    # Without `site`, which loads whatever else is installed here.
+    paths = f"import sys; sys.path[:] = {sys.path!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", paths + BEGINNING], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[set()]\n", done.stderr
