@@ -242,7 +242,12 @@ def test_ctrl_c_and_a_killed_command_leave_no_worker_behind(two, tmp_path, how):
     (tmp_path / "own.py").write_text(SLOW_METRIC)
     words = ["compare", "ref", "cand", "--jobs", "2", "--metric", f"{tmp_path}/own.py:slow"]
     command = subprocess.Popen(
-        [sys.executable, "-m", "driftline", *words], cwd=two, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "driftline", *words],
+        cwd=two,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that were started in the background are deaf to it, and so are their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     workers = []
     give_up = time.monotonic() + 30

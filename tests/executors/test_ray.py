@@ -610,6 +610,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_the_cluster(two, joined):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # see test_jobs.py
     )
     give_up = time.monotonic() + 60
     while not workers_of(joined) and command.poll() is None and time.monotonic() < give_up:
