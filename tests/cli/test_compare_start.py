@@ -14,11 +14,15 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.writer import RunWriter
 
-PROGRAM = """
-import sys
+# Without `site`, which loads whatever else is installed here.
+PLAIN_PYTHON = (sys.executable, "-S", "-c")
+PATHS = f"import sys; sys.path[:] = {sys.path!r}"
+
+PROGRAM = f"""
+{PATHS}
 from driftline.cli.main import main
 code = main(sys.argv[1:])
-slow = {"inspect", "msgspec", "numpy", "pyarrow", "shutil", "torch"}
+slow = {{"inspect", "msgspec", "numpy", "pyarrow", "shutil", "torch"}}
 print(sorted(slow & set(sys.modules)), code)
 """
 
@@ -34,7 +38,7 @@ def test_two_runs_are_compared_without_loading_numpy(tmp_path: Path) -> None:
         writer.close()
     words = ["compare", str(tmp_path / "ref"), str(tmp_path / "cand")]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words, "--csv", str(tmp_path / "rows.csv")],
+        [*PLAIN_PYTHON, PROGRAM, *words, "--csv", str(tmp_path / "rows.csv")],
         capture_output=True,
         text=True,
         check=True,
@@ -43,11 +47,11 @@ def test_two_runs_are_compared_without_loading_numpy(tmp_path: Path) -> None:
     assert (tmp_path / "rows.csv").read_text().count("\n") == 3
 
 
-BEGINNING = """
-import sys
+BEGINNING = f"""
+{PATHS}
 from driftline.comparison import foreseen
 begun = []
-foreseen.begin = lambda *of: begun.append({"pathlib", "re", "typing"} & set(sys.modules))
+foreseen.begin = lambda *of: begun.append({{"pathlib", "re", "typing"}} & set(sys.modules))
 from driftline.cli.main import main
 main(["compare", "a", "b"], alone=True)
 print(begun)
@@ -55,9 +59,5 @@ print(begun)
 
 
 def test_measuring_begins_before_pathlib_and_typing_are_loaded() -> None:
-    # Without `site`, which loads whatever else is installed here.
-    paths = f"import sys; sys.path[:] = {sys.path!r}\n"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", paths + BEGINNING], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*PLAIN_PYTHON, BEGINNING], capture_output=True, text=True, check=True)
     assert done.stdout == "[set()]\n", done.stderr
