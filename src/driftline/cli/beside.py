@@ -1,4 +1,4 @@
-"""What `driftline compare` does beside its main thread, on a core that would be idle."""
+"""What `driftline compare` does at the same time: it measures, loads what follows, lets go."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ LARGE = 1 << 16
 """Elements from which on a pair is worth measuring ahead: smaller ones are measured as soon as they
 are listed."""
 ENOUGH = 1 << 28
-"""Elements after which it is no longer the start that takes long: the engine lets go of what it
-maps, what is measured ahead stays mapped."""
+"""Elements of one tensor, and of all, after which it is no longer the start that takes long: the
+engine lets go of what it maps, what is measured ahead stays mapped."""
 MAPPED = 64
 """Files that are kept mapped ahead; each is an open one, and the engine will have its own."""
 BLOCK = 4 << 20

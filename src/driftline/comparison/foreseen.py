@@ -18,6 +18,7 @@ import struct
 from driftline.comparison.blocks import BLOCK, ENOUGH, LARGE, MAPPED, blocks_of, cores
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.libraries import opened
 from driftline.numerics.many_pairs import ManyPairs, ask
 from driftline.runs.layout import shard_name
 
@@ -45,11 +46,10 @@ class Foreseen:
     def __init__(self, of: tuple[Any, ...], files: _Files, work: ManyPairs) -> None:
         self.of = of
         self.work = work
-        self._count = files.ask_count
         self._files = files
 
     def __len__(self) -> int:
-        return self._count
+        return self._files.ask_count
 
     def turn(self, ours: Record, theirs: Record, start: int, stop: int) -> int | None:
         """The how manieth a block is; None if it is none of them."""
@@ -114,7 +114,7 @@ def begin(
         os.fsencode(reference),
         os.fsencode(candidate),
         "\0".join(_TYPES).encode(),
-        struct.pack("=3i", *(DTYPES[name].bits // 8 for name in _TYPES)),
+        struct.pack(f"={len(_TYPES)}i", *(DTYPES[name].bits // 8 for name in _TYPES)),
         b"".join(asks),
         *(len(_TYPES), MAPPED, LARGE, BLOCK, ENOUGH),
     )
@@ -142,11 +142,8 @@ def taken(*of: object) -> Foreseen | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(f"{os.path.dirname(__file__)}/_foreseen.so")  # noqa: PTH120
-        if library.driftline_foreseen_abi() != _ABI:
-            return None
-    except (OSError, AttributeError):
+    path = f"{os.path.dirname(__file__)}/_foreseen.so"  # noqa: PTH120 - before `pathlib` is loaded
+    if (library := opened(path, "driftline_foreseen_abi", _ABI)) is None:
         return None
     text, c_int, int64 = ctypes.c_char_p, ctypes.c_int, ctypes.c_int64
     foresee, forget = library.driftline_foresee, library.driftline_forget_foreseen

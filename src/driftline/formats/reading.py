@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from driftline.numerics.libraries import opened
+
 _ABI = 1
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 """A link is not followed, and a pipe does not block."""
@@ -24,13 +26,7 @@ FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     path = Path(__file__).with_name("_reading.so")
-    if not path.exists():
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-        if library.driftline_reading_abi() != _ABI:
-            return None
-    except (OSError, AttributeError):
+    if (library := opened(path, "driftline_reading_abi", _ABI)) is None:
         return None
     pointer = ctypes.c_void_p
     begin, finish = library.driftline_begin_files, library.driftline_finish_files

@@ -18,6 +18,7 @@ from driftline import settings
 from driftline.errors import BadInput, did_you_mean
 from driftline.numerics import definition
 from driftline.numerics.dtypes import DTYPES, DType
+from driftline.numerics.libraries import opened
 from driftline.numerics.moments import PairMoments, joined_std, merge_moments
 from driftline.numerics.summary import SKETCH_BUCKETS, Summary
 from driftline.tuples import filled
@@ -90,15 +91,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def load(path: str | os.PathLike[str]) -> ctypes.CDLL | None:
-    """A kernel library with its signatures declared.
-
-    None when it was not built, cannot be loaded on this machine, or is of another version.
-    """
-    try:
-        library = ctypes.CDLL(os.fspath(path))
-        if library.driftline_abi() != ABI_VERSION:
-            return None
-    except (OSError, AttributeError):
+    """A kernel library with its signatures declared, as `opened`."""
+    library = opened(path, "driftline_abi", ABI_VERSION)
+    if library is None:
         return None
     pointer, c_int, int64, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
     signatures: dict[str, list[Any]] = {

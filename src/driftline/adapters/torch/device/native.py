@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from driftline.numerics.libraries import opened
+
 _ABI = 1
 NUMBERS = 10
 """Arguments of the kernel that reads a tensor."""
@@ -65,14 +67,8 @@ class Driver(NamedTuple):
 @functools.cache
 def library() -> Any:
     """The library; None where it was not built."""
-    path = Path(__file__).with_name("_launch.so")
-    if not path.exists():
-        return None
-    try:
-        found = ctypes.CDLL(str(path))
-        if found.driftline_launch_abi() != _ABI:
-            return None
-    except (OSError, AttributeError):
+    found = opened(Path(__file__).with_name("_launch.so"), "driftline_launch_abi", _ABI)
+    if found is None:
         return None
     pointer, number, whole = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
     found.driftline_launch.argtypes = [pointer, number, whole, whole, whole]
