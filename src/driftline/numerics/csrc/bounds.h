@@ -1,16 +1,21 @@
 /* The fast path's scalar half: when float32 lanes are good enough, and what their sums rule out. */
 
+/* Not zero where a chain may hold what it is named for. */
+typedef struct { uint32_t near, far, rel; } Chain;
+
 /* What one block of float32 lanes leaves behind. */
 typedef struct {
   double x, e, xx, xe, ee, ae, rel; /* sums */
   float max_ae, max_rel, min_r, max_r;
-  int64_t differ, outside, sound; /* `sound`: elements before the first chain that is not finite; all is of them */
-  int nears, marked, suspicious;
+  int64_t differ, outside;
+  int marked, counted; /* `counted`: elements that seem to be outside are, in chains that came close as well */
   unsigned both; /* greatest sum of two words, of bfloat16 BY_CHAINS */
   unsigned far; /* greatest distance of words; proves that there is no news as long as it is below WORD_STEPS */
-  uint16_t near[BLOCK / 128]; /* chains where an element came too close to the tolerance to say; not in `outside` */
-  uint16_t suspects[2 * BLOCK / 128]; /* chains that can hold a new greatest ULP distance, or (odd) relative error */
-  uint8_t marks[BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
+  /* Bits of chains: where an element came too close to the tolerance to say; which can hold a new greatest ULP
+   * distance; or relative error. */
+  uint64_t near_chains, far_chains, rel_chains;
+  Chain chain[64];
+  uint8_t marks[LONG_BLOCK / 8] __attribute__((aligned(8))); /* not zero where a ULP distance could exceed what was seen */
 } Sums;
 
 typedef struct {
@@ -20,6 +25,7 @@ typedef struct {
   uint32_t bit_steps; /* float32 steps from a bfloat16 number that are no more ULPs than were seen */
   float reach; /* numbers below it are no more steps from zero than two numbers were from each other */
   int by_words; /* few ULPs so far: words are subtracted instead of marks being set */
+  int wary; /* blocks in which what is not finite is looked for first */
   int zeros; /* blocks for which zeros on both sides are minded */
   int zeros_for; /* for how many after the next such pair: more where they come often */
   int dots;  /* the processor has vdpbf16ps */
@@ -32,6 +38,11 @@ typedef struct {
 enum { BY_MARKS, BY_WORDS, BY_CHAINS };
 
 enum { LANES_F32, LANES_BF16, LANES_F16, LANES_DECODED, LANES_NONE };
+
+/* Sixteen bits on both sides. */
+INLINE int two_bytes(int r_kind, int c_kind) {
+  return (r_kind == LANES_BF16 || r_kind == LANES_F16) && (c_kind == LANES_BF16 || c_kind == LANES_F16);
+}
 
 /* Formats whose every value is a float32. */
 INLINE int lane_kind(int dtype) {
@@ -48,6 +59,8 @@ INLINE int lane_kind(int dtype) {
  * cost. So what is outside is never missed, and what is inside reaches at most 9 steps past it; what falls within 10
  * steps is counted again. */
 enum { MARGIN_STEPS = 10 };
+/* After something that is not finite, as many blocks are looked through before they are measured. */
+enum { WARY_BLOCKS = 64 };
 /* Words of opposite signs lie at least that far apart, whatever their distance is: below it, words tell everything. */
 enum { WORD_STEPS = 128 };
 /* Bytes that are fetched ahead. Of 0 to 4096, a Xeon (Sapphire Rapids) likes 2048 and more: float32 0.85 of the read,
@@ -132,7 +145,7 @@ INLINE void weigh_calm(Knobs *k, int64_t looked, int64_t n) {
   if (k->rough > 0) {
     k->rough--;
   } else if (8 * looked > n) {
-    k->rough_for = k->rough_for < 128 ? 2 * k->rough_for + 1 : 255;
+    k->rough_for = k->rough_for < 255 ? 4 * k->rough_for + 3 : 1023;
     k->rough = k->rough_for;
   } else if (k->rough_for > 0) {
     k->rough_for--;
@@ -145,6 +158,11 @@ INLINE void mind_zeros(Knobs *k) {
   k->zeros = k->zeros_for;
 }
 
+/* A division that whole blocks need not wait for. */
+INLINE double part_of(double n) {
+  return n == LONG_BLOCK ? 1.0 / LONG_BLOCK : n == BLOCK ? 1.0 / BLOCK : 1.0 / n;
+}
+
 /* Whether float32 lanes were good enough for this block; see the head of the file. */
 INLINE int sums_hold(const Pair *s, const Sums *b, double n, double *spread_r, double *spread_c) {
   if (!(b->ae <= DBL_MAX) || !(b->xx <= DBL_MAX) || !(b->ee <= DBL_MAX)) return 0;
@@ -153,7 +171,7 @@ INLINE int sums_hold(const Pair *s, const Sums *b, double n, double *spread_r, d
   if (b->xx < 0x1p-115 && b->min_r != b->max_r) return 0; /* squares may have fallen below float32 */
   if (b->ee < 0x1p-115 && b->max_ae != 0.0f) return 0;
   double yy = b->xx + 2 * b->xe + b->ee, y = b->x + b->e;
-  double part = n == BLOCK ? 1.0 / BLOCK : 1.0 / n;
+  double part = part_of(n);
   *spread_r = b->xx - b->x * b->x * part;
   *spread_c = yy - y * y * part;
   if (!(*spread_r >= 0.1 * b->xx)) return 0;
@@ -185,7 +203,7 @@ INLINE void fold_sums(Pair *s, const Sums *b, Knobs *k, double n, double spread_
   if (b->min_r < m->ends[0].min) m->ends[0].min = b->min_r;
   if (b->max_r > m->ends[0].max) m->ends[0].max = b->max_r;
   m->different += b->differ;
-  double part = n == BLOCK ? 1.0 / BLOCK : 1.0 / n;
+  double part = part_of(n);
   join_spread(&s->spread[0], n, shift + b->x * part, spread_r);
   join_spread(&s->spread[1], n, shift + (b->x + b->e) * part, spread_c);
   /* A shift that serves is kept: the next block need not wait for this one's sums. */

@@ -71,42 +71,60 @@ TARGET static void visit_relative(Pair *s, const uint8_t *r_at, const uint8_t *c
   if (rel > s->m.max_rel_e) s->m.max_rel_e = rel;
 }
 
-/* Elements outside the tolerance, of a chain where one came too close to it for float32 to tell: those near it in
- * float64. */
+/* How many float32 steps are left to what is allowed, for two vectors; negative where outside. */
+LANE_FN void find_lefts(VI *lefts, const VF *rs, const VF *cs, const Knobs *k) {
+  const VF atol = OP(set1_ps)(k->atol), rtol = OP(set1_ps)(k->rtol);
+  for (int half = 0; half < 2; half++)
+    lefts[half] = OP(sub_epi32)(AS_BITS(OP(fmadd_ps)(rtol, ABS(rs[half]), atol)),
+                                AS_BITS(ABS(OP(sub_ps)(cs[half], rs[half]))));
+}
+
+/* Elements outside the tolerance, of a chain where one came too close to it for float32 to tell: two vectors with such
+ * a one in float64. `counted`: float32's own count is known, and only what it is wrong by is asked. */
 LANE_FN int64_t recount(const Pair *s, const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n,
-                        int tolerant, const Knobs *k) {
+                        int tolerant, int counted, const Knobs *k) {
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
-  const VF near_atol = OP(set1_ps)(k->atol), near_rtol = OP(set1_ps)(k->rtol);
   const vd atol = lanes(s->atol), rtol = lanes(s->rtol);
-  TALLY clear = NO_TALLY;
-  vl outside = lanes_l(0);
-  for (int64_t i = 0; i < n; i += 2 * WIDTH) {
-    VF rs[2], cs[2];
-    VI lefts[2];
+  uint32_t near = (uint32_t)((1ull << n / (2 * WIDTH)) - 1);
+  int64_t outside = 0;
+  VF rs[2], cs[2];
+  VI lefts[2];
+  if (tolerant == TOLERANT) {
+    near = 0;
+    for (int64_t i = 0, bit = 0; i < n; i += 2 * WIDTH, bit++) {
+      for (int half = 0; half < 2; half++) {
+        rs[half] = load_lanes(r_at + r_size * (i + half * WIDTH), r_kind);
+        cs[half] = load_lanes(c_at + c_size * (i + half * WIDTH), c_kind);
+      }
+      find_lefts(lefts, rs, cs, k);
+      near |= (uint32_t)(too_near(least_past(OP(set1_epi32)(0), lefts[0], lefts[1])) != 0) << bit;
+      if (!counted) outside += tallied(tally_negative(NO_TALLY, lefts[0], lefts[1]));
+    }
+  }
+  for (; near; near &= near - 1) {
+    const int64_t i = (int64_t)__builtin_ctz(near) * 2 * WIDTH;
+    vl exact = lanes_l(0);
     for (int half = 0; half < 2; half++) {
       rs[half] = load_lanes(r_at + r_size * (i + half * WIDTH), r_kind);
       cs[half] = load_lanes(c_at + c_size * (i + half * WIDTH), c_kind);
-      VF allowed = OP(fmadd_ps)(near_rtol, ABS(rs[half]), near_atol);
-      lefts[half] = OP(sub_epi32)(AS_BITS(allowed), AS_BITS(ABS(OP(sub_ps)(cs[half], rs[half]))));
     }
-    if (tolerant == TOLERANT && !too_near(least_past(OP(set1_epi32)(0), lefts[0], lefts[1]))) {
-      clear = tally_negative(clear, lefts[0], lefts[1]);
-      continue;
-    }
+    find_lefts(lefts, rs, cs, k);
+    if (tolerant == TOLERANT) outside -= tallied(tally_negative(NO_TALLY, lefts[0], lefts[1]));
     for (int part = 0; part < 4; part++) {
       vd a = widened(rs[part / 2], part % 2), ae = magnitude(widened(cs[part / 2], part % 2) - a);
-      outside -= ~(ae <= atol + rtol * magnitude(a));
+      exact -= ~(ae <= atol + rtol * magnitude(a));
     }
+    outside += total_l(exact);
   }
-  return tallied(clear) + total_l(outside);
+  return outside;
 }
 
 /* Float16's numbers are few, and meet the tolerance often. */
 TARGET static int64_t recount_kinds(const Pair *s, const uint8_t *r, const uint8_t *c, int r_kind, int c_kind, int64_t n,
-                                    int tolerant, const Knobs *k) {
-  if (r_kind == LANES_F16 && c_kind == LANES_F16) return recount(s, r, c, LANES_F16, LANES_F16, n, tolerant, k);
-  if (r_kind == LANES_F32 && c_kind == LANES_F16) return recount(s, r, c, LANES_F32, LANES_F16, n, tolerant, k);
-  return recount(s, r, c, r_kind, c_kind, n, tolerant, k);
+                                    int tolerant, int counted, const Knobs *k) {
+  if (r_kind == LANES_F16 && c_kind == LANES_F16) return recount(s, r, c, LANES_F16, LANES_F16, n, tolerant, counted, k);
+  if (r_kind == LANES_F32 && c_kind == LANES_F16) return recount(s, r, c, LANES_F32, LANES_F16, n, tolerant, counted, k);
+  return recount(s, r, c, r_kind, c_kind, n, tolerant, counted, k);
 }
 
 /* Where the first difference stands. */
@@ -194,22 +212,26 @@ LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t b
   Moments *m = &s->m;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   m->outside += tolerant ? b->outside : b->differ;
-  for (int i = 0; i < b->nears; i++) {
-    int64_t at = b->near[i], left = n - at;
-    m->outside += recount_kinds(s, r + at * r_size, c + at * c_size, r_kind, c_kind, left < CHAIN ? left : CHAIN, tolerant, k);
+  const int64_t length = chain_of(r_kind, c_kind);
+  for (uint64_t left = b->near_chains; left; left &= left - 1) {
+    int64_t at = (int64_t)__builtin_ctzll(left) * length, many = n - at < length ? n - at : length;
+    m->outside += recount_kinds(s, r + at * r_size, c + at * c_size, r_kind, c_kind, many, tolerant, b->counted, k);
   }
-  int64_t looked = b->suspicious * CHAIN;
-  for (int i = 0; i < b->suspicious; i++) {
-    int64_t at = b->suspects[i] & ~1, left = n - at < CHAIN ? n - at : CHAIN;
-    if (b->suspects[i] & 1) visit_relative(s, r + at * r_size, c + at * c_size, r_kind, c_kind, left);
-    else if (visit_all(s, r + at * r_size, c + at * c_size, r_kind, c_kind, left)) set_limit(s, k);
+  for (uint64_t left = b->rel_chains; left; left &= left - 1) {
+    int64_t at = (int64_t)__builtin_ctzll(left) * length, many = n - at < length ? n - at : length;
+    visit_relative(s, r + at * r_size, c + at * c_size, r_kind, c_kind, many);
   }
+  for (uint64_t left = b->far_chains; left; left &= left - 1) {
+    int64_t at = (int64_t)__builtin_ctzll(left) * length, many = n - at < length ? n - at : length;
+    if (visit_all(s, r + at * r_size, c + at * c_size, r_kind, c_kind, many)) set_limit(s, k);
+  }
+  int64_t looked = (__builtin_popcountll(b->far_chains) + __builtin_popcountll(b->rel_chains)) * length;
   if (b->both && !codes_rule_out(s, k, b)) {
     looked += n;
     if (visit_all(s, r, c, r_kind, c_kind, n)) set_limit(s, k);
   }
   weigh_news(k, looked, n);
-  weigh_calm(k, b->nears * CHAIN, n);
+  weigh_calm(k, __builtin_popcountll(b->near_chains) * length, n);
   if (b->far > s->ulp) {
     if (visit_all(s, r, c, r_kind, c_kind, n)) set_limit(s, k);
   }
@@ -220,6 +242,42 @@ LANE_FN void finish_block(Pair *s, const uint8_t *r, const uint8_t *c, int64_t b
   if (b->differ && (m->first_different_at < 0 || m->first_different_at >= base))
     note_first(&m->first_different_at, base + first_error(r, c, r_kind, c_kind, n));
   if (b->max_ae > (float)m->max_abs_e) greatest_kinds(s, r, c, r_kind, c_kind, base, n, b->max_ae);
+}
+
+/* How many elements stand before the first chain that holds something not finite. */
+TARGET static int64_t sound_before(const uint8_t *r_at, const uint8_t *c_at, int r_kind, int c_kind, int64_t n) {
+  const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
+  const int64_t length = chain_of(r_kind, c_kind);
+  const int by_words = WORD_ENDS && r_kind == c_kind && r_kind != LANES_F32;
+  const unsigned infinite = r_kind == LANES_F16 ? 0xF800 : 0xFF00; /* without its sign, a bit higher up */
+  for (int64_t from = 0; from < n; from += length) {
+    const int64_t to = from + length < n ? from + length : n;
+    VI most = OP(set1_epi32)(0);
+    for (int64_t i = from; by_words && i < to; i += 2 * WIDTH) {
+      VI r = load_bits(r_at + 2 * i), c = load_bits(c_at + 2 * i);
+      most = OP(max_epu16)(most, OP(max_epu16)(OP(add_epi16)(r, r), OP(add_epi16)(c, c)));
+    }
+    for (int64_t i = from; !by_words && i < to; i += WIDTH) {
+      VF e = OP(sub_ps)(load_lanes(c_at + c_size * i, c_kind), load_lanes(r_at + r_size * i, r_kind));
+      most = OP(max_epi32)(most, AS_BITS(ABS(e)));
+    }
+    if (by_words ? greatest_code(most) >= infinite : !all_finite(AS_FLOAT(most))) return from;
+  }
+  return n;
+}
+
+/* The sums of what is sound; returns how much that is. Where something was not finite of late, that is asked first. */
+LANE_FN int64_t sum_sound(const uint8_t *r, const uint8_t *c, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k,
+                          Sums *b) {
+  if (k->wary == 0) {
+    sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, b);
+    if (b->ae <= DBL_MAX) return n;
+    k->wary = 1;
+  }
+  int64_t sound = sound_before(r, c, r_kind, c_kind, n);
+  k->wary = sound < n ? WARY_BLOCKS : k->wary - 1;
+  if (sound > 0) sum_kinds(r, c, sound, r_kind, c_kind, tolerant, k, b);
+  return sound;
 }
 
 /* Returns how many elements were taken; if none, `odd` says that something is not finite among the first ones. */
@@ -247,18 +305,17 @@ TARGET static int64_t fast_block(Pair *s, int64_t base, int64_t n, int r_kind, i
   choose_news(s, k);
   k->calm_ae = tolerant == TOLERANT ? k->atol : INFINITY;
   k->calm_rel = k->rtol;
-  sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
-  if (b.rel != b.rel) { /* 0 / 0 */
+  int64_t sound = sum_sound(r, c, n, r_kind, c_kind, tolerant, k, &b);
+  if (sound > 0 && b.rel != b.rel) { /* 0 / 0 */
     mind_zeros(k);
-    sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, &b);
+    sum_kinds(r, c, sound, r_kind, c_kind, tolerant, k, &b);
   } else if (k->zeros > 0) {
     k->zeros--;
   } else if (k->zeros_for > 0) {
     k->zeros_for--;
   }
-  *odd = b.sound == 0;
-  double low = (double)b.min_r - b.max_ae * (1 + 0x1p-22), high = (double)b.max_r + b.max_ae * (1 + 0x1p-22);
-  if (b.sound == 0 || b.min_r <= s->format[0].sentinel) {
+  *odd = sound == 0;
+  if (sound == 0 || b.min_r <= s->format[0].sentinel) {
     Moments saved = *m;
     Spread spreads[2] = {s->spread[0], s->spread[1]};
     int zeros = k->zeros;
@@ -278,8 +335,7 @@ TARGET static int64_t fast_block(Pair *s, int64_t base, int64_t n, int r_kind, i
     k->zeros = zeros;
     b.min_r = ends.min_r;
     b.max_r = ends.max_r;
-    /* All finite, and yet not sound: the sum of errors is beyond float32. */
-    if (b.sound != n || !sums_hold(s, &b, count, &spread_r, &spread_c)) {
+    if (!sums_hold(s, &b, count, &spread_r, &spread_c)) {
       *m = saved;
       s->spread[0] = spreads[0];
       s->spread[1] = spreads[1];
@@ -291,7 +347,8 @@ TARGET static int64_t fast_block(Pair *s, int64_t base, int64_t n, int r_kind, i
     finish_block(s, r, c, base, n, r_kind, c_kind, tolerant, &b, k);
     return n;
   }
-  n = b.sound;
+  n = sound;
+  double low = (double)b.min_r - b.max_ae * (1 + 0x1p-22), high = (double)b.max_r + b.max_ae * (1 + 0x1p-22);
   double count = (double)n;
   if (!sums_hold(s, &b, count, &spread_r, &spread_c)) return 0;
   if (low < m->ends[1].min || high > m->ends[1].max || low <= s->format[1].sentinel) {
@@ -333,9 +390,10 @@ TARGET static void pair(Pair *s, int64_t count) {
   }
   /* From the first element on, wherever it lies: blocks that began at a cache line would make last digits depend on it. */
   if (fast) set_limit(s, &k);
+  const int64_t block = two_bytes(r_kind, c_kind) ? LONG_BLOCK : BLOCK;
   int64_t pieces_until = 0; /* after a block that failed: in pieces up to there */
   for (int64_t i = 0; i < count;) {
-    int64_t most = i < pieces_until ? PIECE : BLOCK;
+    int64_t most = i < pieces_until ? PIECE : block;
     int64_t n = count - i < most ? count - i : most, whole = n & -(int64_t)(2 * WIDTH);
     if (fast && whole) {
       int odd = 0;

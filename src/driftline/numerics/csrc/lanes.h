@@ -24,6 +24,11 @@ LANE_FN void fetch(const uint8_t *p, int bytes, int64_t ahead, int far_ahead) {
   }
 }
 
+/* Elements whose sums stay in float32. */
+LANE_FN int64_t chain_of(int r_kind, int c_kind) {
+  return (two_bytes(r_kind, c_kind) ? LONG_CHAIN : SHORT_CHAIN) * WIDTH;
+}
+
 /* The inner loop. n is a multiple of 2 * WIDTH; the numbers from `r_kind` to `news` are constants where it is inlined.
  * `plain`: nothing is subtracted from r, and 0 / 0 is let be: the sum of relative errors tells by being NaN.
  * `news`: how a new greatest relative error or ULP distance is noticed. BY_CHAINS finds neither, but names the chains
@@ -33,6 +38,7 @@ LANE_FN void fetch(const uint8_t *p, int bytes, int64_t ahead, int far_ahead) {
  * `far_ahead`: bytes that far ahead are fetched as well, into the second cache. */
 LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int r_kind, int c_kind, int tolerant,
                        int plain, int news, int dots, int far_ahead, const Knobs *k, Sums *out) {
+  const int64_t length = chain_of(r_kind, c_kind);
   const int by_words = news == BY_WORDS, by_chains = news == BY_CHAINS;
   /* Where roundings alone are great errors, the chains' own greatest tells nothing about relative errors. */
   const int sharp = by_chains && c_kind == LANES_BF16, by_codes = sharp && WORD_ENDS && r_kind == LANES_BF16;
@@ -42,7 +48,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   VF sums[7] = {zero, zero, zero, zero, zero, zero, zero};
   VF min_r = OP(set1_ps)(INFINITY), max_r = OP(set1_ps)(-INFINITY);
   VI max_ae = AS_BITS(zero), max_rel = AS_BITS(zero); /* of what has no sign, as integers: those units are idle */
-  VI top_word = OP(set1_epi32)((int)0x80008000u), top_code = AS_BITS(zero);
+  VI word = OP(set1_epi32)((int)0x80008000u), code = AS_BITS(zero);
   const int words = WORD_ENDS && r_kind != LANES_F32, alike = words && plain && r_kind == c_kind;
   /* A float32 reference against 16 bits that are hardly more than its rounding. */
   const int by_bits = by_words && r_kind == LANES_F32 && c_kind == LANES_BF16;
@@ -50,22 +56,20 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   const VI bit_steps = OP(set1_epi32)((int)k->bit_steps);
   const VF calm_ae = OP(set1_ps)(k->calm_ae), calm_rel = OP(set1_ps)(k->calm_rel);
   const int counts = k->calm_ae <= FLT_MAX;
-  VI far = AS_BITS(zero), both = AS_BITS(zero);
+  VI steps = AS_BITS(zero), sum = AS_BITS(zero);
   TALLY differ = NO_TALLY, outside = NO_TALLY;
   const int r_size = r_kind == LANES_F32 ? 4 : 2, c_size = c_kind == LANES_F32 ? 4 : 2;
   const int64_t ahead = k->ahead;
-  int nears = 0, suspects = 0;
+  uint32_t far_any = 0, rel_any = 0, near_any = 0;
   HIT any = NO_HIT;
-  int64_t from = 0;
-  for (int64_t to; from < n; from = to) {
-    /* A lane adds 32 numbers, then the lane joins its total: short chains keep float32's digits. */
+  Chain *chain = out->chain;
+  for (int64_t from = 0, to; from < n; from = to, chain++) {
+    /* A lane adds 32 or 48 numbers, then the lane joins its total: short chains keep float32's digits. */
     VF sx = zero, se = zero, sxx = zero, sxe = zero, see = zero, sae = zero, srel = zero;
     VI margin = AS_BITS(zero), nearest = OP(set1_epi32)(-1), peak = AS_BITS(zero), chain_ae = AS_BITS(zero);
     VI off = AS_BITS(zero), peak_rel = AS_BITS(zero);
-    VF low = min_r, high = max_r;
-    VI word = top_word, code = top_code, steps = far, sum = both;
-    TALLY differing = differ, beyond = outside;
-    to = from + CHAIN < n ? from + CHAIN : n;
+    const TALLY before = outside;
+    to = from + length < n ? from + length : n;
     for (int64_t i = from; i < to; i += 2 * WIDTH) {
       VF rs[2], cs[2];
       if (r_kind == LANES_BF16 && c_kind == LANES_BF16) {
@@ -91,7 +95,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         /* Zeros of opposite signs differ here only; with them there is a 0 / 0, and the block is not used. */
         if (alike) {
           VI c = load_bits(c_at + 2 * i);
-          differing = tally_words(differing, r, c);
+          differ = tally_words(differ, r, c);
           if (by_words) steps = OP(max_epu16)(steps, word_steps(r, c));
           if (by_codes) sum = OP(max_epu16)(sum, OP(add_epi16)(r, c));
         }
@@ -106,8 +110,8 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         xs[half] = plain ? rs[half] : OP(sub_ps)(rs[half], shift);
         es[half] = OP(sub_ps)(cs[half], rs[half]);
         if (words) continue;
-        low = OP(min_ps)(low, rs[half]);
-        high = OP(max_ps)(high, rs[half]);
+        min_r = OP(min_ps)(min_r, rs[half]);
+        max_r = OP(max_ps)(max_r, rs[half]);
       }
       if (dots) sx = added_dots(sx, load_bits(r_at + 2 * i), OP(set1_epi32)(0x3F803F80));
       else sx = OP(add_ps)(sx, OP(add_ps)(xs[0], xs[1]));
@@ -123,12 +127,12 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
         VF ae = ABS(es[half]), ar = ABS(rs[half]);
         SPLIT errors = split(es[half]);
         rels[half] = plain ? OP(div_ps)(ae, ar) : relative(errors, ae, ar);
-        if (!alike) differing = tally_errors(differing, errors);
+        if (!alike) differ = tally_errors(differ, errors);
         aes[half] = ae;
         ars[half] = ar;
         if (tolerant != EXACT_NEAR_ZERO) continue;
         VI past = steps_past(errors, ae, OP(mul_ps)(rtol, ar));
-        beyond = tally_past(beyond, past);
+        outside = tally_past(outside, past);
         nearest = nearer(nearest, past);
       }
       sae = OP(add_ps)(sae, OP(add_ps)(aes[0], aes[1]));
@@ -138,7 +142,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
           /* How many float32 steps are left to what is allowed; negative, so unsigned large, where outside. */
           lefts[half] = OP(sub_epi32)(AS_BITS(allowed), AS_BITS(aes[half]));
         }
-        beyond = tally_negative(beyond, lefts[0], lefts[1]);
+        outside = tally_negative(outside, lefts[0], lefts[1]);
         margin = least_past(margin, lefts[0], lefts[1]);
       }
       srel = OP(add_ps)(srel, OP(add_ps)(rels[0], rels[1]));
@@ -150,22 +154,20 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
       else peak_rel = OP(max_epi32)(peak_rel, rel);
       if (news == BY_MARKS) any = mark(any, out->marks, i / (2 * WIDTH), AS_FLOAT(rel), limit, AS_FLOAT(ae), near_limit);
     }
-    if (!all_finite(sae)) break; /* what was before this chain stands */
+    /* What a chain may hold is only noted: a branch would have to wait for its last division. */
     if (by_chains) {
-      VF great = AS_FLOAT(sharp ? chain_ae : peak);
-      if (!by_codes && any_beyond(srel, limit, great, near_limit)) out->suspects[suspects++] = (uint16_t)from;
-      if (any_beyond(srel, known_rel, srel, known_rel)) out->suspects[suspects++] = (uint16_t)(from | 1);
+      far_any |= chain->far = by_codes ? 0 : any_beyond(srel, limit, AS_FLOAT(sharp ? chain_ae : peak), near_limit);
+      rel_any |= chain->rel = any_beyond(srel, known_rel, srel, known_rel);
     }
-    if (by_bits && any_more(off, bit_steps)) out->suspects[suspects++] = (uint16_t)from;
-    if ((tolerant == TOLERANT && too_near(margin)) || (tolerant == EXACT_NEAR_ZERO && too_near_zero(nearest)) ||
-        (!tolerant && counts && any_beyond(AS_FLOAT(peak), calm_ae, by_chains ? srel : AS_FLOAT(peak_rel), calm_rel)))
-      out->near[nears++] = (uint16_t)from;
-    else
-      outside = beyond;
-    differ = differing;
-    min_r = low, max_r = high;
+    if (by_bits) far_any |= chain->far = any_more(off, bit_steps);
+    if (tolerant == TOLERANT) near_any |= chain->near = too_near(margin);
+    if (!tolerant && counts)
+      near_any |= chain->near = any_beyond(AS_FLOAT(peak), calm_ae, by_chains ? srel : AS_FLOAT(peak_rel), calm_rel);
+    if (tolerant == EXACT_NEAR_ZERO) {
+      near_any |= chain->near = (uint32_t)too_near_zero(nearest);
+      if (chain->near) outside = before;
+    }
     max_ae = OP(max_epi32)(max_ae, peak), max_rel = OP(max_epi32)(max_rel, peak_rel);
-    top_word = word, top_code = code, far = steps, both = sum;
     sums[0] = OP(add_ps)(sums[0], sx);
     sums[1] = OP(add_ps)(sums[1], se);
     sums[2] = OP(add_ps)(sums[2], sxx);
@@ -173,6 +175,15 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
     sums[4] = OP(add_ps)(sums[4], see);
     sums[5] = OP(add_ps)(sums[5], sae);
     sums[6] = OP(add_ps)(sums[6], srel);
+  }
+  out->far_chains = out->rel_chains = out->near_chains = 0;
+  if (far_any | rel_any | near_any) {
+    const int chains = (int)(chain - out->chain);
+    for (int i = 0; i < chains; i++) {
+      if (far_any) out->far_chains |= (uint64_t)(out->chain[i].far != 0) << i;
+      if (rel_any) out->rel_chains |= (uint64_t)(out->chain[i].rel != 0) << i;
+      if (near_any) out->near_chains |= (uint64_t)(out->chain[i].near != 0) << i;
+    }
   }
   out->x = sum_lanes(sums[0]);
   out->e = dots ? sum_lanes(sums[1]) - out->x : sum_lanes(sums[1]);
@@ -184,19 +195,17 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
   out->max_ae = max_lane(AS_FLOAT(max_ae));
   out->max_rel = max_lane(AS_FLOAT(max_rel));
   if (words) {
-    word_ends(r_at, from, r_kind, top_word, top_code, out);
+    word_ends(r_at, n, r_kind, word, code, out);
   } else {
     out->min_r = min_lane(min_r);
     out->max_r = max_lane(max_r);
   }
-  out->differ = alike ? tallied_words(differ, from) : tallied_errors(differ, from);
+  out->differ = alike ? tallied_words(differ, n) : tallied_errors(differ, n);
   out->outside = tallied(outside);
-  out->sound = from;
-  out->nears = nears;
-  out->suspicious = suspects;
+  out->counted = tolerant == TOLERANT;
   out->marked = any_hit(any);
-  if (by_words && (alike || by_halves)) out->far = greatest_code(far);
-  out->both = by_codes ? greatest_code(both) : 0;
+  if (by_words && (alike || by_halves)) out->far = greatest_code(steps);
+  out->both = by_codes ? greatest_code(sum) : 0;
 }
 
 #undef RARE_CASE_BODY

@@ -121,7 +121,7 @@ LANE_FN TALLY tally_zeros(TALLY tally, VF v) { return tally - split(v); }
 LANE_FN int64_t tallied(TALLY t) { return (int64_t)t[0] + t[1] + t[2] + t[3]; }
 LANE_FN int64_t tallied_errors(TALLY t, int64_t n) { (void)n; return tallied(t); }
 LANE_FN int64_t tallied_words(TALLY t, int64_t n) { (void)n; return tallied(t); }
-LANE_FN int any_hit(HIT hit) {
+LANE_FN uint32_t any_hit(HIT hit) {
   uint64_t halves[2];
   memcpy(halves, &hit, sizeof halves);
   return (halves[0] | halves[1]) != 0;
@@ -151,11 +151,11 @@ LANE_FN VI least_past(VI margin, VI a, VI b) {
   const PlainWords far = (PlainWords)plain_set1_epi32(-MARGIN_STEPS);
   return margin | (VI)((PlainWords)a >= far) | (VI)((PlainWords)b >= far);
 }
-LANE_FN int too_near(VI margin) { return any_hit(margin); }
+LANE_FN uint32_t too_near(VI margin) { return any_hit(margin); }
 LANE_FN int too_near_zero(VI margin) { return any_hit(~margin); }
 LANE_FN int all_finite(VF v) { return !any_hit(~(VI)(v <= plain_set1_ps(FLT_MAX))); }
 LANE_FN VI greatest_beyond(VI most, VI v, VF third, VF limit) { return plain_max_epi32(most, v & (VI)(third > limit)); }
-LANE_FN int any_beyond(VF a, VF a_limit, VF b, VF b_limit) { return any_hit((VI)(a > a_limit) & (VI)(b > b_limit)); }
+LANE_FN uint32_t any_beyond(VF a, VF a_limit, VF b, VF b_limit) { return any_hit((VI)(a > a_limit) & (VI)(b > b_limit)); }
 LANE_FN MASK ordinary(VF r, VF c, VF r_mask, VF c_mask) {
   const VF top = plain_set1_ps(FLT_MAX);
   return (VI)(ABS(r) <= top) & (VI)(ABS(c) <= top) & (VI)(r != r_mask) & (VI)(c != c_mask);
@@ -170,7 +170,7 @@ LANE_FN VI steps_of_bits(VF r, VF c) {
   VI apart = plain_sub_epi32((VI)r, (VI)c);
   return plain_max_epi32(apart, plain_sub_epi32(plain_set1_epi32(0), apart));
 }
-LANE_FN int any_more(VI v, VI limit) { return any_hit((VI)((PlainWords)v > (PlainWords)limit)); }
+LANE_FN uint32_t any_more(VI v, VI limit) { return any_hit((VI)((PlainWords)v > (PlainWords)limit)); }
 LANE_FN VI half_ordinals(VI magnitudes) { return magnitudes; } /* never asked: see HALF_ORDINALS */
 
 #define S(bits) {(bits & 1u) << 31, (bits >> 1 & 1u) << 31, (bits >> 2 & 1u) << 31, (bits >> 3 & 1u) << 31}

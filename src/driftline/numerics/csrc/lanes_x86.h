@@ -266,13 +266,13 @@ LANE_FN VI greatest_beyond(VI most, VI v, VF third, VF limit) {
 #endif
 }
 
-/* Whether some lane is greater than two limits. */
-LANE_FN int any_beyond(VF a, VF a_limit, VF b, VF b_limit) {
+/* Not zero if some lane is greater than two limits. */
+LANE_FN uint32_t any_beyond(VF a, VF a_limit, VF b, VF b_limit) {
 #if WIDTH == 16
-  return _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(a, a_limit, _CMP_GT_OQ), b, b_limit, _CMP_GT_OQ) != 0;
+  return _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(a, a_limit, _CMP_GT_OQ), b, b_limit, _CMP_GT_OQ);
 #else
-  return _mm256_movemask_ps(
-    _mm256_and_ps(_mm256_cmp_ps(a, a_limit, _CMP_GT_OQ), _mm256_cmp_ps(b, b_limit, _CMP_GT_OQ))) != 0;
+  return (uint32_t)_mm256_movemask_ps(
+    _mm256_and_ps(_mm256_cmp_ps(a, a_limit, _CMP_GT_OQ), _mm256_cmp_ps(b, b_limit, _CMP_GT_OQ)));
 #endif
 }
 
@@ -295,12 +295,12 @@ LANE_FN TALLY tally_negative(TALLY tally, VI a, VI b) {
 #endif
 }
 LANE_FN VI least_past(VI margin, VI a, VI b) { return OP(max_epu16)(margin, OP(packs_epi32)(a, b)); }
-LANE_FN int too_near(VI margin) {
+LANE_FN uint32_t too_near(VI margin) {
   const VI steps = OP(set1_epi16)(-MARGIN_STEPS);
 #if WIDTH == 16
-  return _mm512_cmp_epu16_mask(margin, steps, _MM_CMPINT_NLT) != 0;
+  return _mm512_cmp_epu16_mask(margin, steps, _MM_CMPINT_NLT);
 #else
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(margin, steps), margin)) != 0;
+  return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(margin, steps), margin));
 #endif
 }
 
@@ -360,7 +360,7 @@ LANE_FN VI half_words(VF a, VF b) {
 LANE_FN VI steps_of_bits(VF r, VF c) { return OP(abs_epi32)(OP(sub_epi32)(AS_BITS(r), AS_BITS(c))); }
 
 /* Whether some lane, unsigned, is more than its limit. */
-LANE_FN int any_more(VI v, VI limit) {
+LANE_FN uint32_t any_more(VI v, VI limit) {
 #if WIDTH == 16
   return _mm512_cmpgt_epu32_mask(v, limit) != 0;
 #else

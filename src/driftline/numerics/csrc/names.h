@@ -75,6 +75,9 @@
 #define added_dots NAME(added_dots)
 #define any_beyond NAME(any_beyond)
 #define visit_relative NAME(visit_relative)
+#define find_lefts NAME(find_lefts)
+#define sound_before NAME(sound_before)
+#define sum_sound NAME(sum_sound)
 #define visit_all NAME(visit_all)
 #define lanes_tell_ulps NAME(lanes_tell_ulps)
 #define farther_ulps NAME(farther_ulps)
@@ -88,7 +91,7 @@
 #define least_code_of NAME(least_code_of)
 #define word_ends NAME(word_ends)
 #define fetch NAME(fetch)
-#define CHAIN (32 * WIDTH) /* elements whose sums stay in float32 */
+#define chain_of NAME(chain_of)
 #define steps_past NAME(steps_past)
 #define tally_past NAME(tally_past)
 #define ordinary NAME(ordinary)
