@@ -107,7 +107,9 @@ def test_one_value_that_is_not_finite_costs_no_other_value(name: str) -> None:
     rng = np.random.default_rng(13)
     a = rng.standard_normal(COUNT)
     b = a + 1e-2 * rng.standard_normal(COUNT)
-    for at in (0, 1, 255, 256, 511, 512, 1023, 3583, 3584, 4095, 4096, 8191, 8192, COUNT - 1):
+    chain_ends = (0, 1, 255, 256, 383, 384, 511, 512, 767, 768, 1023, 3583, 3584)
+    block_ends = (4095, 4096, 6143, 6144, 8191, 8192, COUNT - 1)
+    for at in (*chain_ends, *block_ends):
         for odd in (math.nan, math.inf, -math.inf, dtype.lowest):
             for r_odd, c_odd in ((odd, None), (None, odd), (odd, odd)):
                 x, y = a.copy(), b.copy()
@@ -116,6 +118,19 @@ def test_one_value_that_is_not_finite_costs_no_other_value(name: str) -> None:
                 if c_odd is not None:
                     y[at] = c_odd
                 check(encode(x, dtype), dtype, encode(y, dtype), dtype, COUNT, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_what_is_not_finite_is_found_again_after_a_long_while_without_it(name: str) -> None:
+    """The kernel looks for it first for 64 blocks, then no more until one fails."""
+    dtype, rng = DTYPES[name], np.random.default_rng(17)
+    count = 80 * 6144 + 77
+    a = rng.standard_normal(count)
+    b = a + 1e-2 * rng.standard_normal(count)
+    for at in (5, 7000, 70 * 6144 + 3000, 70 * 6144 + 3001, 79 * 6144 + 6143, count - 1):
+        a[at] = math.nan
+    b[75 * 6144] = math.inf
+    check(encode(a, dtype), dtype, encode(b, dtype), dtype, count, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
