@@ -269,13 +269,15 @@ TARGET static int64_t sound_before(const uint8_t *r_at, const uint8_t *c_at, int
 /* The sums of what is sound; returns how much that is. Where something was not finite of late, that is asked first. */
 LANE_FN int64_t sum_sound(const uint8_t *r, const uint8_t *c, int64_t n, int r_kind, int c_kind, int tolerant, Knobs *k,
                           Sums *b) {
-  if (k->wary == 0) {
+  const int at_once = k->wary == 0;
+  if (at_once) {
     sum_kinds(r, c, n, r_kind, c_kind, tolerant, k, b);
     if (b->ae <= DBL_MAX) return n;
-    k->wary = 1;
   }
   int64_t sound = sound_before(r, c, r_kind, c_kind, n);
-  k->wary = sound < n ? WARY_BLOCKS : k->wary - 1;
+  if (sound < n) k->wary = WARY_BLOCKS;
+  else if (at_once) return n; /* finite, and yet their sum is not: it need not be taken again */
+  else k->wary--;
   if (sound > 0) sum_kinds(r, c, sound, r_kind, c_kind, tolerant, k, b);
   return sound;
 }

@@ -154,7 +154,7 @@ LANE_FN void sum_block(const uint8_t *r_at, const uint8_t *c_at, int64_t n, int 
       else peak_rel = OP(max_epi32)(peak_rel, rel);
       if (news == BY_MARKS) any = mark(any, out->marks, i / (2 * WIDTH), AS_FLOAT(rel), limit, AS_FLOAT(ae), near_limit);
     }
-    /* What a chain may hold is only noted: a branch would have to wait for its last division. */
+    /* What a chain may hold is only noted, and looked at after the block: of two blocks, one has nothing of it. */
     if (by_chains) {
       far_any |= chain->far = by_codes ? 0 : any_beyond(srel, limit, AS_FLOAT(sharp ? chain_ae : peak), near_limit);
       rel_any |= chain->rel = any_beyond(srel, known_rel, srel, known_rel);
