@@ -39,5 +39,5 @@ def test_the_benchmark_of_the_kernel_has_every_figure_with_a_goal() -> None:
     named = {figure["what"] for figure in figures}
     for path in {"avx512", "avx2"}.intersection(kernel.available()):
         for dtype in ("float32", "bfloat16", "float16"):
-            assert f"pair {dtype} {path} / two-stream read" in named
+            assert f"pair {dtype}/{dtype} {path}, masked / normal" in named
     assert all(figure["value"] > 0 for figure in figures)

@@ -12,7 +12,7 @@ from driftline.comparison.metrics.catalogue import KNOWN, STANDARD, find, reques
 from driftline.comparison.metrics.derivation import needs_definition
 from driftline.comparison.row import ROW_FIELDS
 from driftline.errors import BadFile, BadInput
-from driftline.numerics import definition
+from driftline.numerics import definitions
 from driftline.numerics.dtypes import DTYPES
 
 F32 = DTYPES["float32"]
@@ -22,7 +22,7 @@ DEFINED = [metric.name for metric in STANDARD if metric.definition is not None]
 
 def derived(name, reference, candidate, dtype=F64):
     # The moments' own definition: that the kernel agrees with it is tested where the kernel lives.
-    moments = definition.pair_moments(reference, dtype, candidate, dtype, count=reference.size)
+    moments = definitions.pair_moments(reference, dtype, candidate, dtype, count=reference.size)
     return KNOWN[name].derive(moments)
 
 
@@ -124,7 +124,7 @@ def test_a_cosine_of_one_hides_a_doubled_scale_and_the_projection_shows_it():
 @pytest.mark.parametrize("scale", [1e-170, 1e170, 1e-310])
 def test_squares_that_leave_float64_are_noticed(scale):
     reference, candidate = np.array([3.0, 4.0]) * scale, np.array([3.0, 0.0]) * scale
-    assert needs_definition(definition.pair_moments(reference, F64, candidate, F64, count=2))
+    assert needs_definition(definitions.pair_moments(reference, F64, candidate, F64, count=2))
     assert KNOWN["relative_l2"].define()(reference, candidate) == pytest.approx(0.8)
     assert KNOWN["cosine"].define()(reference, candidate) == pytest.approx(0.6)
 

@@ -14,7 +14,7 @@ from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.metrics.derivation import standard
 from driftline.comparison.small import SmallPairs
 from driftline.formats.opening import open_run
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 from driftline.testing.runs import run_of
 from driftline.tolerance.defaults import elementwise
 

@@ -10,7 +10,6 @@ import pytest
 from numerics_tensors import encode, misaligned
 from test_kernel_moments import FAST, PATHS, check
 
-from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 
 pytestmark = pytest.mark.skipif(not PATHS, reason="the C kernel was not built on this machine")
@@ -190,22 +189,6 @@ def test_large_tensors_may_begin_anywhere_in_a_line_of_memory(name: str, offset:
     b = a + 1e-3 * rng.standard_normal(a.size)
     r, c = misaligned(encode(a, dtype), offset), misaligned(encode(b, dtype), 2)
     check(r, dtype, c, dtype, a.size, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.skipif("avx512" not in PATHS, reason="this processor has no AVX-512")
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-@pytest.mark.parametrize("noise", [1e-3, 1.0])
-def test_ways_that_only_some_processors_like_measure_as_the_common_ones(
-    name: str, noise: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "_numbered", lambda _: kernel.PATHS.index("avx512") | 16)
-    dtype, rng = DTYPES[name], np.random.default_rng(23)
-    a = rng.standard_normal(50_000)
-    for b in (a + noise * rng.standard_normal(a.size), a * (1 + noise / 100)):
-        b[rng.integers(0, a.size, 3)] = math.nan
-        r, c = encode(a, dtype), encode(b, dtype)
-        check(r, dtype, c, dtype, a.size, atol=1e-3, rtol=1e-3, paths=["avx512"])
-        check(r, dtype, c, dtype, a.size, paths=["avx512"])
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])

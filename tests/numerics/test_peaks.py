@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftline.numerics import peaks
-from driftline.numerics.peaks import PATTERNS, peak_at, tally_at
+from driftline.numerics.dtypes import PATTERNS
+from driftline.numerics.peaks import peak_at, tally_at
 
 REAL = [name for name, pattern in PATTERNS.items() if pattern.reals == 1]
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from driftline.numerics import kernel
-from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.sketch import (
+from driftline.numerics.definitions import (
     estimate_inner_product,
     estimate_l2,
     estimate_l2_distance,
     estimate_relative_l2,
     sketch,
 )
-from driftline.numerics.summary import Summary
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
 
 FP32 = DTYPES["float32"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from driftline.errors import BadInput
-from driftline.numerics import kernel, scores
+from driftline.numerics import kernel, token_scores
 from driftline.numerics.dtypes import DTYPES
 
 PATHS = [path for path in kernel.available() if path != "numpy"]
@@ -31,15 +31,15 @@ def check(
     k: int = 20,
     rtol: float = 2e-5,
     atol: float = 1e-12,
-) -> scores.RowScores:
+) -> token_scores.RowScores:
     r, c = stored(reference, names[0]), stored(candidate, names[1])
     types = DTYPES[names[0]], DTYPES[names[1]]
     tokens = DRAW.integers(0, reference.shape[1], len(reference))
     ask = (r, types[0], c, types[1], tokens)
-    wanted = scores.score_rows(*ask, k=k, path="numpy")
+    wanted = token_scores.score_rows(*ask, k=k, path="numpy")
     for path in PATHS:
-        got = scores.score_rows(*ask, k=k, path=path)
-        for field in scores.RowScores._fields:
+        got = token_scores.score_rows(*ask, k=k, path=path)
+        for field in token_scores.RowScores._fields:
             a, b = getattr(wanted, field), getattr(got, field)
             if field in FLOATS:
                 np.testing.assert_allclose(b, a, rtol=rtol, atol=atol, err_msg=f"{field} {path}")
@@ -132,7 +132,9 @@ def test_equal_logits_are_listed_in_the_order_of_their_places():
 def test_a_token_of_another_vocabulary_is_refused():
     rows = np.zeros((2, 10), np.float32)
     with pytest.raises(BadInput, match="a token is 10, the vocabulary has 10 entries"):
-        scores.score_rows(rows, DTYPES["float32"], rows, DTYPES["float32"], np.array([0, 10]), k=2)
+        token_scores.score_rows(
+            rows, DTYPES["float32"], rows, DTYPES["float32"], np.array([0, 10]), k=2
+        )
 
 
 @needs_kernel
@@ -142,7 +144,7 @@ def test_many_threads_and_one_give_the_same_numbers():
     tokens = np.zeros(70, np.int64)
     types = DTYPES["float32"], DTYPES["float16"]
     one, five = (
-        scores.score_rows(reference, types[0], candidate, types[1], tokens, k=20, threads=n)
+        token_scores.score_rows(reference, types[0], candidate, types[1], tokens, k=20, threads=n)
         for n in (1, 5)
     )
     for a, b in zip(one, five, strict=True):

@@ -137,7 +137,7 @@ def test_values_of_every_dtype_are_those_of_its_tensor(name: str) -> None:
         raw %= 2
     reference = run_of(raw, dtype=name, shape=shape)
     record = reference.records[0]
-    from driftline.numerics.definition import masked_as_infinite, real_values
+    from driftline.numerics.definitions import masked_as_infinite, real_values
 
     want = masked_as_infinite(real_values(reference.raw(record), dtype, 15), dtype)
     pair = open_pair(reference, reference, Pair(record, record))

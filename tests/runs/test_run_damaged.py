@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from driftline.errors import BadFile, BadInput, BadRun, DriftlineError
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs import lines
 from driftline.runs.key import TensorKey
 from driftline.runs.reader import open_run

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
 from driftline.runs.reader import open_run

@@ -254,7 +254,7 @@ def headroom_rows(
         patterns: Largest magnitudes as bit patterns, by site and element type.
         values: More of them, as numbers.
     """
-    from driftline.numerics.peaks import PATTERNS
+    from driftline.numerics.dtypes import PATTERNS
 
     most = {key: PATTERNS[key[1]].value(pattern) for key, pattern in patterns.items()}
     for key, value in values.items():

@@ -17,7 +17,7 @@ from driftline.adapters.selection import Selection
 from driftline.adapters.snapshot import Pending, Refusal, Snapshot, every_nth
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.key import Moment, Phase, Port, TensorKey
 from driftline.runs.record import Kept, Record
 from driftline.runs.sink import TakesGroups

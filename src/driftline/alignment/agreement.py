@@ -11,7 +11,7 @@ import math
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 

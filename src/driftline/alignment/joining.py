@@ -17,8 +17,8 @@ import numpy.typing as npt
 from driftline.alignment.rank_mesh import Coordinate, Placed
 from driftline.alignment.recipe import Recipe, Source, joined
 from driftline.errors import BadInput, DriftlineError
+from driftline.numerics.definitions import sketch
 from driftline.numerics.dtypes import DTYPES, to_float64
-from driftline.numerics.sketch import sketch
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 

@@ -187,7 +187,7 @@ def _nearest(outcome: WatchOutcome) -> list[str]:
     """The sites that came nearest to the top of a narrow format, where that was asked for."""
     if not {"saturation", "all"}.intersection(outcome.plan.types):
         return []
-    from driftline.numerics.peaks import PATTERNS
+    from driftline.numerics.dtypes import PATTERNS
 
     narrow = [row for row in outcome.headroom if PATTERNS[row[1]].narrow and row[3] is not None]
     return [

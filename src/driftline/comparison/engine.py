@@ -31,7 +31,7 @@ from driftline.comparison.values import (
 )
 from driftline.errors import DriftlineError, Unreachable
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 

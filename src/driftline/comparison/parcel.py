@@ -12,7 +12,7 @@ from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Recipe, Source, step_from_text
 from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import paired
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Blob, Record
 

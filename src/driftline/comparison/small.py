@@ -19,7 +19,7 @@ from driftline.comparison.unmeasured import clash, lies, paired
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 from driftline.runs.run import Memory, Run
 
 SMALL_BYTES = 1 << 18

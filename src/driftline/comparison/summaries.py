@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 
 from driftline.comparison.row import Number
-from driftline.numerics.sketch import estimate_l2_distance
-from driftline.numerics.summary import Summary
+from driftline.numerics.definitions import estimate_l2_distance
+from driftline.numerics.fields import Summary
 
 ESTIMATED = ("relative_l2", "cosine", "rmse")
 FROM_STATISTICS = "from max, min, mean and l2 alone: the error is at least this large"

@@ -22,8 +22,8 @@ from driftline.comparison.rank_words import ranks_said
 from driftline.comparison.row import Number
 from driftline.errors import BadInput
 from driftline.numerics import kernel
-from driftline.numerics.sketch import estimate_l2, estimate_l2_distance
-from driftline.numerics.summary import Summary
+from driftline.numerics.definitions import estimate_l2, estimate_l2_distance
+from driftline.numerics.fields import Summary
 from driftline.runs.run import Run
 
 Cuts = tuple[Step, ...]

@@ -14,7 +14,7 @@ from driftline.comparison.summaries import (
 )
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 

@@ -21,7 +21,7 @@ from driftline.comparison.row import Number
 from driftline.errors import BadInput
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType, to_float64
-from driftline.numerics.moments import PairMoments, merge_moments
+from driftline.numerics.fields import PairMoments, merge_moments
 from driftline.runs.record import Record
 from driftline.runs.run import Memory, Run
 

@@ -28,7 +28,7 @@ from driftline.comparison.values import ValuePair, measure_moments, measure_valu
 from driftline.decoding.counted_rows import Mask
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES, DType
-from driftline.numerics.scores import score_rows
+from driftline.numerics.token_scores import score_rows
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
 from driftline.numerics.kernel import summarize
-from driftline.numerics.summary import Summary
 from driftline.runs.narrowed import only
 from driftline.runs.record import Record
 from driftline.runs.run import Run, kept_elements

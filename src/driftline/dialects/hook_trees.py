@@ -31,7 +31,7 @@ from driftline.formats.member import Member
 from driftline.formats.parts import describe
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, to_float64
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 
 COLUMNS = (
     "tensor_name",
@@ -336,9 +336,10 @@ def _figures(here: Member, there: Member) -> tuple[float | str, tuple[float, flo
     else:
         alike = _long_cosine(_numbers(ours), _numbers(theirs))
     if moments.r_finite == moments.c_finite == count > 0:
-        mean_a, mean_b = moments.r_sum / count, moments.c_sum / count
-        return alike, (mean_a, moments.r_std, mean_b, moments.c_std)
-    swapped = moments._replace(r_finite=moments.c_finite, r_sum=moments.c_sum, r_std=moments.c_std)
+        return alike, (moments.r_mean, moments.r_std, moments.c_mean, moments.c_std)
+    swapped = moments._replace(
+        r_finite=moments.c_finite, r_mean=moments.c_mean, r_std=moments.c_std
+    )
     return alike, (*_spread(moments, ours), *_spread(swapped, theirs))
 
 
@@ -347,7 +348,7 @@ def _spread(moments: PairMoments, values: AnyArray) -> tuple[float, float]:
     if moments.r_finite == moments.count:
         if not moments.count:
             return math.nan, math.nan
-        return moments.r_sum / moments.count, moments.r_std
+        return moments.r_mean, moments.r_std
     # The kernel leaves non-finite elements out, and takes a format's lowest value for one.
     numbers = _numbers(values)
     with np.errstate(all="ignore"):

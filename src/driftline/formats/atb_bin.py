@@ -23,7 +23,7 @@ from driftline.formats.fractal import nz_shape, nz_to_nd
 from driftline.formats.member import Member
 from driftline.formats.tree import Leaf, TreeRun
 from driftline.numerics.dtypes import DTYPES, unpack_nibbles
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.inside import reason_of
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record

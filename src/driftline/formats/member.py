@@ -10,7 +10,7 @@ from driftline.runs.record import Kept
 if TYPE_CHECKING:
     import numpy as np
 
-    from driftline.numerics.summary import Summary
+    from driftline.numerics.fields import Summary
 
 
 class Member(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 
 
 def partial_summary(

@@ -22,8 +22,8 @@ from driftline.formats import npy, torchzip
 from driftline.formats.folder import Folder, pread
 from driftline.formats.member import Member
 from driftline.formats.tree import Leaf
-from driftline.numerics.addresses import address_of
 from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.kernel import address_of
 from driftline.runs.inside import reason_of
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from driftline.formats.folder import Folder
 from driftline.formats.partial import partial_summary
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.inside import reason_of
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record

@@ -23,7 +23,7 @@ from driftline.comparison.values import measure_moments
 from driftline.errors import DriftlineError
 from driftline.gating.door import Limits, align, allowed, outside
 from driftline.gating.judge import judge
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 from driftline.registry import require
 
 if TYPE_CHECKING:

@@ -161,7 +161,7 @@ def distance(
     The smallest range, which every signature has subtracted, may stand at a position of padding,
     whose value means nothing; so both are anchored anew at their smallest judged number.
     """
-    from driftline.numerics.sketch import estimate_l2, estimate_l2_distance
+    from driftline.numerics.definitions import estimate_l2, estimate_l2_distance
 
     off = np.zeros(expected.size)
     if judged.any():

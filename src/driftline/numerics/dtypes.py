@@ -1,21 +1,34 @@
-"""The element types: how wide they are, how bytes become numbers, how finely they count.
+"""The one table of element types: bit layout, storage, names elsewhere, and what follows from them.
 
-A leaf: numpy and the standard library only. Names are torch's, without the `torch.` in front;
-numpy's own names agree with them. Formats numpy has no type for (bfloat16, the float8 family,
-packed int4) are stored as raw unsigned integers and decoded here, so nothing needs ml_dtypes on the
-capture side.
+Names are torch's, without the `torch.` in front; numpy's own names agree with them. Formats numpy
+has no type for (bfloat16, the float8 family, packed int4) are stored as raw unsigned integers and
+decoded here, so nothing needs ml_dtypes on the capture side. The C kernel reads the same table:
+`csrc/generate_tables.py` turns it into a header when the library is built, in an environment
+without numpy, which is why numpy is imported inside the functions that decode.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple, TypeAlias
+import math
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Kind: TypeAlias = 'Literal["float", "complex", "int", "uint", "bool", "bits"]'
+Kind: TypeAlias = Literal["float", "complex", "int", "uint", "bool", "bits"]
 F64: TypeAlias = "npt.NDArray[np.float64]"
+
+Special: TypeAlias = Literal["ieee", "nan_only", "minus_zero_nan", "finite", "scale"]
+"""What a float format keeps besides finite numbers.
+
+- ieee: infinities and NaN in the highest exponent.
+- nan_only: the highest magnitude of either sign is NaN; no infinity (float8_e4m3fn).
+- minus_zero_nan: the pattern of minus zero is the only NaN; no infinity (the `fnuz` formats).
+- finite: every pattern is a number (float4).
+- scale: powers of two without a sign, the highest pattern is NaN (float8_e8m0fnu).
+"""
 
 
 class DType(NamedTuple):
@@ -30,6 +43,14 @@ class DType(NamedTuple):
             floats).
         safetensors: The safetensors tag when every reader of that format knows it, else U8 raw
             bytes.
+        exponent: Bits of the exponent, of floats.
+        mantissa: Stored bits of the mantissa, of floats.
+        bias: What is added to an exponent before it is stored, of floats.
+        special: What a float keeps besides finite numbers; None for other types.
+        component: Name of the real type that a complex type holds two of; else its own name.
+        onnx: ONNX's number of the type (`TensorProto.DataType`); 0 where it has none.
+        ml_dtypes: The type's name in `ml_dtypes`; empty where numpy has the type itself.
+        triton: The kind of number in our Triton kernels; empty where they cannot read it.
         unit_roundoff: Half the distance from 1 to the next number; 0.0 for exact types.
         lowest: The most negative finite value: attention masks use it to mean minus infinity. 0.0
             if not a float.
@@ -40,6 +61,14 @@ class DType(NamedTuple):
     bits: int
     storage: str
     safetensors: str
+    exponent: int = 0
+    mantissa: int = 0
+    bias: int = 0
+    special: Special | None = None
+    component: str = ""
+    onnx: int = 0
+    ml_dtypes: str = ""
+    triton: str = ""
     unit_roundoff: float = 0.0
     lowest: float = 0.0
 
@@ -47,97 +76,248 @@ class DType(NamedTuple):
     def is_floating(self) -> bool:
         return self.kind in ("float", "complex")
 
+    @property
+    def reals(self) -> int:
+        """Real numbers in one element."""
+        return 2 if self.kind == "complex" else 1
+
+    @property
+    def has_sentinel(self) -> bool:
+        """Whether the lowest value means -inf: attention masks use it so from 16 bits up."""
+        return self.kind == "float" and self.bits >= 16
+
+    @property
+    def smallest_normal_exponent(self) -> int:
+        """Exponent of the smallest normal number of a float format."""
+        # A scale has no subnormal numbers, so its lowest pattern counts as a normal number.
+        return -self.bias if self.special == "scale" else 1 - self.bias
+
+    @property
+    def past_largest(self) -> int:
+        """How many numbers from zero upwards a float format has: the pattern after the largest."""
+        if self.special == "ieee":
+            return (2**self.exponent - 1) << self.mantissa
+        patterns = 1 << (self.exponent + self.mantissa)
+        return patterns - 1 if self.special == "nan_only" else patterns
+
     def byte_count(self, elements: int) -> int:
         """How many bytes that many elements take; packed formats round up to a whole byte."""
         return (elements * self.bits + 7) // 8
 
+    def value(self, pattern: int) -> float:
+        """The number that a bit pattern of a float format stands for.
 
-def _float(name: str, bits: int, storage: str, tag: str, mantissa: int, largest: float) -> DType:
-    return DType(name, "float", bits, storage, tag, 2.0 ** -(mantissa + 1), -largest)
+        >>> DTYPES["float16"].value(0x3C00), DTYPES["float8_e4m3fnuz"].value(0x80)
+        (1.0, nan)
+        """
+        if self.special == "scale":
+            return math.nan if pattern == 0xFF else math.ldexp(1.0, pattern - self.bias)
+        sign = -1.0 if pattern >> (self.bits - 1) else 1.0
+        magnitude = pattern & ((1 << (self.bits - 1)) - 1)
+        if self.special == "minus_zero_nan" and sign < 0 and magnitude == 0:
+            return math.nan
+        if magnitude >= self.past_largest:
+            is_infinity = self.special == "ieee" and magnitude == self.past_largest
+            return sign * math.inf if is_infinity else math.nan
+        exponent = magnitude >> self.mantissa
+        fraction = magnitude & ((1 << self.mantissa) - 1)
+        if exponent:
+            fraction += 1 << self.mantissa
+        return sign * math.ldexp(fraction, max(exponent, 1) - self.bias - self.mantissa)
 
 
-_BF16_MAX = (2 - 2**-7) * 2.0**127
-_F16_MAX = 65504.0
-_F32_MAX = (2 - 2**-23) * 2.0**127
-_F64_MAX = (2 - 2**-52) * 2.0**1023
+def _float(
+    name: str, storage: str, tag: str, layout: tuple[int, int, int, Special], **names: Any
+) -> DType:
+    """A float format from its layout: exponent bits, mantissa bits, bias, special values."""
+    exponent, mantissa, bias, special = layout
+    bits = exponent + mantissa + (special != "scale")
+    plain = DType(
+        *(name, "float", bits, storage, tag, exponent, mantissa, bias, special, name),
+        unit_roundoff=2.0 ** -(mantissa + 1),
+        **names,
+    )
+    # A scale has no sign, so nothing can be its lowest value.
+    largest = 0.0 if special == "scale" else plain.value(plain.past_largest - 1)
+    return plain._replace(lowest=-largest if largest else 0.0)
+
+
+def _integer(name: str, kind: Kind, bits: int, storage: str, tag: str, **names: Any) -> DType:
+    return DType(name, kind, bits, storage, tag, component=name, **names)
+
+
+def _complex(name: str, component: DType, storage: str, onnx: int) -> DType:
+    return DType(
+        *(name, "complex", 2 * component.bits, storage, "U8"),
+        component=component.name,
+        onnx=onnx,
+        unit_roundoff=component.unit_roundoff,
+    )
+
+
+_F64 = _float("float64", "<f8", "F64", (11, 52, 1023, "ieee"), onnx=11, triton="f64")
+_F32 = _float("float32", "<f4", "F32", (8, 23, 127, "ieee"), onnx=1, triton="f32")
+_F16 = _float("float16", "<f2", "F16", (5, 10, 15, "ieee"), onnx=10, triton="f16")
 
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
-        _float("float64", 64, "<f8", "F64", 52, _F64_MAX),
-        _float("float32", 32, "<f4", "F32", 23, _F32_MAX),
-        _float("float16", 16, "<f2", "F16", 10, _F16_MAX),
-        _float("bfloat16", 16, "<u2", "BF16", 7, _BF16_MAX),
-        _float("float8_e4m3fn", 8, "|u1", "F8_E4M3", 3, 448.0),
-        _float("float8_e4m3fnuz", 8, "|u1", "U8", 3, 240.0),
-        _float("float8_e5m2", 8, "|u1", "F8_E5M2", 2, 57344.0),
-        _float("float8_e5m2fnuz", 8, "|u1", "U8", 2, 57344.0),
-        # A scale format: powers of two only, no sign, so nothing can be its lowest value.
-        DType("float8_e8m0fnu", "float", 8, "|u1", "U8", 0.5, 0.0),
-        DType("float4_e2m1fn_x2", "float", 4, "|u1", "U8", 0.25, -6.0),
-        DType("complex128", "complex", 128, "<c16", "U8", 2.0**-53),
-        DType("complex64", "complex", 64, "<c8", "U8", 2.0**-24),
-        DType("complex32", "complex", 32, "<u4", "U8", 2.0**-11),
-        DType("int64", "int", 64, "<i8", "I64"),
-        DType("int32", "int", 32, "<i4", "I32"),
-        DType("int16", "int", 16, "<i2", "I16"),
-        DType("int8", "int", 8, "|i1", "I8"),
-        DType("uint64", "uint", 64, "<u8", "U64"),
-        DType("uint32", "uint", 32, "<u4", "U32"),
-        DType("uint16", "uint", 16, "<u2", "U16"),
-        DType("uint8", "uint", 8, "|u1", "U8"),
-        DType("bool", "bool", 8, "|b1", "BOOL"),
-        DType("int4", "int", 4, "|u1", "U8"),
-        DType("uint4", "uint", 4, "|u1", "U8"),
+        _F64,
+        _F32,
+        _F16,
+        _float(
+            *("bfloat16", "<u2", "BF16", (8, 7, 127, "ieee")),
+            onnx=16,
+            ml_dtypes="bfloat16",
+            triton="bf16",
+        ),
+        _float(
+            *("float8_e4m3fn", "|u1", "F8_E4M3", (4, 3, 7, "nan_only")),
+            onnx=17,
+            ml_dtypes="float8_e4m3fn",
+            triton="e4m3",
+        ),
+        _float(
+            *("float8_e4m3fnuz", "|u1", "U8", (4, 3, 8, "minus_zero_nan")),
+            onnx=18,
+            ml_dtypes="float8_e4m3fnuz",
+        ),
+        _float(
+            *("float8_e5m2", "|u1", "F8_E5M2", (5, 2, 15, "ieee")),
+            onnx=19,
+            ml_dtypes="float8_e5m2",
+            triton="e5m2",
+        ),
+        _float(
+            *("float8_e5m2fnuz", "|u1", "U8", (5, 2, 16, "minus_zero_nan")),
+            onnx=20,
+            ml_dtypes="float8_e5m2fnuz",
+        ),
+        _float(
+            *("float8_e8m0fnu", "|u1", "U8", (8, 0, 127, "scale")),
+            onnx=24,
+            ml_dtypes="float8_e8m0fnu",
+        ),
+        _float(
+            *("float4_e2m1fn_x2", "|u1", "U8", (2, 1, 1, "finite")),
+            onnx=23,
+            ml_dtypes="float4_e2m1fn",
+        ),
+        _complex("complex128", _F64, "<c16", 15),
+        _complex("complex64", _F32, "<c8", 14),
+        _complex("complex32", _F16, "<u4", 0),
+        _integer("int64", "int", 64, "<i8", "I64", onnx=7, triton="i64"),
+        _integer("int32", "int", 32, "<i4", "I32", onnx=6, triton="i32"),
+        _integer("int16", "int", 16, "<i2", "I16", onnx=5, triton="i16"),
+        _integer("int8", "int", 8, "|i1", "I8", onnx=3, triton="i8"),
+        _integer("uint64", "uint", 64, "<u8", "U64", onnx=13, triton="u64"),
+        _integer("uint32", "uint", 32, "<u4", "U32", onnx=12, triton="u32"),
+        _integer("uint16", "uint", 16, "<u2", "U16", onnx=4, triton="u16"),
+        _integer("uint8", "uint", 8, "|u1", "U8", onnx=2, triton="u8"),
+        _integer("bool", "bool", 8, "|b1", "BOOL", onnx=9, triton="b8"),
+        _integer("int4", "int", 4, "|u1", "U8", onnx=22),
+        _integer("uint4", "uint", 4, "|u1", "U8", onnx=21),
     )
 }
 
+C_CODES: dict[str, int] = {
+    name: code
+    for code, name in enumerate(name for name, d in DTYPES.items() if d.kind != "complex")
+}
+"""The number C knows a real type by; complex types reach C as twice as many reals."""
 
-def _minifloat_table(
-    exponent_bits: int, mantissa_bits: int, bias: int, *, fnuz: bool, infinities: bool
-) -> F64:
-    """Every value of an 8-bit (or 4-bit) float, by its bit pattern."""
-    width = 1 + exponent_bits + mantissa_bits
-    codes = np.arange(2**width, dtype=np.int64)
-    sign = np.where(codes >> (width - 1), -1.0, 1.0)
-    exponent = (codes >> mantissa_bits) & (2**exponent_bits - 1)
-    mantissa = codes & (2**mantissa_bits - 1)
-    subnormal: F64 = np.ldexp(mantissa / 2**mantissa_bits, 1 - bias)
-    normal: F64 = np.ldexp(1 + mantissa / 2**mantissa_bits, exponent - bias)
-    values: F64 = np.where(exponent == 0, subnormal, normal)
-    values *= sign
-    if fnuz:
-        values[2 ** (width - 1)] = np.nan  # the pattern of minus zero is the only NaN
-    elif infinities:
-        top = exponent == 2**exponent_bits - 1
-        values[top] = np.where(mantissa[top] == 0, sign[top] * np.inf, np.nan)
-    elif width == 8:
-        values[(codes & 0x7F) == 0x7F] = np.nan  # e4m3fn: no infinities, one NaN per sign
-    return values
+
+class Pattern(NamedTuple):
+    """What the bits of one float format mean; complex types are two reals of one.
+
+    Attributes:
+        name: The element type, as in `DTYPES`.
+        bits: Of one real.
+        reals: Reals in an element.
+        normal: Magnitude pattern of the smallest normal number.
+        top: Of the largest finite one.
+        infinity: Of infinity; 0 where the format has none.
+        odd_nan: The pattern of minus zero is the only NaN.
+        mantissa: Bits of the mantissa.
+        largest: The largest finite value.
+    """
+
+    name: str
+    bits: int
+    reals: int
+    normal: int
+    top: int
+    infinity: int
+    odd_nan: bool
+    mantissa: int
+    largest: float
+
+    @property
+    def mask(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a large activation can reach the top: 16 bits and less."""
+        return self.bits <= 16
+
+    def value(self, magnitude: int) -> float:
+        """The number a magnitude pattern stands for."""
+        if magnitude > self.mask:  # what the kernel gives for a NaN that looks like minus zero
+            return math.nan
+        return DTYPES[DTYPES[self.name].component].value(magnitude)
+
+    def headroom(self, magnitude: int) -> float:
+        """Powers of two between a magnitude and the format's largest value; 0 at the top.
+
+        >>> round(PATTERNS["float16"].headroom(0x7800), 3)  # 32768 of 65504
+        0.999
+        """
+        if magnitude > self.top:
+            return 0.0
+        value = self.value(magnitude)
+        return math.log2(self.largest) - math.log2(value) if value else math.inf
+
+
+def _pattern(dtype: DType) -> Pattern:
+    real = DTYPES[dtype.component]
+    top = real.past_largest - 1
+    return Pattern(
+        name=dtype.name,
+        bits=real.bits,
+        reals=dtype.reals,
+        normal=1 << real.mantissa,
+        top=top,
+        infinity=top + 1 if real.special == "ieee" else 0,
+        odd_nan=real.special == "minus_zero_nan",
+        mantissa=real.mantissa,
+        largest=-real.lowest,
+    )
+
+
+PATTERNS: dict[str, Pattern] = {
+    name: _pattern(dtype)
+    for name, dtype in DTYPES.items()
+    if dtype.is_floating and DTYPES[dtype.component].special not in ("scale", "finite")
+}
+"""Formats that have something beyond the finite; scales and packed formats have not."""
 
 
 @functools.cache
 def value_table(name: str) -> F64:
     """The value of each bit pattern of an 8-bit or 4-bit float format."""
-    if name == "float8_e4m3fn":
-        return _minifloat_table(4, 3, 7, fnuz=False, infinities=False)
-    if name == "float8_e4m3fnuz":
-        return _minifloat_table(4, 3, 8, fnuz=True, infinities=False)
-    if name == "float8_e5m2":
-        return _minifloat_table(5, 2, 15, fnuz=False, infinities=True)
-    if name == "float8_e5m2fnuz":
-        return _minifloat_table(5, 2, 16, fnuz=True, infinities=False)
-    if name == "float8_e8m0fnu":
-        table = np.ldexp(1.0, np.arange(256) - 127)
-        table[255] = np.nan
-        return table
-    if name == "float4_e2m1fn_x2":
-        return _minifloat_table(2, 1, 1, fnuz=False, infinities=False)
-    raise KeyError(name)
+    import numpy as np
+
+    dtype = DTYPES[name]
+    if dtype.kind != "float" or dtype.bits > 8:
+        raise KeyError(name)
+    return np.array([dtype.value(pattern) for pattern in range(1 << dtype.bits)])
 
 
 def unpack_nibbles(raw: npt.NDArray[np.uint8], elements: int) -> npt.NDArray[np.uint8]:
     """Two 4-bit codes per byte, low nibble first, cut to the number of elements."""
+    import numpy as np
+
     flat = raw.reshape(-1)
     codes = np.empty(flat.size * 2, np.uint8)
     codes[0::2] = flat & 0x0F
@@ -157,6 +337,8 @@ def to_float64(
 
     64-bit integers beyond 2**53 are rounded here; compare those exactly, as integers, instead.
     """
+    import numpy as np
+
     if dtype.name == "bfloat16":
         return (raw.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype.name == "complex32":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import struct
 from typing import Any, NamedTuple, cast
 
@@ -18,63 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.numerics import kernel
-
-
-class Pattern(NamedTuple):
-    """What the bits of one float format mean; complex types are two reals of one.
-
-    Attributes:
-        name: The element type, as in `dtypes`.
-        bits: Of one real.
-        reals: Reals in an element.
-        normal: Magnitude pattern of the smallest normal number.
-        top: Of the largest finite one.
-        infinity: Of infinity; 0 where the format has none.
-        odd_nan: The pattern of minus zero is the only NaN.
-        mantissa: Bits of the mantissa.
-        largest: The largest finite value.
-    """
-
-    name: str
-    bits: int
-    reals: int
-    normal: int
-    top: int
-    infinity: int
-    odd_nan: bool
-    mantissa: int
-    largest: float
-
-    @property
-    def mask(self) -> int:
-        return (1 << (self.bits - 1)) - 1
-
-    @property
-    def narrow(self) -> bool:
-        """Whether a large activation can reach the top: 16 bits and less."""
-        return self.bits <= 16
-
-    def value(self, magnitude: int) -> float:
-        """The number a magnitude pattern stands for."""
-        if magnitude > self.top:
-            return math.inf if magnitude == self.infinity else math.nan
-        exponent, fraction = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
-        # The top of every format is known as a value, so the bias follows from it.
-        bias = (self.top >> self.mantissa) - math.frexp(self.largest)[1] + 1
-        if exponent == 0:
-            return math.ldexp(fraction, 1 - bias - self.mantissa)
-        return math.ldexp((1 << self.mantissa) + fraction, exponent - bias - self.mantissa)
-
-    def headroom(self, magnitude: int) -> float:
-        """Powers of two between a magnitude and the format's largest value; 0 at the top.
-
-        >>> round(PATTERNS["float16"].headroom(0x7800), 3)  # 32768 of 65504
-        0.999
-        """
-        if magnitude > self.top:
-            return 0.0
-        value = self.value(magnitude)
-        return math.log2(self.largest) - math.log2(value) if value else math.inf
+from driftline.numerics.dtypes import Pattern
 
 
 class Tally(NamedTuple):
@@ -96,36 +39,6 @@ class Tally(NamedTuple):
     def nonfinite(self) -> int:
         return self.pos_inf + self.neg_inf + self.nan
 
-
-def _ieee(name: str, bits: int, mantissa: int, largest: float, reals: int = 1) -> Pattern:
-    infinity = (1 << (bits - 1)) - (1 << mantissa)
-    return Pattern(
-        name, bits, reals, 1 << mantissa, infinity - 1, infinity, False, mantissa, largest
-    )
-
-
-_F16 = 65504.0
-_BF16 = (2 - 2**-7) * 2.0**127
-_F32 = (2 - 2**-23) * 2.0**127
-_F64 = (2 - 2**-52) * 2.0**1023
-
-PATTERNS: dict[str, Pattern] = {
-    p.name: p
-    for p in (
-        _ieee("float64", 64, 52, _F64),
-        _ieee("float32", 32, 23, _F32),
-        _ieee("float16", 16, 10, _F16),
-        _ieee("bfloat16", 16, 7, _BF16),
-        _ieee("float8_e5m2", 8, 2, 57344.0),
-        Pattern("float8_e4m3fn", 8, 1, 8, 0x7E, 0, False, 3, 448.0),
-        Pattern("float8_e4m3fnuz", 8, 1, 8, 0x7F, 0, True, 3, 240.0),
-        Pattern("float8_e5m2fnuz", 8, 1, 4, 0x7F, 0, True, 2, 57344.0),
-        _ieee("complex128", 64, 52, _F64, 2),
-        _ieee("complex64", 32, 23, _F32, 2),
-        _ieee("complex32", 16, 10, _F16, 2),
-    )
-}
-"""Formats that have something beyond the finite; scales and packed formats have not."""
 
 _PATTERN = struct.Struct("=6Q")
 _TALLY = struct.Struct("=7q")

@@ -14,7 +14,7 @@ import numpy as np
 from driftline.comparison.metrics import derivation
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.moments import PairMoments, merge_moments
+from driftline.numerics.fields import PairMoments, merge_moments
 from driftline.pages.opened import BUDGET, OpenedPair, Piece, Region
 
 _BANDS = 256
@@ -147,10 +147,9 @@ def moments_of(pair: OpenedPair, region: Region, budget: int) -> PairMoments | N
 
 
 def _figures(side: str, m: PairMoments) -> SideFigures:
-    finite = getattr(m, f"{side}_finite")
-    mean = getattr(m, f"{side}_sum") / finite if finite else math.nan
-    least, most, std = (getattr(m, f"{side}_{name}") for name in ("min", "max", "std"))
-    return SideFigures(least, most, mean, std if finite else math.nan, *odd_of(side, m))
+    names = ("min", "max", "mean", "std")
+    least, most, mean, std = (getattr(m, f"{side}_{name}") for name in names)
+    return SideFigures(least, most, mean, std, *odd_of(side, m))
 
 
 def odd_of(side: str, m: PairMoments | None) -> tuple[int, int, int]:

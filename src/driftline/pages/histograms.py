@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 from driftline.pages.bins import Counts, even, symlog
 from driftline.pages.figures import Extent, extent_of, moments_of, odd_of, pieces
 from driftline.pages.opened import BUDGET, F64, OpenedPair, Region, Window

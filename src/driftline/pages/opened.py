@@ -20,7 +20,7 @@ from driftline.comparison.cooking import made
 from driftline.comparison.unmeasured import clash
 from driftline.comparison.values import open_arrays
 from driftline.errors import BadInput
-from driftline.numerics.definition import masked_as_infinite
+from driftline.numerics.definitions import masked_as_infinite
 from driftline.numerics.dtypes import DTYPES, DType, to_float64, value_table
 from driftline.pages.meaning import attends, axes_of
 from driftline.runs.record import Record

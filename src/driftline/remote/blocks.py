@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 
-from driftline.numerics.addresses import address_of
+from driftline.numerics.kernel import address_of
 from driftline.remote.store import Store
 from driftline.runs.layout import ALIGNMENT
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from driftline.errors import BadFile, BadRun, DriftlineError
-from driftline.numerics.addresses import address_of
+from driftline.numerics.kernel import address_of
 from driftline.remote.blocks import Blocks, aligned
 from driftline.remote.claims import CLAIM
 from driftline.remote.store import Store

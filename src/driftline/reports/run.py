@@ -16,7 +16,7 @@ from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.formats.run_tables import tables_of
 from driftline.formats.tree import DumpTable
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.reports.modules import module_grid, modules_of
 from driftline.reports.tensor_file import file_grid, is_file
 from driftline.reports.view import (

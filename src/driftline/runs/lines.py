@@ -17,7 +17,7 @@ from json.encoder import encode_basestring_ascii as json_string
 from typing import Any, cast
 
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.summary import SKETCH_BUCKETS, Summary
+from driftline.numerics.fields import SKETCH_BUCKETS, Summary
 from driftline.runs.key import TensorKey, usual
 from driftline.runs.layout import is_shard_name
 from driftline.runs.record import Blob, Record

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.key import TensorKey
 
 Kept = Literal["full", "sample", "summary", "digest", "describe"]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from driftline.errors import BadInput, NotInstalled, did_you_mean
 from driftline.numerics.dtypes import DTYPES, to_float64, unpack_nibbles
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.key import TensorKey, usual_moment, usual_phase
 from driftline.runs.record import Record
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from driftline.runs.sink import JSON
 
 Storage: TypeAlias = "npt.NDArray[np.generic]"
-
-_ML_DTYPES = {
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-    "float8_e8m0fnu": "float8_e8m0fnu",
-    "float4_e2m1fn_x2": "float4_e2m1fn",
-}
 
 
 class Loss(NamedTuple):
@@ -162,8 +152,8 @@ def as_numpy(raw: Storage, record: Record) -> npt.NDArray[Any]:
             values = np.where(signed > 7, signed - 16, signed).astype(np.int8)
         else:
             values = codes
-    if record.dtype in _ML_DTYPES:
-        values = values.view(_ml_dtype(_ML_DTYPES[record.dtype]))
+    if DTYPES[record.dtype].ml_dtypes:
+        values = values.view(_ml_dtype(DTYPES[record.dtype].ml_dtypes))
     elif record.dtype == "complex32":
         values = raw.view("<f2").astype(np.float32).view(np.complex64)
     if record.kept != "sample":

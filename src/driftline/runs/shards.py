@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 
 from driftline.errors import BadFile, Unreachable
-from driftline.numerics.addresses import address_of, let_go
+from driftline.numerics.kernel import address_of, let_go
 from driftline.runs.inside import open_inside, reason_of
 from driftline.runs.layout import is_shard_name
 from driftline.runs.record import Record

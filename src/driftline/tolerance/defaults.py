@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 
-from driftline.numerics.definition import COMPONENT, ULP_FORMATS
 from driftline.numerics.dtypes import DTYPES, DType, coarser
 
 METRIC = "relative_l2"
@@ -82,8 +81,8 @@ def with_smallest_steps(dtype: DType, count: int, reference_l2: float) -> float:
     >>> f"{with_smallest_steps(DTYPES['float16'], 100, 1e-5):.2f}"
     '0.14'
     """
-    mantissa, least_exponent, _ = ULP_FORMATS[COMPONENT.get(dtype.name, dtype.name)]
-    step = math.ldexp(1.0, least_exponent - mantissa)
+    real = DTYPES[dtype.component]
+    step = math.ldexp(1.0, real.smallest_normal_exponent - real.mantissa)
     return LIMITS[dtype.name] + 2.0 * step * math.sqrt(count) / reference_l2
 
 

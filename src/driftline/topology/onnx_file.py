@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from driftline.numerics.dtypes import DTYPES
 from driftline.topology.findings import Finding, finding_of
 from driftline.topology.graph import SeenGraph, SeenNode, TensorInfo
 
@@ -26,32 +27,7 @@ _LONGEST_LIST = 1 << 16
 _INT64 = range(-(1 << 63), 1 << 63)
 _FLOAT, _INT, _STRING, _FLOATS, _INTS, _STRINGS = 1, 2, 3, 6, 7, 8
 
-ELEMENT_TYPES = {
-    "float32": 1,
-    "uint8": 2,
-    "int8": 3,
-    "uint16": 4,
-    "int16": 5,
-    "int32": 6,
-    "int64": 7,
-    "string": 8,
-    "bool": 9,
-    "float16": 10,
-    "float64": 11,
-    "uint32": 12,
-    "uint64": 13,
-    "complex64": 14,
-    "complex128": 15,
-    "bfloat16": 16,
-    "float8_e4m3fn": 17,
-    "float8_e4m3fnuz": 18,
-    "float8_e5m2": 19,
-    "float8_e5m2fnuz": 20,
-    "uint4": 21,
-    "int4": 22,
-    "float4_e2m1fn_x2": 23,
-    "float8_e8m0fnu": 24,
-}
+ELEMENT_TYPES = {"string": 8} | {d.name: d.onnx for d in DTYPES.values() if d.onnx}
 """Our names of types to ONNX's numbers; what is not here is of an undefined type there."""
 
 

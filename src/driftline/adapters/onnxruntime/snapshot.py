@@ -17,13 +17,7 @@ import numpy.typing as npt
 from driftline.adapters.snapshot import Refusal, Snapshot
 from driftline.numerics.dtypes import DTYPES
 
-TYPES: dict[int, str] = {
-    1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64",
-    9: "bool", 10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 14: "complex64",
-    15: "complex128", 16: "bfloat16", 17: "float8_e4m3fn", 18: "float8_e4m3fnuz",
-    19: "float8_e5m2", 20: "float8_e5m2fnuz", 21: "uint4", 22: "int4", 23: "float4_e2m1fn_x2",
-    24: "float8_e8m0fnu",
-}  # fmt: skip
+TYPES: dict[int, str] = {d.onnx: d.name for d in DTYPES.values() if d.onnx}
 """ONNX's numbers of element types, as our names. 8 is a text, which has no numbers."""
 
 NUMBERS = {name: number for number, name in TYPES.items()}

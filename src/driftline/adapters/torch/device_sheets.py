@@ -14,7 +14,7 @@ import torch
 
 from driftline.adapters.torch.origins import Origin
 from driftline.adapters.torch.screen import Reading, from_extremes
-from driftline.numerics.peaks import Pattern
+from driftline.numerics.dtypes import Pattern
 
 TOGETHER = 512
 """Readings that travel to the host in one copy."""

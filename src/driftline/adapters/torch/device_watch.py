@@ -39,7 +39,7 @@ from driftline.adapters.torch.screen import (
     tensors_in,
 )
 from driftline.adapters.torch.watched import WatchedOperator
-from driftline.numerics.peaks import Pattern
+from driftline.numerics.dtypes import Pattern
 
 ASK_EVERY = 64
 """Calls between two questions whether a copy has arrived."""

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from driftline.adapters.torch.origins import Origin
 from driftline.adapters.torch.screen import Reading
-from driftline.numerics.peaks import PATTERNS, Pattern
+from driftline.numerics.dtypes import PATTERNS, Pattern
 
 FindingType = Literal["nan", "inf", "saturation", "underflow"]
 UNDERFLOW_SHARE = 0.1

@@ -28,7 +28,7 @@ from driftline.adapters.torch.device.pairs import can_pair, moments_of, pair_on_
 from driftline.adapters.torch.session import CaptureSession
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
 from driftline.runs.record import Record

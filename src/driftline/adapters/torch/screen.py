@@ -15,7 +15,8 @@ import torch
 
 from driftline.adapters.torch import snapshot as snapshots
 from driftline.adapters.torch.dispatch import has_values
-from driftline.numerics.peaks import PATTERNS, Pattern, peak_at, tally_at
+from driftline.numerics.dtypes import PATTERNS, Pattern
+from driftline.numerics.peaks import peak_at, tally_at
 
 _BY_DTYPE: dict[torch.dtype, Pattern | None] = {}
 _FEW, _FRACTION = 16, 64

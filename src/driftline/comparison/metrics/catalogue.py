@@ -13,7 +13,7 @@ from typing import NamedTuple
 from driftline.comparison.metrics import derivation as by
 from driftline.comparison.row import Column, Direction, Number
 from driftline.errors import BadInput, did_you_mean
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 from driftline.registry import METRICS, Address, plugins
 
 BUILTIN = "driftline.comparison.metrics"

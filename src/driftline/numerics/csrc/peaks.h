@@ -10,43 +10,39 @@
 typedef struct { uint64_t mask, sign, normal, top, infinity, odd_nan; } Pattern;
 
 /* zeros, other numbers below the normal ones, at the top, at the bottom, infinities, NaN. */
-typedef struct { int64_t zero, subnormal, top, bottom, pos_inf, neg_inf, nan; } Tally;
+typedef struct { int64_t zero, subnormal, top, bottom, pos_inf, neg_inf, nan; } SpecialCounts;
 
 typedef uint8_t __attribute__((may_alias)) any8;
 typedef uint16_t __attribute__((aligned(1), may_alias)) any16;
 typedef uint32_t __attribute__((aligned(1), may_alias)) any32;
 typedef uint64_t __attribute__((aligned(1), may_alias)) any64;
 
-#define PEAK_OF(NAME, TYPE, TARGETS)                                                       \
-  TARGETS static uint64_t NAME(const void *data, int64_t count, uint64_t mask) {           \
-    const TYPE *x = data;                                                                  \
-    TYPE most = 0;                                                                         \
-    for (int64_t i = 0; i < count; i++) {                                                  \
-      TYPE m = (TYPE)(x[i] & (TYPE)mask);                                                  \
-      most = m > most ? m : most;                                                          \
-    }                                                                                      \
-    return most;                                                                           \
+#if defined(VECTOR_CODE)
+#define PEAK_OF(NAME, TYPE)                                                      \
+  static uint64_t NAME(const void *data, int64_t count, uint64_t mask) {         \
+    const TYPE *x = data;                                                        \
+    TYPE most = 0;                                                               \
+    for (int64_t i = 0; i < count; i++) {                                        \
+      TYPE m = (TYPE)(x[i] & (TYPE)mask);                                        \
+      most = m > most ? m : most;                                                \
+    }                                                                            \
+    return most;                                                                 \
   }
-#define PEAKS_OF(SUFFIX, TARGETS)              \
-  PEAK_OF(peak8##SUFFIX, any8, TARGETS)        \
-  PEAK_OF(peak16##SUFFIX, any16, TARGETS)      \
-  PEAK_OF(peak32##SUFFIX, any32, TARGETS)      \
-  PEAK_OF(peak64##SUFFIX, any64, TARGETS)      \
-  static uint64_t peak##SUFFIX(const void *data, int bits, int64_t count, uint64_t mask) { \
-    switch (bits) {                            \
-      case 8: return peak8##SUFFIX(data, count, mask);   \
-      case 16: return peak16##SUFFIX(data, count, mask); \
-      case 32: return peak32##SUFFIX(data, count, mask); \
-      default: return peak64##SUFFIX(data, count, mask); \
-    }                                          \
+PEAK_OF(peak8, any8)
+PEAK_OF(peak16, any16)
+PEAK_OF(peak32, any32)
+PEAK_OF(peak64, any64)
+
+/* The largest magnitude pattern of `count` numbers of 8, 16, 32 or 64 bits. */
+static uint64_t peak(const void *data, int bits, int64_t count, uint64_t mask) {
+  switch (bits) {
+    case 8: return peak8(data, count, mask);
+    case 16: return peak16(data, count, mask);
+    case 32: return peak32(data, count, mask);
+    default: return peak64(data, count, mask);
   }
-
-PEAKS_OF(_generic, )
-#if X86_PATHS
-PEAKS_OF(_avx2, __attribute__((target("avx2"))))
-PEAKS_OF(_avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
-#endif
-
+}
+#else
 /* The only NaN of these formats is the pattern of minus zero, which the mask would hide. */
 static uint64_t peak_odd(const uint8_t *x, int64_t count) {
   uint8_t most = 0;
@@ -58,7 +54,7 @@ static uint64_t peak_odd(const uint8_t *x, int64_t count) {
 }
 
 #define TALLY_OF(NAME, TYPE)                                                     \
-  static void NAME(const void *data, int64_t count, Pattern p, Tally *t) {       \
+  static void NAME(const void *data, int64_t count, Pattern p, SpecialCounts *t) {       \
     const TYPE *x = data;                                                        \
     for (int64_t i = 0; i < count; i++) {                                        \
       uint64_t v = x[i], m = v & p.mask, negative = v & p.sign;                  \
@@ -77,19 +73,8 @@ TALLY_OF(tally16, any16)
 TALLY_OF(tally32, any32)
 TALLY_OF(tally64, any64)
 
-/* The largest magnitude pattern of `count` numbers of 8, 16, 32 or 64 bits. */
-EXPORT uint64_t driftline_peak(const void *data, int bits, int64_t count, uint64_t mask, int odd_nan, int path) {
-  if (odd_nan) return peak_odd(data, count);
-#if X86_PATHS
-  if (path == PATH_AVX512) return peak_avx512(data, bits, count, mask);
-  if (path == PATH_AVX2) return peak_avx2(data, bits, count, mask);
-#endif
-  (void)path;
-  return peak_generic(data, bits, count, mask);
-}
-
 /* How many of each kind of special value; exact, and slower than the peak. */
-EXPORT void driftline_tally(const void *data, int bits, int64_t count, const Pattern *pattern, Tally *out) {
+static void tally(const void *data, int bits, int64_t count, const Pattern *pattern, SpecialCounts *out) {
   memset(out, 0, sizeof *out);
   switch (bits) {
     case 8: tally8(data, count, *pattern, out); break;
@@ -98,3 +83,4 @@ EXPORT void driftline_tally(const void *data, int bits, int64_t count, const Pat
     default: tally64(data, count, *pattern, out); break;
   }
 }
+#endif

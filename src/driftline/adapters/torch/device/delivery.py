@@ -19,8 +19,8 @@ from driftline.adapters.torch.device.abandoned import abandon
 from driftline.adapters.torch.device.desk import Ticket
 from driftline.adapters.torch.device.flights import Constant, Flight, Group
 from driftline.adapters.torch.device.transfers import Parcel
+from driftline.numerics.fields import Summary
 from driftline.numerics.kernel import bytes_at
-from driftline.numerics.summary import Summary
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Kept, Record
 from driftline.runs.sink import Bytes

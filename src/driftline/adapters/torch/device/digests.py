@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from driftline.numerics.sketch import group_flips, group_signs
+from driftline.numerics.definitions import group_flips, group_signs
 
 U64 = npt.NDArray[np.uint64]
 PREFIX = "lanes-128:"

@@ -19,7 +19,7 @@ from driftline.adapters.snapshot import Snapshot
 from driftline.adapters.torch.device import native
 from driftline.adapters.torch.device.digests import digest_text
 from driftline.adapters.torch.device.places import Mark
-from driftline.numerics.summary import Summary
+from driftline.numerics.fields import Summary
 from driftline.runs.key import TensorKey
 from driftline.runs.lines import encode_line, line_ends
 from driftline.runs.record import Kept, Record

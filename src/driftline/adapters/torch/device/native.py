@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from driftline.numerics.libraries import opened
+from driftline.numerics.kernel import opened
 
 _ABI = 1
 NUMBERS = 10

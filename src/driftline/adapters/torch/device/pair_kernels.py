@@ -1,6 +1,6 @@
 """Everything one pass over a pair of device tensors can know, as a Triton kernel.
 
-The figures are those of `numerics/moments.py`. As in the summary's kernel a program reads its part
+The figures are those of `numerics/fields.py`. As in the summary's kernel a program reads its part
 fast first, eight elements in float32 and their sums in float64, and looks at its figures: what
 float32 cannot carry (not finite, sentinels, very large or very small) is read again carefully.
 Another kernel joins the programs' rows and looks up positions (`pair_joining.py`).

@@ -17,7 +17,7 @@ import torch
 from driftline.adapters.torch.device import launching
 from driftline.adapters.torch.device.launching import Kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.moments import PairMoments
+from driftline.numerics.fields import PairMoments
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -99,8 +99,6 @@ def moments_of(row: torch.Tensor, count: int) -> PairMoments:
     return PairMoments(
         count=count,
         finite=finite,
-        sum_r=f[1],
-        sum_c=f[2],
         sum_rr=f[3],
         sum_cc=max(0.0, f[4]),
         sum_rc=f[5],
@@ -120,10 +118,10 @@ def moments_of(row: torch.Tensor, count: int) -> PairMoments:
         r_max=extreme(f[29], r_n),
         c_min=extreme(f[32], c_n),
         c_max=extreme(f[30], c_n),
-        r_sum=f[13],
-        c_sum=f[14],
-        r_sumsq=max(0.0, f[15]),
-        c_sumsq=max(0.0, f[16]),
+        r_mean=f[13] / r_n if r_n else nan,
+        c_mean=f[14] / c_n if c_n else nan,
+        r_l2=math.sqrt(max(0.0, f[15])),
+        c_l2=math.sqrt(max(0.0, f[16])),
         r_std=math.sqrt(f[17] / r_n) if r_n else nan,
         c_std=math.sqrt(f[18] / c_n) if c_n else nan,
         r_nan=int(f[19]),

@@ -20,7 +20,6 @@ from driftline.adapters.torch.device.flights import ROW_BYTES, Flight
 from driftline.adapters.torch.device.launching import Kernel, level
 from driftline.adapters.torch.device.native import NUMBERS, Launch
 from driftline.adapters.torch.device.places import Mark, Place
-from driftline.numerics.definition import COMPONENT, has_sentinel
 from driftline.numerics.dtypes import DTYPES
 
 ROWS = 32768
@@ -32,23 +31,6 @@ SLOTS = 1024
 MOST_PROGRAMS = 1024
 _FIRST_TABLE = 1 << 16
 _TABLE_BLOCK = 1024
-_KINDS = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-    "int64": "i64",
-    "int32": "i32",
-    "int16": "i16",
-    "int8": "i8",
-    "uint64": "u64",
-    "uint32": "u32",
-    "uint16": "u16",
-    "uint8": "u8",
-    "bool": "b8",
-}
 
 
 def _never(*_: int) -> int:
@@ -74,12 +56,12 @@ class Kind(NamedTuple):
 def kind_of(name: str) -> Kind | None:
     """What reduces elements of a dtype; None where only the host can."""
     dtype = DTYPES[name]
-    part = DTYPES[COMPONENT.get(name, name)]
-    short = _KINDS.get(part.name)
-    if short is None:
+    part = DTYPES[dtype.component]
+    short = part.triton
+    if not short:
         return None
-    kernel = _kernel(short, dtype.lowest if has_sentinel(dtype) else 0.0)
-    return Kind(kernel, 2 if dtype.kind == "complex" else 1, part.bits // 8)
+    kernel = _kernel(short, dtype.lowest if dtype.has_sentinel else 0.0)
+    return Kind(kernel, dtype.reals, part.bits // 8)
 
 
 @functools.cache

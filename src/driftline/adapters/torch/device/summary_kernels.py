@@ -1,6 +1,6 @@
 """The summary of a device tensor in one pass over its memory, as a Triton kernel.
 
-The figures are those of `numerics/definition.py`, the sketch is that of `numerics/sketch.py`; the
+The figures and the sketch are those of `numerics/definitions.py`; the
 digest is that of `digests.py`, because xxh3 can only be made by one thread after the other. Kernels
 take addresses as plain numbers: whoever launches them keeps the memory alive.
 

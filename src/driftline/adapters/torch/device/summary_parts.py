@@ -1,7 +1,7 @@
 """What the summary's kernels share: hashes, signs, extremes of packed pairs, sums of threads.
 
-The sketch is that of `numerics/sketch.py`; its tables, filled here once, tell for every group of 64
-elements which signs they have and where they go.
+The sketch is that of `numerics/definitions.py`; its tables, filled here once, tell for every group
+of 64 elements which signs they have and where they go.
 """
 
 # Kernels are compiled from their text; types mean something else in them.

@@ -8,19 +8,19 @@ without a copy of it. Nothing here knows tokens' texts, models or files.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from driftline.errors import BadInput
 from driftline.numerics import kernel
-from driftline.numerics.definition import real_values
+from driftline.numerics.definitions import NUMPY_BLOCK, real_values
 from driftline.numerics.dtypes import DType
 
-AnyArray: TypeAlias = "npt.NDArray[Any]"
-F64: TypeAlias = "npt.NDArray[np.float64]"
-I64: TypeAlias = "npt.NDArray[np.int64]"
+AnyArray = npt.NDArray[Any]
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
 
 STRIP = 1024
 """Elements the kernel takes at a time; its scratch rows are rounded up to whole strips."""
@@ -226,7 +226,7 @@ def _in_blocks(
 ) -> RowScores:
     """By the definition, a few rows at a time so that their float64 copies stay small."""
     rows, vocabulary = reference.shape
-    step = max(1, kernel.NUMPY_BLOCK // vocabulary)
+    step = max(1, NUMPY_BLOCK // vocabulary)
     parts: list[RowScores] = []
     for first in range(0, rows, step) or (0,):
         cut = slice(first, first + step)

@@ -1,6 +1,5 @@
-/* The digest: everything but the long inputs' inner loop. */
-
-/* ---- XXH3, 128 bits, seed 0, written from the published description of the algorithm ---- */
+/* The digest: XXH3, 128 bits, seed 0, written from the published description of the algorithm. Long inputs have an
+ * inner loop of their own in every instruction set. */
 
 typedef struct { uint64_t low, high; } Hash;
 
@@ -52,7 +51,7 @@ INLINE void mix32(Hash *a, const uint8_t *p, const uint8_t *q, const uint8_t *k)
   a->high = (a->high + mix16(q, k + 16)) ^ (read64(p) + read64(p + 8));
 }
 
-static Hash hash_to_16(const uint8_t *p, size_t n) {
+UNUSED static Hash hash_to_16(const uint8_t *p, size_t n) {
   const uint8_t *k = SECRET;
   if (n > 8) {
     uint64_t flip_low = read64(k + 32) ^ read64(k + 40), flip_high = read64(k + 48) ^ read64(k + 56);
@@ -91,7 +90,7 @@ static Hash finish_mid(Hash a, size_t n) {
   return (Hash){avalanche(h.low), 0 - avalanche(h.high)};
 }
 
-static Hash hash_to_240(const uint8_t *p, size_t n) {
+UNUSED static Hash hash_to_240(const uint8_t *p, size_t n) {
   const uint8_t *k = SECRET;
   Hash a = {(uint64_t)n * P64_1, 0};
   if (n <= 128) {
@@ -115,7 +114,78 @@ INLINE uint64_t merge_sums(const uint64_t *sums, const uint8_t *k, uint64_t star
   return avalanche(h);
 }
 
-static Hash finish_long(const uint64_t *sums, size_t n) {
+UNUSED static Hash finish_long(const uint64_t *sums, size_t n) {
   return (Hash){merge_sums(sums, SECRET + 11, (uint64_t)n * P64_1),
                 merge_sums(sums, SECRET + 192 - 64 - 11, ~((uint64_t)n * P64_2))};
 }
+
+#if defined(VECTOR_CODE) /* the long inputs' loop, in vectors where there are some */
+#if PORTABLE
+LANE void stripe(uint64_t *sums, const uint8_t *p, const uint8_t *key) {
+  uint64_t data[8], keyed[8];
+  for (int i = 0; i < 8; i++) {
+    data[i] = read64(p + 8 * i);
+    keyed[i] = data[i] ^ read64(key + 8 * i);
+  }
+  for (int i = 0; i < 8; i++) sums[i] += data[i ^ 1] + (uint64_t)(uint32_t)keyed[i] * (keyed[i] >> 32);
+}
+
+LANE void scramble(uint64_t *sums, const uint8_t *key) {
+  for (int i = 0; i < 8; i++) sums[i] = (sums[i] ^ (sums[i] >> 47) ^ read64(key + 8 * i)) * P32_1;
+}
+
+static void hash_long(const uint8_t *p, size_t n, uint64_t *sums) {
+  memcpy(sums, HASH_START, sizeof HASH_START);
+  size_t blocks = (n - 1) / 1024;
+  for (size_t b = 0; b < blocks; b++, p += 1024) {
+    for (size_t i = 0; i < 16; i++) stripe(sums, p + 64 * i, SECRET + 8 * i);
+    scramble(sums, SECRET + 128);
+  }
+  size_t rest = n - blocks * 1024, stripes = (rest - 1) / 64;
+  for (size_t i = 0; i < stripes; i++) stripe(sums, p + 64 * i, SECRET + 8 * i);
+  stripe(sums, p + rest - 64, SECRET + 192 - 64 - 7);
+}
+#else
+LANE VI stripe(VI sums, VI data, VI key) {
+#if WIDE
+  VI keyed = _mm512_xor_si512(data, key);
+#else
+  VI keyed = _mm256_xor_si256(data, key);
+#endif
+  VI product = OP(mul_epu32)(keyed, OP(srli_epi64)(keyed, 32));
+  return OP(add_epi64)(OP(add_epi64)(sums, OP(shuffle_epi32)(data, 0x4E)), product);
+}
+
+LANE VI scramble(VI sums, VI key) {
+  const VI prime = OP(set1_epi32)((int)P32_1);
+#if WIDE
+  VI v = _mm512_ternarylogic_epi64(sums, _mm512_srli_epi64(sums, 47), key, 0x96);
+#else
+  VI v = _mm256_xor_si256(_mm256_xor_si256(sums, _mm256_srli_epi64(sums, 47)), key);
+#endif
+  VI low = OP(mul_epu32)(v, prime), high = OP(mul_epu32)(OP(srli_epi64)(v, 32), prime);
+  return OP(add_epi64)(low, OP(slli_epi64)(high, 32));
+}
+
+static void hash_long(const uint8_t *p, size_t n, uint64_t *out) {
+  enum { PARTS = 16 / WIDTH, PART = 4 * WIDTH };
+  VI sums[PARTS];
+  for (int v = 0; v < PARTS; v++) sums[v] = load_bits((const uint8_t *)HASH_START + PART * v);
+  size_t blocks = (n - 1) / 1024;
+  for (size_t b = 0; b < blocks; b++, p += 1024) {
+    for (size_t i = 0; i < 16; i++)
+      for (int v = 0; v < PARTS; v++)
+        sums[v] = stripe(sums[v], load_bits(p + 64 * i + PART * v), load_bits(SECRET + 8 * i + PART * v));
+    for (int v = 0; v < PARTS; v++) sums[v] = scramble(sums[v], load_bits(SECRET + 128 + PART * v));
+  }
+  size_t rest = n - blocks * 1024, stripes = (rest - 1) / 64;
+  for (size_t i = 0; i < stripes; i++)
+    for (int v = 0; v < PARTS; v++)
+      sums[v] = stripe(sums[v], load_bits(p + 64 * i + PART * v), load_bits(SECRET + 8 * i + PART * v));
+  for (int v = 0; v < PARTS; v++) {
+    sums[v] = stripe(sums[v], load_bits(p + rest - 64 + PART * v), load_bits(SECRET + 121 + PART * v));
+    memcpy(out + PART / 8 * v, &sums[v], PART);
+  }
+}
+#endif
+#endif

@@ -1,0 +1,42 @@
+/* Everything that is vector code, compiled once per instruction set: CMake gives each its flags and ISA, its name. All
+ * functions are static, and the table at the end is the only symbol. */
+#include <float.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "tables.h"
+
+#define VECTOR_CODE 1 /* headers that api.c shares leave their loops to this file */
+
+#if defined(__AVX2__)
+#define PORTABLE 0
+#else
+#define PORTABLE 1
+#define WIDE 0
+#endif
+#define LANE static inline __attribute__((always_inline, unused))
+/* How float32 lanes are loaded. */
+enum { LANES_F32, LANES_BF16, LANES_F16 };
+
+#include "formats.h"
+#include "moments.h"
+#if PORTABLE
+#include "lanes_portable.h"
+#else
+#include "lanes_x86.h"
+#endif
+#include "pair_exact.h"
+#include "summary.h"
+#include "hash.h"
+#include "peaks.h"
+#include "token_scores.h"
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+__attribute__((visibility("hidden"))) const Isa JOIN(driftline_isa_, ISA) = {
+  pair, scaled_side, summary, scaled_summary, hash_long, peak, score};

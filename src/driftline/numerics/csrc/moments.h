@@ -1,0 +1,83 @@
+/* What is gathered over one side and over a pair, and the parts of it that are taken one element at a time. Included by
+ * api.c and by every instruction set. */
+
+/* Elements that are measured at a time: both sides in float64, and cleaned copies of them, stay in the first cache. */
+enum { BLOCK = 512 };
+
+/* One side's own figures. `n`, `mean` and `m2` (squares about the mean) are joined block by block. */
+typedef struct {
+  double n, mean, m2, sum, sumsq, min, max;
+  int64_t nan, pos_inf, neg_inf, nonfinite_at;
+} Side;
+
+typedef struct {
+  const uint8_t *data[2];
+  int dtype[2], widen[2]; /* `widen`: a real tensor against a complex one, its imaginary parts are zero */
+  double floor[2];        /* every finite value is above it: the value that means -inf, or -inf itself */
+  double atol, rtol;
+  Side side[2];
+  Moments m;
+  uint64_t ulp;    /* greatest distance so far, float formats */
+  double ulp_real; /* the same for integer formats */
+  int masked;      /* the last block held something that is not finite */
+} Pair;
+
+typedef struct {
+  const uint8_t *data;
+  int dtype;
+  double floor; /* as in Pair */
+  Side side;
+  int64_t zeros;
+  double sketch[BUCKETS];
+} Single;
+
+INLINE Side empty_side(void) { return (Side){.min = INFINITY, .max = -INFINITY, .nonfinite_at = -1}; }
+
+/* Chan, Golub and LeVeque: two groups' mean and sum of squares about it, joined. */
+INLINE void join_spread(Side *s, double n, double mean, double m2) {
+  if (n == 0) return;
+  double whole = s->n + n, share = n / whole, delta = mean - s->mean;
+  s->m2 = s->n == 0 ? m2 : s->m2 + m2 + delta * delta * (s->n * share);
+  s->mean = s->n == 0 ? mean : s->mean + delta * share;
+  s->n = whole;
+}
+
+/* Figures of a side whose values were multiplied by 2^-exponent. */
+typedef struct { double mean, std, l2; } Spread;
+
+INLINE Spread spread_of(const Side *s, int exponent) {
+  if (s->n == 0) return (Spread){NAN, NAN, 0};
+  /* Rounding can leave m2 a little below zero; a NaN stays one. */
+  double variance = s->m2 / s->n;
+  double std = variance < 0 ? 0.0 : sqrt(variance);
+  return (Spread){ldexp(s->sum / s->n, exponent), ldexp(std, exponent), ldexp(sqrt(s->sumsq), exponent)};
+}
+
+/* The exponent to scale float64 values by so that their squares neither overflow nor lose digits; 0: none is needed.
+ * Only float64 reaches there: 2^480 squared still has room for 2^63 terms. */
+INLINE int scale_exponent(const Side *s, int dtype) {
+  if (dtype != DTYPE_FLOAT64 || s->n == 0) return 0;
+  double largest = fmax(fabs(s->min), fabs(s->max));
+  if (largest == 0 || (largest > 0x1p-480 && largest < 0x1p480)) return 0;
+  int exponent = ilogb(largest);
+  return exponent < -1000 ? -1000 : exponent > 1000 ? 1000 : exponent;
+}
+
+INLINE void note_first(int64_t *place, int64_t index) {
+  if (*place < 0 || index < *place) *place = index;
+}
+
+/* What each instruction set offers; api.c chooses one. */
+typedef struct ScoreJob ScoreJob;
+typedef struct {
+  void (*pair)(Pair *, int64_t count);
+  /* One side of a pair again, its values multiplied by 2^-exponent. */
+  Side (*scaled_side)(const Pair *, int side, int64_t count, int exponent);
+  void (*summary)(Single *, int64_t count);
+  Side (*scaled_summary)(const Single *, int64_t count, int exponent);
+  void (*hash_long)(const uint8_t *, size_t, uint64_t *sums);
+  uint64_t (*peak)(const void *, int bits, int64_t count, uint64_t mask);
+  void (*score)(ScoreJob *, int thread);
+} Isa;
+
+extern const Isa driftline_isa_generic, driftline_isa_avx2, driftline_isa_avx512;

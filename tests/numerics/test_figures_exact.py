@@ -1,0 +1,221 @@
+"""Every printed figure agrees with its float64 definition on every path (docs/metrics.md).
+
+The cases at the top are those in which an earlier kernel, with float32 sums, was wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numerics_tensors import assert_same_moments, encode, misaligned
+
+from driftline.comparison.metrics.catalogue import STANDARD
+from driftline.comparison.metrics.derivation import needs_definition
+from driftline.numerics import definitions, kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import PairMoments, merge_moments
+
+PATHS = list(kernel.available())
+FLOATS = ("float32", "bfloat16", "float16")
+DEFINED = [metric for metric in STANDARD if metric.definition is not None]
+
+
+def measured(
+    reference: np.ndarray, candidate: np.ndarray, r: str, c: str, path: str
+) -> PairMoments:
+    return kernel.pair_moments(
+        *(reference, DTYPES[r], candidate, DTYPES[c]),
+        count=reference.nbytes * 8 // DTYPES[r].bits,
+        atol=1e-3,
+        rtol=1e-3,
+        path=path,
+    )
+
+
+def assert_figures_are_defined(reference: np.ndarray, candidate: np.ndarray, r: str, c: str):
+    """Whatever `compare` would print of a pair, from its moments or the long way."""
+    count = reference.nbytes * 8 // DTYPES[r].bits
+    sides = [
+        definitions.real_values(raw, DTYPES[name], count)
+        for raw, name in ((reference, r), (candidate, c))
+    ]
+    for path in PATHS:
+        moments = measured(reference, candidate, r, c, path)
+        if needs_definition(moments):
+            continue
+        for metric in DEFINED:
+            want, got = metric.define()(*sides), metric.derive(moments)
+            absolute = 1e-12 if metric.name in ("cosine", "projection") else 0.0
+            assert math.isclose(got, want, rel_tol=1e-9, abs_tol=absolute), (path, metric.name)
+
+
+def lognormal(rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
+    return np.exp(3 * rng.standard_normal(count)) * scale
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-19, 1e-18, 3e-18, 1.0, 1e15])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_products_below_float32_count_in_the_cosine(name: str, scale: float) -> None:
+    """It was off by 2.5e-6 (log-normal, 1e-20) to 2e-2 (unrelated, 1e-19) in bfloat16."""
+    rng, dtype = np.random.default_rng(0), DTYPES[name]
+    for count in (1000, 6144, 30_000):
+        for draw in (lognormal, lambda rng, n, scale: rng.standard_normal(n) * scale):
+            r, c = (encode(draw(rng, count, scale), dtype) for _ in range(2))
+            assert_figures_are_defined(r, c, name, name)
+
+
+@pytest.mark.parametrize("r", FLOATS)
+@pytest.mark.parametrize("c", FLOATS)
+def test_relative_errors_are_those_of_numpy(r: str, c: str) -> None:
+    """The greatest of them differed by 1e-8 in 7 to 10 % of pairs."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        values = rng.standard_normal(700)
+        reference = encode(values, DTYPES[r])
+        candidate = encode(values * (1 + 1e-2 * rng.standard_normal(700)), DTYPES[c])
+        want = definitions.pair_moments(
+            reference, DTYPES[r], candidate, DTYPES[c], count=700
+        ).max_rel_e
+        for path in PATHS:
+            assert measured(reference, candidate, r, c, path).max_rel_e == want
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_mean_that_nearly_cancels_keeps_its_digits(path: str) -> None:
+    """A mean of 1e-9 was off by a quarter."""
+    rng = np.random.default_rng(1)
+    half = rng.standard_normal(1 << 18).astype(np.float32)
+    values = rng.permutation(np.concatenate([half, -half, [np.float32(2**-11)]])).astype(np.float32)
+    mean = 2.0**-11 / values.size
+    assert mean < 1e-9
+    moments = measured(values, values, "float32", "float32", path)
+    summary = kernel.summarize(values, DTYPES["float32"], count=values.size, path=path)
+    for got in (moments.r_mean, moments.c_mean, summary.mean):
+        assert math.isclose(got, mean, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-200, 1e-150, 1e150, 1e200, 1e308])
+@pytest.mark.parametrize("name", ["float64", "complex128"])
+def test_huge_and_tiny_float64_values_have_a_spread(path: str, scale: float, name: str) -> None:
+    """The std of values of 1e-200 was 0, that of values of 1e200 infinite."""
+    rng, dtype = np.random.default_rng(2), DTYPES[name]
+    values = rng.uniform(0.25, 1.0, 3000) * scale
+    values[::3] *= -1
+    count = values.size // dtype.reals
+    unit = np.longdouble(scale)
+    plain = (values.astype(np.longdouble) / unit).astype(np.float64)
+    moments = kernel.pair_moments(values, dtype, values, dtype, count=count, path=path)
+    summary = kernel.summarize(values, dtype, count=count, path=path)
+    for mean, std, l2 in (
+        (moments.r_mean, moments.r_std, moments.r_l2),
+        (moments.c_mean, moments.c_std, moments.c_l2),
+        (summary.mean, summary.std, summary.l2),
+    ):
+        # A norm may be larger than any float64; subnormal numbers have a fixed step.
+        norm = float(np.longdouble(np.linalg.norm(plain)) * unit)
+        for got, want in ((mean, plain.mean()), (std, plain.std())):
+            assert math.isclose(got, float(want * unit), rel_tol=1e-9, abs_tol=5e-324)
+        assert got != 0 and math.isclose(l2, norm, rel_tol=1e-9, abs_tol=5e-324)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_huge_values_with_gaps_and_another_side_of_usual_size(path: str) -> None:
+    rng, f64 = np.random.default_rng(3), DTYPES["float64"]
+    r = rng.standard_normal(2001) * 1e200
+    c = rng.standard_normal(2001)
+    r[::7], c[::5], c[3] = -math.inf, math.nan, f64.lowest
+    want = definitions.pair_moments(r, f64, c, f64, count=2001, atol=1e-3, rtol=1e-3)
+    assert math.isfinite(want.r_std) and math.isfinite(want.r_l2)
+    assert_same_moments(measured(r, c, "float64", "float64", path), want)
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "numpy"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
+def test_windows_of_any_size_at_any_address_join_to_the_whole(path: str, name: str) -> None:
+    """As threads, jobs and shards take them."""
+    rng, dtype = np.random.default_rng(4), DTYPES[name]
+    values = rng.standard_normal(20_000) + 3
+    other = values + 1e-3 * rng.standard_normal(values.size)
+    values[rng.random(values.size) < 0.1] = -math.inf
+    r, c = encode(values, dtype), encode(other, dtype)
+    want = definitions.pair_moments(r, dtype, c, dtype, count=20_000, atol=1e-3, rtol=1e-3)
+    size = dtype.bits // 8
+    for window in (333, 512, 4096, 19_999):
+        parts = [
+            measured(
+                misaligned(r[i * size : (i + window) * size], window % 64),
+                misaligned(c[i * size : (i + window) * size], 3),
+                *(name, name, path),
+            )
+            for i in range(0, 20_000, window)
+        ]
+        assert_same_moments(merge_moments(parts), want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("r", "c"), [("float32", "bfloat16"), ("float16", "float32")])
+def test_smooth_and_masked_tensors_are_exact(path: str, r: str, c: str) -> None:
+    rng = np.random.default_rng(5)
+    ramp = np.linspace(1000.0, 1001.0, 30_000)
+    masked = rng.standard_normal(30_000)
+    masked[rng.random(masked.size) < 0.5] = -math.inf
+    for values in (ramp, masked):
+        a = encode(values, DTYPES[r])
+        b = encode(values * (1 + 1e-3 * rng.standard_normal(values.size)), DTYPES[c])
+        want = definitions.pair_moments(
+            a, DTYPES[r], b, DTYPES[c], count=values.size, atol=1e-3, rtol=1e-3
+        )
+        assert_same_moments(measured(a, b, r, c, path), want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan])
+def test_a_tolerance_that_nothing_can_meet_leaves_every_pair_outside(
+    path: str, tolerance: float
+) -> None:
+    values = np.array([0.0, 1.0, math.nan, 2.0, -math.inf], np.float32)
+    got = kernel.pair_moments(
+        *(values, DTYPES["float32"], values, DTYPES["float32"]),
+        count=5,
+        atol=tolerance,
+        path=path,
+    )
+    assert (got.outside, got.different, got.finite) == (3, 0, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler with sanitizers")
+def test_the_sanitizers_find_nothing_in_random_bytes(tmp_path: Path) -> None:
+    sources = Path(kernel.__file__).with_name("csrc")
+    subprocess.run(
+        [sys.executable, "-I", sources / "generate_tables.py", tmp_path / "tables.h"], check=True
+    )
+    flags = ["-O1", "-g", "-ffp-contract=off", "-fsanitize=address,undefined"]
+    flags += ["-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror"]
+    flags += ["-I", str(tmp_path), "-I", str(sources)]
+    sets = {
+        "generic": [],
+        "avx2": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+    }
+    if "avx2" not in PATHS:
+        sets, flags = {"generic": []}, [*flags, "-DDRIFTLINE_GENERIC_ONLY=1"]
+    objects: list[Path] = []
+    for name, options in sets.items():
+        objects.append(tmp_path / f"{name}.o")
+        subprocess.run(
+            ["gcc", *flags, *options, f"-DISA={name}", "-c", sources / "isa.c", "-o", objects[-1]],
+            check=True,
+        )
+    driver = Path(__file__).with_name("sanitized_kernel.c")
+    program = tmp_path / "program"
+    subprocess.run(["gcc", *flags, driver, *objects, "-o", program, "-lm", "-lpthread"], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout) == (0, "clean\n"), done.stderr[-4000:]
