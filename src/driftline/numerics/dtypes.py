@@ -127,15 +127,31 @@ class DType(NamedTuple):
 
 
 def _float(
-    name: str, storage: str, tag: str, layout: tuple[int, int, int, Special], **names: Any
+    name: str,
+    storage: str,
+    tag: str,
+    layout: tuple[int, int, int, Special],
+    onnx: int,
+    ml_dtypes: str = "",
+    triton: str = "",
 ) -> DType:
     """A float format from its layout: exponent bits, mantissa bits, bias, special values."""
     exponent, mantissa, bias, special = layout
-    bits = exponent + mantissa + (special != "scale")
     plain = DType(
-        *(name, "float", bits, storage, tag, exponent, mantissa, bias, special, name),
+        name=name,
+        kind="float",
+        bits=exponent + mantissa + (special != "scale"),
+        storage=storage,
+        safetensors=tag,
+        exponent=exponent,
+        mantissa=mantissa,
+        bias=bias,
+        special=special,
+        component=name,
+        onnx=onnx,
+        ml_dtypes=ml_dtypes,
+        triton=triton,
         unit_roundoff=2.0 ** -(mantissa + 1),
-        **names,
     )
     # A scale has no sign, so nothing can be its lowest value.
     largest = 0.0 if special == "scale" else plain.value(plain.past_largest - 1)
@@ -155,9 +171,12 @@ def _complex(name: str, component: DType, storage: str, onnx: int) -> DType:
     )
 
 
-_F64 = _float("float64", "<f8", "F64", (11, 52, 1023, "ieee"), onnx=11, triton="f64")
-_F32 = _float("float32", "<f4", "F32", (8, 23, 127, "ieee"), onnx=1, triton="f32")
-_F16 = _float("float16", "<f2", "F16", (5, 10, 15, "ieee"), onnx=10, triton="f16")
+_F64 = _float("float64", "<f8", "F64", (11, 52, 1023, "ieee"), 11, triton="f64")
+_F32 = _float("float32", "<f4", "F32", (8, 23, 127, "ieee"), 1, triton="f32")
+_F16 = _float("float16", "<f2", "F16", (5, 10, 15, "ieee"), 10, triton="f16")
+_E4M3, _E4M3_FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
+_E5M2, _E5M2_FNUZ = "float8_e5m2", "float8_e5m2fnuz"
+_E8M0, _E2M1 = "float8_e8m0fnu", "float4_e2m1fn"
 
 DTYPES: dict[str, DType] = {
     d.name: d
@@ -165,44 +184,13 @@ DTYPES: dict[str, DType] = {
         _F64,
         _F32,
         _F16,
-        _float(
-            *("bfloat16", "<u2", "BF16", (8, 7, 127, "ieee")),
-            onnx=16,
-            ml_dtypes="bfloat16",
-            triton="bf16",
-        ),
-        _float(
-            *("float8_e4m3fn", "|u1", "F8_E4M3", (4, 3, 7, "nan_only")),
-            onnx=17,
-            ml_dtypes="float8_e4m3fn",
-            triton="e4m3",
-        ),
-        _float(
-            *("float8_e4m3fnuz", "|u1", "U8", (4, 3, 8, "minus_zero_nan")),
-            onnx=18,
-            ml_dtypes="float8_e4m3fnuz",
-        ),
-        _float(
-            *("float8_e5m2", "|u1", "F8_E5M2", (5, 2, 15, "ieee")),
-            onnx=19,
-            ml_dtypes="float8_e5m2",
-            triton="e5m2",
-        ),
-        _float(
-            *("float8_e5m2fnuz", "|u1", "U8", (5, 2, 16, "minus_zero_nan")),
-            onnx=20,
-            ml_dtypes="float8_e5m2fnuz",
-        ),
-        _float(
-            *("float8_e8m0fnu", "|u1", "U8", (8, 0, 127, "scale")),
-            onnx=24,
-            ml_dtypes="float8_e8m0fnu",
-        ),
-        _float(
-            *("float4_e2m1fn_x2", "|u1", "U8", (2, 1, 1, "finite")),
-            onnx=23,
-            ml_dtypes="float4_e2m1fn",
-        ),
+        _float("bfloat16", "<u2", "BF16", (8, 7, 127, "ieee"), 16, "bfloat16", "bf16"),
+        _float(_E4M3, "|u1", "F8_E4M3", (4, 3, 7, "nan_only"), 17, _E4M3, "e4m3"),
+        _float(_E4M3_FNUZ, "|u1", "U8", (4, 3, 8, "minus_zero_nan"), 18, _E4M3_FNUZ),
+        _float(_E5M2, "|u1", "F8_E5M2", (5, 2, 15, "ieee"), 19, _E5M2, "e5m2"),
+        _float(_E5M2_FNUZ, "|u1", "U8", (5, 2, 16, "minus_zero_nan"), 20, _E5M2_FNUZ),
+        _float(_E8M0, "|u1", "U8", (8, 0, 127, "scale"), 24, _E8M0),
+        _float(f"{_E2M1}_x2", "|u1", "U8", (2, 1, 1, "finite"), 23, _E2M1),
         _complex("complex128", _F64, "<c16", 15),
         _complex("complex64", _F32, "<c8", 14),
         _complex("complex32", _F16, "<u4", 0),

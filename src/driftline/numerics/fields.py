@@ -10,7 +10,7 @@ import enum
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, cast, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 SKETCH_BUCKETS = 64
 
@@ -163,12 +163,8 @@ SKETCH_STRUCT = struct.Struct(f"={SKETCH_BUCKETS}d")
 PAIR_STRUCT = _layout(PAIR_FIELDS)
 
 
-class _Spread(NamedTuple):
-    """How many finite elements a block has of one side, their mean and standard deviation."""
-
-    count: int
-    mean: float
-    std: float
+_Spread = tuple[int, float, float]
+"""How many finite elements a block has of one side, their mean and standard deviation."""
 
 
 def merge_moments(parts: Sequence[PairMoments]) -> PairMoments:
@@ -199,12 +195,12 @@ def merge_summaries(a: Summary, b: Summary) -> Summary:
 
 def _pair_spread(m: PairMoments, side: str) -> _Spread:
     if side == "r":
-        return _Spread(m.r_finite, m.r_mean, m.r_std)
-    return _Spread(m.c_finite, m.c_mean, m.c_std)
+        return m.r_finite, m.r_mean, m.r_std
+    return m.c_finite, m.c_mean, m.c_std
 
 
 def _summary_spread(s: Summary) -> _Spread:
-    return _Spread(s.count - s.nan - s.pos_inf - s.neg_inf, s.mean, s.std)
+    return s.count - s.nan - s.pos_inf - s.neg_inf, s.mean, s.std
 
 
 def _join(
@@ -233,7 +229,7 @@ def _join(
     return merged
 
 
-def joined_mean(a: tuple[int, float, float], b: tuple[int, float, float]) -> float:
+def joined_mean(a: _Spread, b: _Spread) -> float:
     """Mean of two groups together, each given as (count, mean, std)."""
     (n, mean_a, _), (m, mean_b, _) = a, b
     if n == 0 or m == 0:
@@ -241,7 +237,7 @@ def joined_mean(a: tuple[int, float, float], b: tuple[int, float, float]) -> flo
     return mean_a * (n / (n + m)) + mean_b * (m / (n + m))
 
 
-def joined_std(a: tuple[int, float, float], b: tuple[int, float, float]) -> float:
+def joined_std(a: _Spread, b: _Spread) -> float:
     """Standard deviation of two groups together, each given as (count, mean, std)."""
     (n, mean_a, std_a), (m, mean_b, std_b) = a, b
     if n == 0 or m == 0:
@@ -286,4 +282,4 @@ def abi_number(dtypes: Sequence[tuple[Any, ...]]) -> int:
 
     fields = [(f.name, f.type.__name__) for f in (*SUMMARY_FIELDS, *PAIR_FIELDS)]
     text = repr((INTERFACE, SKETCH_BUCKETS, fields, [tuple(row) for row in dtypes]))
-    return cast("int", zlib.crc32(text.encode()) & 0x7FFFFFFF)
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF

@@ -15,7 +15,6 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,7 @@ _SummaryBuffer = ctypes.c_char * (SUMMARY_STRUCT.size + SKETCH_STRUCT.size)
 _DigestBuffer = ctypes.c_char * 16
 _start_of: Any = ctypes.c_char.from_buffer
 _address_of = ctypes.addressof
-# As `_make`, without counting what a structure has counted: a quarter of the time.
-_new_moments: Callable[[Iterable[Any]], PairMoments] = functools.partial(tuple.__new__, PairMoments)
-_new_summary: Callable[[Iterable[Any]], Summary] = functools.partial(tuple.__new__, Summary)
+_new_moments, _new_summary = PairMoments._make, Summary._make
 _PREFIX = "xxh3-128:"
 # Function objects of our own: the program may have declared these differently for itself.
 _memory_view: Any = ctypes.PYFUNCTYPE(
