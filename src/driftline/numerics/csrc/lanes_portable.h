@@ -37,10 +37,6 @@ LANE Tally tally_none(void) { return m_none(); }
 LANE Tally tally_add(Tally t, M m) { return t - m; }
 LANE int64_t tally_total(Tally t) { return t[0] + t[1]; }
 
-LANE void decode_halves(const uint8_t *p, int64_t n, double *out) {
-  for (int64_t i = 0; i < n; i++) out[i] = half_value(read16(p + 2 * i));
-}
-
 /* Two of the 64 values of a group: those whose bit in `signs` is set are negated, then lanes are moved to the index
  * XOR `flip`. */
 LANE D d_sketch(D v, uint64_t signs, unsigned flip) {
@@ -104,6 +100,16 @@ LANE VF load_lanes(const uint8_t *p, int kind) {
   VI sign = plain_slli_epi32(words & (VI){0x8000, 0x8000, 0x8000, 0x8000}, 16);
   VI past = (VI)(size >= (VI){0x0F800000, 0x0F800000, 0x0F800000, 0x0F800000}) & 0x7F800000;
   return (VF)((VI)((VF)size * plain_set1_ps(0x1p112f)) | past | sign);
+}
+
+/* Four elements as float64. */
+LANE void widen_lanes(VF v, double *out) {
+#if defined(__SSE2__)
+  _mm_storeu_pd(out, _mm_cvtps_pd((__m128)v));
+  _mm_storeu_pd(out + 2, _mm_cvtps_pd(_mm_movehl_ps((__m128)v, (__m128)v)));
+#else
+  for (int i = 0; i < WIDTH; i++) out[i] = v[i];
+#endif
 }
 
 LANE double sum_lanes(VF v) { return ((double)v[0] + v[2]) + ((double)v[1] + v[3]); }

@@ -80,20 +80,6 @@ LANE double d_least(D v) {
 #endif
 LANE Tally tally_add(Tally t, M m) { return t + __builtin_popcount(m_bits(m)); }
 
-LANE void decode_halves(const uint8_t *p, int64_t n, double *out) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    __m256 v = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 2 * i)));
-#if WIDE
-    _mm512_storeu_pd(out + i, _mm512_cvtps_pd(v));
-#else
-    _mm256_storeu_pd(out + i, _mm256_cvtps_pd(_mm256_castps256_ps128(v)));
-    _mm256_storeu_pd(out + i + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
-#endif
-  }
-  for (; i < n; i++) out[i] = half_value(read16(p + 2 * i));
-}
-
 /* Some of the 64 values of a group: those whose bit in `signs` is set are negated, then lanes are moved to the index
  * XOR `flip`. */
 LANE D d_sketch(D v, uint64_t signs, unsigned flip) {
@@ -140,6 +126,17 @@ LANE VF load_lanes(const uint8_t *p, int kind) {
 #endif
   if (kind == LANES_F16) return OP(cvtph_ps)(half);
   return AS_FLOAT(OP(slli_epi32)(OP(cvtepu16_epi32)(half), 16));
+}
+
+/* WIDTH elements as float64. */
+LANE void widen_lanes(VF v, double *out) {
+#if WIDE
+  _mm512_storeu_pd(out, _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
+  _mm512_storeu_pd(out + 8, _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+#else
+  _mm256_storeu_pd(out, _mm256_cvtps_pd(_mm256_castps256_ps128(v)));
+  _mm256_storeu_pd(out + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+#endif
 }
 
 /* Sums of lanes in float64, so that a fold costs no digits. */
