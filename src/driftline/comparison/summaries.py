@@ -94,7 +94,10 @@ def _relative(distance: float, reference: Summary, candidate: Summary) -> float:
 def _cosine(distance: float, reference: Summary, candidate: Summary) -> float:
     if reference.l2 == 0.0 or candidate.l2 == 0.0:
         return 1.0 if reference.l2 == candidate.l2 else 0.0
-    rest = (distance**2 - (reference.l2 - candidate.l2) ** 2) / (2 * reference.l2 * candidate.l2)
+    # Quotients first: squares of huge or tiny norms leave float64.
+    ours, theirs = reference.l2, candidate.l2
+    apart = ours - theirs
+    rest = 0.5 * ((distance / ours) * (distance / theirs) - (apart / ours) * (apart / theirs))
     if math.isnan(rest):
         return math.nan
     return 1.0 - min(2.0, max(0.0, rest))

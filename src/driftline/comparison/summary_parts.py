@@ -226,15 +226,18 @@ def _together(parts: Parts) -> Summary:
     many = sum(finite)
     known = [(one, n) for one, n in zip(each, finite, strict=True) if n]
     mean = sum(one.mean * n for one, n in known) / many if many else math.nan
-    square = sum(one.l2**2 for one, _ in known)
-    spread = square / many - mean**2 if many else math.nan
+    # In units of the largest norm: squares of huge or tiny ones leave float64.
+    largest = max((one.l2 for one, _ in known), default=0.0)
+    unit = largest if 0.0 < largest < math.inf else 1.0
+    square = sum((one.l2 / unit) * (one.l2 / unit) for one, _ in known)
+    spread = square / many - (mean / unit) * (mean / unit) if many else math.nan
     return Summary(
         count,
         min((one.min for one, _ in known), default=math.nan),
         max((one.max for one, _ in known), default=math.nan),
         mean,
-        math.sqrt(max(0.0, spread)) if not math.isnan(spread) else math.nan,
-        math.sqrt(square),
+        unit * math.sqrt(max(0.0, spread)) if not math.isnan(spread) else math.nan,
+        unit * math.sqrt(square),
         sum(one.zeros for one in each),
         nan,
         plus,
@@ -270,7 +273,10 @@ def _relative(distance: float, size: float, other: float) -> float:
 def _cosine(distance: float, size: float, other: float) -> float:
     if size == 0.0 or other == 0.0:
         return 1.0 if size == other else 0.0
-    return 1.0 - min(2.0, max(0.0, (distance**2 - (size - other) ** 2) / (2 * size * other)))
+    # Quotients first: squares of huge or tiny norms leave float64.
+    apart = size - other
+    rest = 0.5 * ((distance / size) * (distance / other) - (apart / size) * (apart / other))
+    return 1.0 - min(2.0, max(0.0, rest))
 
 
 def _least(here: Summary, there: Summary) -> float:

@@ -298,7 +298,7 @@ def _line(one: _File, other: _File, troubles: list[tuple[str, str]]) -> list[Cel
         troubles.append((name, alike))
     mean_a, std_a, mean_b, std_b = figures
     line: list[Cell] = [name, "" if isinstance(alike, str) else alike]
-    for first, second in ((mean_a, mean_b), (std_a, std_b), (std_a**2, std_b**2)):
+    for first, second in ((mean_a, mean_b), (std_a, std_b), (std_a * std_a, std_b * std_b)):
         line += [first, second, first - second]
     return line
 
