@@ -7,7 +7,7 @@ of views becomes one of the runs themselves. Which rank or step is which, the ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Source, Step, start
@@ -15,7 +15,6 @@ from driftline.errors import BadInput
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Loss, Memory, Run, Storage
-from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from driftline.runs.sink import JSON
