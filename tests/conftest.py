@@ -79,7 +79,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
         terminalreporter.write_line(
             f"{len(left_out)} tests of the report and the viewer were skipped. Install Chromium "
-            "(Debian: apt-get install chromium), or name one with CHROMIUM=/path/to/it.",
+            "(Debian: apt-get install chromium) and playwright (pip install playwright), or name "
+            "a Chromium with CHROMIUM=/path/to/it.",
             red=True,
         )
     unbuilt = [
