@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from driftline import open_run
+from driftline import capture, open_run
 from driftline.runs.key import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
@@ -73,16 +74,16 @@ def _job(path: Path) -> Path:
 def test_a_square_weight_is_turned_whatever_part_of_the_runs_is_compared(
     driftline: Say, tmp_path: Path, narrowed: tuple[str, ...]
 ) -> None:
-    torch, paddle = _linear(tmp_path / "t", "torch"), _linear(tmp_path / "p", "paddle")
-    said = driftline("compare", torch, paddle, *narrowed)
+    runs = _linear(tmp_path / "t", "torch"), _linear(tmp_path / "p", "paddle")
+    said = driftline("compare", *runs, *narrowed)
     assert said.code == 0, said.out
 
 
 def test_a_comparison_of_one_step_says_which_frameworks_it_is_about(
     driftline: Say, tmp_path: Path
 ) -> None:
-    torch, paddle = _linear(tmp_path / "t", "torch"), _linear(tmp_path / "p", "paddle")
-    table = json.loads(driftline("compare", torch, paddle, "--step", "0", "--format", "json").out)
+    runs = _linear(tmp_path / "t", "torch"), _linear(tmp_path / "p", "paddle")
+    table = json.loads(driftline("compare", *runs, "--step", "0", "--format", "json").out)
     about = [table[side]["about"]["framework"] for side in ("reference", "candidate")]
     assert about == ["torch", "paddle"]
 
@@ -146,3 +147,26 @@ def test_a_dump_converted_twice_still_says_what_wrote_it_first(
     facts = open_run(tmp_path / "twice").facts
     assert facts.formats[-1] == "paddle saving hook"
     assert facts.framework == "paddle"
+
+
+class _Gate(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) * x
+
+
+def test_rows_of_a_compiled_graph_keep_their_lines_when_steps_are_mapped(
+    driftline: Say, tmp_path: Path
+) -> None:
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run in runs:
+        torch._dynamo.reset()
+        with capture(model := _Gate(), run, graph="fx"):
+            compiled = torch.compile(model, backend="eager")
+            for _ in range(2):  # each call is a step
+                compiled(torch.ones(2, 4))
+    table = json.loads(driftline("compare", *runs, "--step-map", "0=1", "--format", "json").out)
+    lines = {row["site"]: row["line"] for row in table["rows"] if row["status"] == "pass"}
+    (mul,) = [line for site, line in lines.items() if site.endswith("/mul")]
+    assert mul.startswith(f"{__file__}:")
+    lone = {row["line"] for row in table["rows"] if row["status"] == "missing"}
+    assert mul in lone

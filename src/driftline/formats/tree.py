@@ -99,8 +99,8 @@ class TreeRun(Run):
         if len({leaf.record.key[5:7] for leaf in leaves}) > 1:  # rank and process
             ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])
         known = self._leaves
-        for order, leaf in enumerate(ranked):
-            record = leaf.record.placed(order, _place(leaf))
+        for position, leaf in enumerate(ranked):
+            record = leaf.record.placed(position, _place(leaf))
             earlier = known.setdefault(record.key, leaf)
             if earlier is not leaf:
                 raise BadFile(
