@@ -19,7 +19,7 @@ from driftline.alignment.door import align_runs
 from driftline.alignment.planfile import write_plan
 from driftline.runs.calls import GRAPHS
 from driftline.runs.graphs import Graph, read_graphs
-from driftline.runs.narrowed import only
+from driftline.runs.views import only
 
 decomposition: Any = importlib.import_module("torch._inductor.decomposition")
 metrics: Any = importlib.import_module("torch._inductor.metrics")

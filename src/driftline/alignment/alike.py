@@ -21,12 +21,11 @@ from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.settling import (
     PLAIN,
     WEIGHTS,
-    framework_of,
-    takes_weights,
+    is_compiled,
+    keeps_graphs,
     way,
     why_alone,
 )
-from driftline.runs.calls import GRAPHS
 from driftline.runs.kept_records import KeptRecords
 from driftline.runs.key import TensorKey, usual_moment, usual_phase
 from driftline.runs.lines import Line, record_of
@@ -305,16 +304,16 @@ def _walked(reference: Run, candidate: Run, ours: KeptRecords, theirs: KeptRecor
 def _is_usual(reference: Run, candidate: Run) -> bool:
     """Whether nothing about the runs as wholes asks for a rule of its own."""
     runs = (reference, candidate)
-    if all("graphs" in run.manifest for run in runs) or all(map(takes_weights, runs)):
+    if all("graphs" in run.manifest for run in runs) or all(
+        run.facts.operator_sites for run in runs
+    ):
         return False
-    if framework_of(reference) != framework_of(candidate):
+    if reference.facts.framework != candidate.facts.framework:
         return False
     firsts = [run.records[0].key for run in runs]
     if all(key.site[:1].isdigit() for key in firsts):
         return False
-    return not any(
-        GRAPHS in run.sheets(key.rank, key.process) for run, key in zip(runs, firsts, strict=True)
-    )
+    return not (is_compiled(reference) or is_compiled(candidate))
 
 
 def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
@@ -327,13 +326,9 @@ def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
     if not alone:
         return ()
     runs = (reference, candidate)
-    if walk.other_classes or all(run.manifest.get("numbered_names") for run in runs):
+    if walk.other_classes or all(run.facts.numbered_names for run in runs):
         raise _NotAlike
-    keys = [run.records[0].key for run in runs]
-    if all(
-        (run.topology(key.rank, key.process) or {}).get("graphs")
-        for run, key in zip(runs, keys, strict=True)
-    ):
+    if keeps_graphs(reference) and keeps_graphs(candidate):
         raise _NotAlike
     for record in alone:
         site, name = record.key.site, record.class_name

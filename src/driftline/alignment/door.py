@@ -14,9 +14,14 @@ from typing import NamedTuple, NoReturn
 
 from driftline.alignment.names import nothing_in_common, pair_by_name, select
 from driftline.alignment.plan import Pair, Plan, Rule
-from driftline.alignment.settling import Seen, after_matching, before_matching
+from driftline.alignment.settling import (
+    Seen,
+    after_matching,
+    before_matching,
+    is_compiled,
+    keeps_graphs,
+)
 from driftline.errors import BadInput
-from driftline.runs.layout import GRAPHS
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -65,7 +70,7 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
     if options.plan_file is not None:
         from driftline.alignment.saved_plan import saved_plan
 
-        compiled = _is_compiled(reference) or _is_compiled(candidate)
+        compiled = is_compiled(reference) or is_compiled(candidate)
         plan = saved_plan(options.plan_file, reference, candidate, compiled=compiled)
         if options.masks:
             from driftline.alignment.masks import masked
@@ -109,11 +114,7 @@ def _has_graphs(reference: Run, candidate: Run) -> bool:
         return True
     if set(reference.sites()) == set(candidate.sites()):
         return False  # names say it all, and the trees stay unread
-    for run in (reference, candidate):
-        key = run.records[0].key
-        if not (run.topology(key.rank, key.process) or {}).get("graphs"):
-            return False
-    return True
+    return keeps_graphs(reference) and keeps_graphs(candidate)
 
 
 def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
@@ -141,7 +142,7 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     plan = Plan((), tuple(reference.records), tuple(candidate.records))
     if options.maps or options.mapping_file is not None:
         plan = _by_map(plan, options)
-    if _is_compiled(reference) or _is_compiled(candidate):
+    if is_compiled(reference) or is_compiled(candidate):
         from driftline.alignment.compiled import graphs_of
         from driftline.alignment.compiled_lines import with_lines
         from driftline.alignment.compiled_pairs import align_compiled
@@ -186,12 +187,6 @@ def _in_common(plan: Plan) -> NoReturn:
         said = f"{trouble}; structure tells none apart either: {tried}"
         raise BadInput(said, hint=f"{trouble.hint}; --map says which site is which")
     raise trouble
-
-
-def _is_compiled(run: Run) -> bool:
-    """Whether a run lists graphs of a compiler beside its tensors: one look at one folder."""
-    key = run.records[0].key
-    return GRAPHS in run.sheets(key.rank, key.process)
 
 
 def _by_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
@@ -284,7 +279,7 @@ def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
 
     Equal names are then as good as accidents: the second `linear` of one is the third of the other.
     """
-    if all(run.manifest.get("numbered_names") for run in (reference, candidate)):
+    if reference.facts.numbered_names and candidate.facts.numbered_names:
         return set(reference.sites()) != set(candidate.sites())
     if not all(run.records[0].key.site[:1].isdigit() for run in (reference, candidate)):
         return False

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from driftline.alignment.plan import Plan
+from driftline.runs.facts import first_records
 from driftline.runs.run import Run
 
 ROOT = "(root)"
@@ -111,10 +112,10 @@ _NO_GRAPH = ExportedGraph({}, {})
 
 def exported_graph(run: Run) -> ExportedGraph | None:
     """The graph of a run that was captured from an exported file; None for any other run."""
-    key = run.records[0].key
-    topology = run.topology(key.rank, key.process)
-    about = topology.get("exported") if topology is not None else None
-    if not isinstance(about, Mapping):
+    trees = (run.topology(r.key.rank, r.key.process) for r in first_records(run))
+    graphs = (tree.get("exported") for tree in trees if tree is not None)
+    about = next((graph for graph in graphs if isinstance(graph, Mapping)), None)
+    if about is None:
         return None
     told = cast("Mapping[str, Any]", about)
     nodes = {

@@ -10,7 +10,6 @@ from typing import Literal
 
 from driftline.alignment.calls import enclosing, main_tensor
 from driftline.alignment.operator_steps import OperatorSteps
-from driftline.alignment.settling import takes_weights
 from driftline.runs.record import Record
 
 Layout = Literal["out_in", "in_out", "rows", ""]
@@ -21,7 +20,7 @@ class OperandLayouts:
 
     def __init__(self, steps: OperatorSteps) -> None:
         self._steps = steps
-        self._any = takes_weights(steps.run)
+        self._any = steps.run.facts.operator_sites
 
     def is_operand(self, record: Record) -> bool:
         """Whether an input is the matrix of a product, or is handed on to one."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from driftline.alignment.calls import ROOTS, Call, Frame, calls_of, frames_of, main_tensor
 from driftline.alignment.dataflow import bytes_of
 from driftline.alignment.plan import Pair, Plan
-from driftline.alignment.settling import takes_weights
 from driftline.runs.record import Record
 from driftline.runs.run import Run
 
@@ -38,7 +37,7 @@ def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
             whole = pair.reference_recipe is None and pair.candidate_recipe is None
             partners[own] = pair if whole and own not in partners else None
         other = candidate if ours else reference
-        modules = takes_weights(other) and not takes_weights(run)
+        modules = other.facts.operator_sites and not run.facts.operator_sites
         for record, pair in _passed(run, alone, partners, modules):
             sure = min(pair.confidence, PASSED)
             both = (record, pair.candidate) if ours else (pair.reference, record)

@@ -89,9 +89,8 @@ def processes_of(run: Run) -> dict[int, int]:
     A script may run something else first, and a launcher may start a rank anew.
     """
     worlds: dict[tuple[int, int], int] = {}
-    for facts in run.processes():
-        world = facts.get("world_size")
-        worlds[int(facts["rank"]), int(facts["process"])] = world if type(world) is int else 0
+    for facts in run.facts.processes:
+        worlds[facts.rank, facts.process] = facts.world
     tensors = Counter((record.key.rank, record.key.process) for record in run.records)
     found: dict[int, int] = {}
     for (rank, process), count in sorted(tensors.items()):

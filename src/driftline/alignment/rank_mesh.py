@@ -191,10 +191,10 @@ def mesh_of(run: Run) -> Mesh:
 
     It holds all of them, and tells most placements, by name if possible; else it is the finest.
     """
-    facts = run.processes()
+    facts = run.facts.processes
     here = sorted({record.key.rank for record in run.records})
-    world = max([*(_whole(each.get("world_size")) for each in facts), here[-1] + 1, len(here)])
-    known = [_mesh(shown, world) for each in facts for shown in _list(each.get("meshes"))]
+    world = max(run.facts.world, here[-1] + 1, len(here))
+    known = [_mesh(shown, world) for each in facts for shown in each.meshes]
     meshes = [mesh for mesh in known if mesh is not None]
     said, standing = _said(run)
     meshes += [
@@ -205,7 +205,7 @@ def mesh_of(run: Run) -> Mesh:
     meshes = [mesh._replace(others=standing) for mesh in meshes]
     best = max(meshes, key=lambda mesh: mesh.fit(said), default=None)
     if best is None:
-        best = _of_groups([_list(each.get("groups")) for each in facts], world)
+        best = _of_groups([list(each.groups) for each in facts], world)
     if best is not None and set(here) <= set(best.at):
         return best
     flat = {rank: (rank,) for rank in range(world)}

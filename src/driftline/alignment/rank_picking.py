@@ -13,9 +13,9 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Source, Step, start
 from driftline.alignment.sides import with_steps
 from driftline.errors import BadInput
-from driftline.runs.narrowed import narrowed
 from driftline.runs.record import Record
 from driftline.runs.run import Run
+from driftline.runs.views import narrowed
 
 Cuts = tuple[Step, ...]
 _ALONE = ("times",)

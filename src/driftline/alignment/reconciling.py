@@ -6,21 +6,14 @@ and batches, plain reshapes, and tile padding. What no rule explains stays apart
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
-
 from driftline.alignment.axes import Layouts, cropped, reshaped, transposed
 from driftline.alignment.operand_layout import OperandLayouts
 from driftline.alignment.operator_steps import OperatorSteps
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.quantised import Scales, as_numbers, dequantised, same_terms
 from driftline.alignment.quantised_operators import OperatorScales
-from driftline.alignment.settling import framework_of, takes_weights
 from driftline.alignment.sides import shapes_of
 from driftline.runs.run import Run
-
-TILED = frozenset({"atb", "atb-bin", "ge", "ge-dump"})
-"""Formats whose matrices may be padded to whole tiles. Elsewhere more tokens are more tokens."""
 
 
 class Reconciler:
@@ -36,14 +29,14 @@ class Reconciler:
         self._runs = (reference, candidate)
         steps = OperatorSteps(reference), OperatorSteps(candidate)
         operands = OperandLayouts(steps[0]), OperandLayouts(steps[1])
-        frameworks = (framework_of(reference), framework_of(candidate))
+        frameworks = (reference.facts.framework, candidate.facts.framework)
         self._layouts = Layouts(frameworks, operands, plan.pairs)
         self._scales: tuple[Scales, Scales] | None = None
         self._operators = (OperatorScales(steps[0]), OperatorScales(steps[1]))
-        self._takes_weights = all(map(takes_weights, self._runs))
+        self._takes_weights = all(run.facts.operator_sites for run in self._runs)
         self._tokens = TokenBook(reference, candidate)
         self.notes = self._tokens.notes
-        self._tiled = any(not _formats(run).isdisjoint(TILED) for run in self._runs)
+        self._tiled = any(run.facts.tiled for run in self._runs)
 
     def settled(self, pair: Pair) -> Pair:
         """The pair with recipes that bring its sides together, or with the reason there is none."""
@@ -84,18 +77,6 @@ class Reconciler:
             return False
         ours, theirs = self._tokens.batches(pair)
         return ours is not None and theirs is not None and ours.tokens != theirs.tokens
-
-
-def _formats(run: Run) -> set[str]:
-    """What wrote a run, and what wrote that which it was converted from."""
-    found = {str(run.manifest.get("format", ""))}
-    for facts in (run.manifest, *run.processes()):
-        before = facts.get("converted_from")
-        if isinstance(before, Mapping):
-            found.add(str(cast("Mapping[str, Any]", before).get("format", "")))
-        elif before:
-            found.add(str(before).partition(":")[0])
-    return found
 
 
 def _dims(shape: tuple[int, ...]) -> str:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.errors import BadInput
+from driftline.runs.facts import first_records
 from driftline.runs.key import TensorKey
+from driftline.runs.layout import GRAPHS
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -90,9 +92,9 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
 
         plan = said_of_moments(plan)
     foreign = any(_is_square_weight(pair) for pair in plan.pairs) and (
-        framework_of(reference) != framework_of(candidate)
+        reference.facts.framework != candidate.facts.framework
     )
-    operators = all(takes_weights(run) for run in (reference, candidate))
+    operators = reference.facts.operator_sites and candidate.facts.operator_sites
     codes = operators and any(
         record.dtype in _CODES for run in (reference, candidate) for record in run.records
     )
@@ -126,15 +128,15 @@ def _without_sources(plan: Plan) -> Plan:
     )
 
 
-def framework_of(run: Run) -> str:
-    """`torch`, `paddle`, or nothing where the run does not say."""
-    said = str(run.manifest.get("framework", "")).lower()
-    if said:
-        return "paddle" if said.startswith("paddle") else said
-    for process in run.processes():
-        if said := str(process.get("framework", "")).lower():
-            return said
-    return "paddle" if "paddle" in str(run.manifest.get("format", "")).lower() else ""
+def is_compiled(run: Run) -> bool:
+    """Whether any process lists graphs of a compiler beside its tensors: one look at its folder."""
+    return any(GRAPHS in run.sheets(r.key.rank, r.key.process) for r in first_records(run))
+
+
+def keeps_graphs(run: Run) -> bool:
+    """Whether the module tree of any process holds the graph that a compiler's dump came with."""
+    trees = (run.topology(r.key.rank, r.key.process) for r in first_records(run))
+    return any(tree is not None and tree.get("graphs") for tree in trees)
 
 
 def _is_square_weight(pair: Pair) -> bool:
@@ -173,12 +175,6 @@ def _operands(pair: Pair, codes: bool) -> bool:
     return ours.key.port == "input" and (square or (codes and len(shape) == 1))
 
 
-def takes_weights(run: Run) -> bool:
-    """Whether the sites are operators of a library, numbered, whose weights are their inputs."""
-    number, line, _ = run.records[0].key.site.partition("_") if run.records else ("", "", "")
-    return bool(line) and number.isdigit()  # `0_WordEmbedding`, and not the `0` of a Sequential
-
-
 def _lie_differently(
     reference: Run, candidate: Run, ours: list[tuple[int, int]], theirs: list[tuple[int, int]]
 ) -> bool:
@@ -187,16 +183,14 @@ def _lie_differently(
     if len(many[0]) != len(many[1]):
         # Ranks that are gone, or were not captured, change nothing about where the others stand.
         subset = many[0] < many[1] or many[1] < many[0]
-        if not subset or _world(reference) != _world(candidate):
+        if not subset or reference.facts.world != candidate.facts.world:
             return True
     elif len(many[0]) == 1 and _cut_over_more_ranks(reference) != _cut_over_more_ranks(candidate):
         return True  # what is left of a job that dealt out its tensors is a part
     elif len(many[0]) == 1 or ours != theirs:
         return False
     # As many ranks on both sides, but perhaps another mesh: tensors that rank by rank are others.
-    from driftline.alignment.stages import stages_said
-
-    if stages_said(reference) or stages_said(candidate):
+    if reference.facts.stages or candidate.facts.stages:
         return True  # other stages, or another order of micro-batches
     known = {record.key: record for record in reference.records}
     for record in candidate.records:
@@ -213,13 +207,7 @@ def _lie_differently(
 def _cut_over_more_ranks(run: Run) -> bool:
     """Whether one rank is here of a job of several, whose tensors say that they are parts."""
     # Records first: most runs have no placements, and the facts of processes lie in files.
-    return any("S(" in record.placement for record in run.records) and _world(run) > 1
-
-
-def _world(run: Run) -> int:
-    """How many ranks the job had, also where some left nothing; 0 where nobody says."""
-    sizes = [facts.get("world_size") for facts in run.processes()]
-    return max((size for size in sizes if type(size) is int), default=0)
+    return any("S(" in record.placement for record in run.records) and run.facts.world > 1
 
 
 def way(placement: str) -> str:
@@ -271,9 +259,7 @@ def _gathered(
 
 def _calls_differ(reference: Run, candidate: Run) -> bool:
     """Whether two pipelines had their batch in another number of parts."""
-    from driftline.alignment.stages import stages_said
-
-    if not stages_said(reference) or not stages_said(candidate):
+    if not reference.facts.stages or not candidate.facts.stages:
         return False
     visits = [
         max((r.key.visit for r in run.records if r.key.port == "output"), default=0)

@@ -7,14 +7,15 @@ of views becomes one of the runs themselves. Which rank or step is which, the ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Source, Step, start
 from driftline.errors import BadInput
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
-from driftline.runs.run import Loss, Memory, Run, Storage
+from driftline.runs.run import Memory, ReadAhead, Run, Storage
+from driftline.runs.views import RunView
 
 if TYPE_CHECKING:
     from driftline.runs.sink import JSON
@@ -61,8 +62,13 @@ Aside = tuple[Record, Origin, str]
 """A tensor that has no part in the matching: as it is seen, what it is made of, and why."""
 
 
-class SeenRun(Run):
-    """A run with some records in place of others; the rest of it is as it was."""
+class SeenRun(RunView):
+    """A run with some records in place of others; the rest of it is as it was.
+
+    Attributes:
+        origins: What the records are made of, by their keys; those that are not here are the run's.
+        aside: Tensors that have no part in the matching.
+    """
 
     def __init__(
         self,
@@ -71,24 +77,15 @@ class SeenRun(Run):
         origins: Mapping[TensorKey, Origin],
         aside: Sequence[Aside] = (),
     ) -> None:
-        self.name = whole.name
-        self.ordered = whole.ordered
-        self.whole = whole
+        super().__init__(whole)
         self.origins = origins
         self.aside = aside
         self._records = records
+        self._places: dict[tuple[int, int], tuple[int, int]] | None = None
 
     @property
     def records(self) -> Sequence[Record]:
         return self._records
-
-    @property
-    def manifest(self) -> Mapping[str, Any]:
-        return self.whole.manifest
-
-    @property
-    def losses(self) -> Sequence[Loss]:
-        return self.whole.losses
 
     def raw(self, record: Record) -> Storage:
         origin = self._first(record)
@@ -100,6 +97,37 @@ class SeenRun(Run):
         origin = self._first(record)
         return self.whole.memory(origin) if isinstance(origin, Record) else None
 
+    def window(self, record: Record, start: int, stop: int) -> Memory | None:
+        origin = self._first(record)
+        return self.whole.window(origin, start, stop) if isinstance(origin, Record) else None
+
+    def read_ahead(self) -> ReadAhead | None:
+        """None: rules read few of its tensors, and the run knows them by other keys."""
+        return None
+
+    def lost(self, record: Record) -> str:
+        origin = self._first(record)
+        if isinstance(origin, Record):
+            return self.whole.lost(origin)
+        return "it is gathered from several ranks when it is compared"
+
+    def source(self, record: Record) -> str:
+        origin = self._first(record)
+        return self.whole.source(origin) if isinstance(origin, Record) else ""
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        tree = self.whole.topology(*self._place(rank, process))
+        if tree is not None:
+            return tree
+        places = sorted({(r.key.rank, r.key.process) for r in self.whole.records})
+        return next((tree for place in places if (tree := self.whole.topology(*place))), None)
+
+    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
+        return self.whole.sheets(*self._place(rank, process))
+
+    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        return self.whole.sheet(name, *self._place(rank, process))
+
     def _first(self, record: Record) -> Origin:
         """What a record of the view is made of; of replicas the first."""
         origin = self.origins.get(record.key, record)
@@ -110,24 +138,16 @@ class SeenRun(Run):
             return Gathered(first) if isinstance(first, Recipe) else first
         return origin
 
-    def lost(self, record: Record) -> str:
-        origin = self._first(record)
-        if isinstance(origin, Record):
-            return self.whole.lost(origin)
-        return "it is gathered from several ranks when it is compared"
-
-    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
-        found = self.whole.topology(rank, process)
-        if found is not None:
-            return found
-        places = sorted({(r.key.rank, r.key.process) for r in self.whole.records})
-        return next((tree for at in places if (tree := self.whole.topology(*at))), None)
-
-    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
-        return self.whole.sheets(rank, process)
-
-    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
-        return self.whole.sheet(name, rank, process)
+    def _place(self, rank: int, process: int) -> tuple[int, int]:
+        """The process of the run that is seen as this one; of gathered ranks the first."""
+        if self._places is None:
+            self._places = {}
+            for record in self._records:
+                place = (record.key.rank, record.key.process)
+                if place not in self._places:
+                    real = _parts(self.origins.get(record.key, record))[0].key
+                    self._places[place] = (real.rank, real.process)
+        return self._places.get((rank, process), (rank, process))
 
 
 def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
@@ -146,9 +166,32 @@ def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
                 reasons.setdefault((side, record.key), reason)
                 found.append(record)
         found.sort(key=lambda record: (record.key.rank, record.key.process, record.order))
+    stored_keys = {"reference": _keys(ours), "candidate": _keys(theirs)}
+    lines = {
+        (side, key): line
+        for (side, seen_key), line in plan.lone_lines.items()
+        for key in stored_keys[side].get(seen_key, (seen_key,))
+    }
+    # Of what is compared on the other side the first stands for its copies, as it does in a pair.
+    others = {"reference": stored_keys["candidate"], "candidate": stored_keys["reference"]}
+    inside = {
+        (side, key): others[side].get(partner, (partner,))[0]
+        for (side, seen_key), partner in plan.inside.items()
+        for key in stored_keys[side].get(seen_key, (seen_key,))
+    }
     return plan._replace(
-        pairs=tuple(pairs), missing=tuple(missing), extra=tuple(extra), reasons=reasons
+        pairs=tuple(pairs),
+        missing=tuple(missing),
+        extra=tuple(extra),
+        reasons=reasons,
+        lone_lines=lines,
+        inside=inside,
     )
+
+
+def _keys(origins: Mapping[TensorKey, Origin]) -> dict[TensorKey, tuple[TensorKey, ...]]:
+    """Key of a view → keys of the stored tensors behind it."""
+    return {key: tuple(r.key for r in _parts(origin)) for key, origin in origins.items()}
 
 
 def origins_of(run: Run) -> Mapping[TensorKey, Origin]:
@@ -180,14 +223,12 @@ def _real_pairs(
     for which, (left, left_recipe, trouble) in enumerate(left_side):
         # Of copies on both sides the first of each is set against all of the other.
         for right, right_recipe, more in right_side if which == 0 else right_side[:1]:
-            yield Pair(
-                left,
-                right,
-                pair.by,
-                pair.confidence,
-                left_recipe,
-                right_recipe,
-                pair.trouble or trouble or more,
+            yield pair._replace(
+                reference=left,
+                candidate=right,
+                reference_recipe=left_recipe,
+                candidate_recipe=right_recipe,
+                trouble=pair.trouble or trouble or more,
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
@@ -151,26 +151,10 @@ def _fitting(
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def stages_said(run: Run) -> dict[int, list[tuple[int, str | None]]]:
-    """Rank → the stages that its process named, and the sites of their models where known."""
-    found: dict[int, list[tuple[int, str | None]]] = {}
-    for facts in run.processes():
-        said: Any = facts.get("stages")
-        for each in cast("list[Any]", said) if isinstance(said, list) else []:
-            if not isinstance(each, Mapping):
-                continue
-            about = cast("Mapping[str, Any]", each)
-            stage, site = about.get("stage"), about.get("site")
-            if type(stage) is int and 0 <= stage < 1 << 16:
-                named = site if isinstance(site, str) else None
-                found.setdefault(int(facts["rank"]), []).append((stage, named))
-    return found
-
-
 def _said(run: Run, sites: Sites, whole: Numbers) -> dict[int, Sequence[Chunk]]:
     """Stages as the processes named them."""
     found: dict[int, Sequence[Chunk]] = {}
-    for rank, said in stages_said(run).items():
+    for rank, said in run.facts.stages.items():
         under = [None if site is None else site.removeprefix(ROOT) for _, site in said]
         stages = [stage for stage, _ in said]
         if None in under:  # in the order in which the rank has them

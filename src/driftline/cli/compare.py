@@ -303,7 +303,7 @@ def _same_ranks(ref: Path, cand: Path) -> bool:
 def _some(run: "Run", steps: frozenset[int], ranks: frozenset[int]) -> "Run":
     if not steps and not ranks:
         return run
-    from driftline.runs.narrowed import narrowed
+    from driftline.runs.views import narrowed
 
     return script.part(narrowed, run, steps=steps, ranks=ranks)
 

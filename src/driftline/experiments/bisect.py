@@ -22,8 +22,8 @@ from driftline.experiments.launching import Ended, run_with
 from driftline.experiments.sites import Node, site_tree
 from driftline.formats.opening import open_run
 from driftline.launch.plan import CapturePlan
-from driftline.runs.narrowed import only
 from driftline.runs.run import Run
+from driftline.runs.views import only
 
 SCHEMA = 1
 HIGHER_IS_BETTER = ("cosine",)

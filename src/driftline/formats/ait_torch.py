@@ -71,7 +71,8 @@ def open(path: Path) -> TreeRun:
         path,
         NAME,
         reader.leaves,
-        ordered=bool(reader.topologies),
+        # Files have no order of their own; the module tree lists modules as they were registered.
+        order="registration" if reader.topologies else "none",
         topologies=reader.topologies,
         events=reader.events,
         facts=reader.facts,

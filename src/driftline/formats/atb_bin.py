@@ -85,7 +85,7 @@ def open(path: Path) -> TreeRun:
         leaf = leaf_of(key, header, path, path.name)
     remark = header.remark
     events = [{"kind": "note", "message": remark}] if remark else []
-    return TreeRun(path, NAME, [leaf], ordered=False, events=events)
+    return TreeRun(path, NAME, [leaf], order="none", events=events)
 
 
 def leaf_of(

@@ -33,7 +33,11 @@ Progress = Callable[[int, int], None]
 
 AIT_TREE = Address("driftline.dialects.ait_tree:AitTree")
 _RELEASE_AFTER = 256 << 20
-_FACTS = ("framework", "devices", "seed", "seeds", "default_dtype", "threads", "deterministic")
+# Beside the facts of the run as a whole; `only_ranks` says that the other ranks are not missed.
+_PROCESS_KEYS = (
+    *("framework", "devices", "seed", "seeds", "default_dtype", "threads", "deterministic"),
+    "only_ranks",
+)
 
 
 class Conversion:
@@ -68,7 +72,10 @@ class Conversion:
             about = facts.get((rank, process), {})
             writer.describe(
                 converted_from={"format": self._format(), "path": self.run.name},
-                **{name: about[name] for name in _FACTS if name in about},
+                **(
+                    self.run.facts.of_process(rank, process)
+                    | {name: about[name] for name in _PROCESS_KEYS if name in about}
+                ),
             )
             if (tree := self.run.topology(rank, process)) is not None:
                 writer.topology(tree)
@@ -111,7 +118,12 @@ class Conversion:
         self._step()
 
     def into_files(self, to: Target) -> None:
-        listed = TensorList(self.place, f"{self._format()}: {self.run.name}")
+        about = self.run.facts.to_json()
+        listed = TensorList(
+            self.place,
+            f"{self._format()}: {self.run.name}",
+            {**about, "processes": [each.to_json() for each in self.run.facts.processes]},
+        )
         try:
             for rank, process, records in self._parts():
                 if to == "safetensors":
@@ -156,7 +168,7 @@ class Conversion:
                 self._step()
 
     def into_ait(self) -> None:
-        if _came_from(self.run) == ATB:
+        if self.run.facts.first_format == ATB:
             self.into_atb()
             return
         require("torch", install="driftline[torch]")
@@ -254,17 +266,6 @@ class Conversion:
         return str(self.run.manifest.get("format", "run"))
 
 
-def _came_from(run: Run) -> str:
-    """The format of the dump that a run is, or was before it was converted."""
-    for facts in (run.manifest, *run.processes()):
-        before = facts.get("converted_from")
-        if isinstance(before, Mapping):
-            return str(cast("Mapping[str, Any]", before).get("format", ""))
-        if isinstance(before, str):
-            return before.partition(":")[0]
-    return str(run.manifest.get("format", ""))
-
-
 def _words(details: Any) -> dict[str, Any]:
     if not isinstance(details, Mapping):
         return {}
@@ -281,5 +282,5 @@ def command_of(run: Run) -> list[str]:
 
 
 def world_of(run: Run) -> int:
-    """How many ranks have tensors in it."""
-    return len({record.key.rank for record in run.records}) or 1
+    """How many ranks its job had, as far as it says; at least those that have tensors in it."""
+    return max(run.facts.world, len({record.key.rank for record in run.records}), 1)

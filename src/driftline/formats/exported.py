@@ -18,6 +18,7 @@ from driftline.formats.member import Member
 from driftline.formats.parts import describe, unreadable
 from driftline.formats.tree import Leaf, TreeRun
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.facts import RUN_KEYS, read_process
 from driftline.runs.inside import reason_of
 from driftline.runs.key import PORTS, TensorKey, usual_moment, usual_phase
 from driftline.runs.record import Record
@@ -85,6 +86,7 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
     events: list[Mapping[str, Any]] = []
     topologies: dict[tuple[int, int], Mapping[str, Any]] = {}
     facts: dict[str, Any] = {}
+    processes: list[Mapping[str, Any]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         try:
             line = json.loads(raw)
@@ -97,14 +99,23 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
             elif line.get("schema") != SCHEMA:
                 raise ValueError("it is of no kind that is known")
             else:
-                facts = {"converted_from": str(line.get("converted_from", ""))}
+                told = dict(line.get("facts", {}))  # not there in lists of 0.1.0
+                facts = {name: told[name] for name in RUN_KEYS if name in told}
+                facts["converted_from"] = str(line.get("converted_from", ""))
+                processes = [read_process(each).to_json() for each in told.get("processes", [])]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as trouble:
             raise BadFile(
                 f"{place}, line {number}, cannot be believed: {reason_of(trouble)}",
                 hint="remove that file to read the folder as plain tensor files",
             ) from trouble
     return TreeRun(
-        folder.path, format_name, leaves, topologies=topologies, events=events, facts=facts
+        folder.path,
+        format_name,
+        leaves,
+        topologies=topologies,
+        events=events,
+        facts=facts,
+        processes=processes,
     )
 
 

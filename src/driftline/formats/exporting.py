@@ -25,6 +25,7 @@ from driftline.registry import require
 from driftline.runs.key import usual_moment, usual_phase
 from driftline.runs.record import Record
 from driftline.runs.run import Storage, kept_elements
+from driftline.runs.sink import JSON
 
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=()-]")
 _LONGEST_NAME = 120
@@ -37,10 +38,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class TensorList:
     """The list of keys, written line by line."""
 
-    def __init__(self, folder: Path, source: str) -> None:
+    def __init__(self, folder: Path, source: str, facts: Mapping[str, JSON]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = (folder / LIST).open("w", encoding="utf-8")
-        self._write({"schema": SCHEMA, "converted_from": source})
+        self._write({"schema": SCHEMA, "converted_from": source, "facts": facts})
 
     def tensor(self, record: Record, file: str, name: str, stored: str) -> None:
         self._write(line_of(record, file, name, stored))

@@ -21,7 +21,7 @@ LONE = "tensor"
 class FileRun(Run):
     """A tensor file as a run: each tensor is the output of a site of its name, uncopied."""
 
-    ordered = False
+    _order = "none"
 
     def __init__(self, path: Path, format_name: str, members: Sequence[Member]) -> None:
         self.name = str(path)

@@ -54,7 +54,11 @@ def open(path: Path) -> TreeRun:
     if not leaves:
         raise BadFile(f"{path} is laid out like a tree of the saving hook and holds no tensor")
     numbered = all(_NUMBERED.fullmatch(leaf.record.key.site) for leaf in leaves)
-    facts = {"numbered_names": numbered, "framework": "paddle" if numbered else "torch"}
+    facts = {
+        "numbered_names": numbered,
+        "framework": "paddle" if numbered else "torch",
+        "step_unit": "micro-batch",
+    }
     return TreeRun(path, NAME, _with_classes(leaves), events=events, facts=facts)
 
 

@@ -80,7 +80,7 @@ def open(path: Path) -> TreeRun:
         raise BadFile(f"{path} holds no tensor file")
     events = [{"kind": "skipped", "message": text} for text in folder.not_entered]
     events += [{"kind": "dump", "message": text} for text in _dumps_inside(path)]
-    return TreeRun(path, NAME, leaves, ordered=False, events=events)
+    return TreeRun(path, NAME, leaves, order="none", events=events)
 
 
 def _dumps_inside(path: Path) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from driftline.errors import BadFile
 from driftline.formats import reading
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.facts import Order
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Blob, Record
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
@@ -64,10 +65,11 @@ class TreeRun(Run):
         format_name: str,
         leaves: Sequence[Leaf],
         *,
-        ordered: bool = True,
+        order: Order = "execution",
         topologies: Mapping[tuple[int, int], Mapping[str, JSON]] | None = None,
         events: Sequence[Mapping[str, Any]] = (),
         facts: Mapping[str, Any] | None = None,
+        processes: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Take over the leaves.
 
@@ -75,28 +77,30 @@ class TreeRun(Run):
             path: Folder (or file) that was opened.
             format_name: The format's NAME.
             leaves: In execution order within each rank and process.
-            ordered: Whether that order means something.
+            order: What that order means.
             topologies: Module tree by (rank, process), in the form of `topology.json`.
             events: Warnings about the dump itself: files that were not understood, say.
             facts: Joins the manifest.
+            processes: What each process left about itself, where the dump keeps that.
 
         Raises:
             BadFile: Two leaves have one key.
         """
         self.name = str(path)
-        self.ordered = ordered
+        self._order = order
         self._format = format_name
         self._topologies = dict(topologies or {})
         self._events = list(events)
         self._facts = dict(facts or {})
+        self._processes = list(processes)
         self._leaves: dict[TensorKey, Leaf] = {}
         records: list[Record] = []
         ranked = leaves
         if len({leaf.record.key[5:7] for leaf in leaves}) > 1:  # rank and process
             ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])
         known = self._leaves
-        for order, leaf in enumerate(ranked):
-            record = leaf.record.placed(order, _place(leaf))
+        for position, leaf in enumerate(ranked):
+            record = leaf.record.placed(position, _place(leaf))
             earlier = known.setdefault(record.key, leaf)
             if earlier is not leaf:
                 raise BadFile(
@@ -144,6 +148,9 @@ class TreeRun(Run):
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
+
+    def processes(self) -> list[Mapping[str, Any]]:
+        return list(self._processes)
 
     def tables(self) -> Sequence[DumpTable]:
         """Tables that the dump holds beside its tensors."""

@@ -13,7 +13,7 @@ from driftline.errors import BadInput
 from driftline.gating.door import Limits, compare
 from driftline.gating.lockstep import compared_in_step
 from driftline.registry import require
-from driftline.runs.narrowed import only
+from driftline.runs.views import only
 
 if TYPE_CHECKING:
     from _typeshed import StrPath

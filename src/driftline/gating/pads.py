@@ -89,7 +89,7 @@ def judged_without_pads(
 
 def _moments_of(run: Run, keys: Iterable[TensorKey]) -> Run:
     """What a long run has of the steps of some tensors: what they worked on is looked up there."""
-    from driftline.runs.narrowed import only
+    from driftline.runs.views import only
 
     moments = {(key.rank, key.process, key.step) for key in keys}
 

@@ -156,11 +156,9 @@ def _where_ranks_stand(run: Run) -> Iterator[tuple[str, str]]:
 
         yield "mesh", str(mesh_of(run))
     if any(facts.get("stages") for facts in run.processes()):
-        from driftline.alignment.stages import stages_said
-
         shown = [
             f"{', '.join(str(stage) for stage, _ in stages)} on rank {rank}"
-            for rank, stages in sorted(stages_said(run).items())
+            for rank, stages in sorted(run.facts.stages.items())
         ]
         yield "stages", "; ".join(shown if len(shown) <= 8 else [*shown[:7], "...", shown[-1]])
 

@@ -64,6 +64,14 @@ class KeptRecords(Sequence[Record]):
             for line in part.lines:
                 yield record_of(line, rank, process)
 
+    def firsts(self) -> list[Record]:
+        """The first record of each process that has any."""
+        return [
+            record_of(part.lines[0], part.rank, part.process)
+            for part in self.parts
+            if len(part.lines)
+        ]
+
     def sites(self) -> Iterator[str]:
         for part in self.parts:
             for line in part.lines:

@@ -1,9 +1,14 @@
-"""A run of which only some steps and ranks are looked at; the rest is as if it were not there."""
+"""Runs seen otherwise: only some steps, ranks or tensors of them, or under other names.
+
+A view passes on everything that it does not change on purpose, so that what a run says of itself
+(its framework, its meshes, its events) cannot be lost on the way. `Run` gives most of its members a
+default, so each is passed on by name here, and a test walks over them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from driftline.errors import BadInput
 from driftline.runs.kept_records import KeptRecords
@@ -11,6 +16,9 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage
 from driftline.runs.sink import JSON
+
+if TYPE_CHECKING:
+    from driftline.runs.facts import RunFacts
 
 
 def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = ()) -> Run:
@@ -25,7 +33,7 @@ def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = 
         # Whole parts of it: they stay where they lie.
         parts = [part for part in run.records.parts if len(part.lines)]
         _require(run, "rank", ranks, {part.rank for part in parts})
-        return _NarrowedRun(run, KeptRecords([part for part in parts if part.rank in ranks]))
+        return NarrowedRun(run, KeptRecords([part for part in parts if part.rank in ranks]))
     known: tuple[set[int], set[int]] = (set(), set())
     kept: list[Record] = []
     for record in run.records:
@@ -36,7 +44,7 @@ def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = 
             kept.append(record)
     _require(run, "step", steps, known[0])
     _require(run, "rank", ranks, known[1])
-    return _NarrowedRun(run, kept)
+    return NarrowedRun(run, kept)
 
 
 def _require(run: Run, what: str, wanted: Collection[int], known: Collection[int]) -> None:
@@ -49,70 +57,94 @@ def _require(run: Run, what: str, wanted: Collection[int], known: Collection[int
 
 def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
     """The same run without the tensors that are not wanted."""
-    return _NarrowedRun(run, [record for record in run.records if wanted(record)])
+    return NarrowedRun(run, [record for record in run.records if wanted(record)])
 
 
-class _NarrowedRun(Run):
-    def __init__(self, whole: Run, records: Sequence[Record]) -> None:
+class RunView(Run):
+    """A run seen through another object; what a subclass does not change is the run's own."""
+
+    def __init__(self, whole: Run) -> None:
         self.name = whole.name
         self.opened = whole.opened
-        self.ordered = whole.ordered
         self.fetched = whole.fetched
-        self._whole = whole
+        self.whole = whole
+
+    @property
+    def facts(self) -> RunFacts:
+        return self.whole.facts
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self.whole.records
+
+    def raw(self, record: Record) -> Storage:
+        return self.whole.raw(record)
+
+    def memory(self, record: Record) -> Memory | None:
+        return self.whole.memory(record)
+
+    def window(self, record: Record, start: int, stop: int) -> Memory | None:
+        return self.whole.window(record, start, stop)
+
+    def read_ahead(self) -> ReadAhead | None:
+        return self.whole.read_ahead()
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return self.whole.manifest
+
+    @property
+    def growing(self) -> bool:
+        return self.whole.growing
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        return self.whole.losses
+
+    def lost(self, record: Record) -> str:
+        return self.whole.lost(record)
+
+    def source(self, record: Record) -> str:
+        return self.whole.source(record)
+
+    def release(self) -> None:
+        self.whole.release()
+
+    def release_some(self) -> None:
+        self.whole.release_some()
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        return self.whole.events()
+
+    def processes(self) -> list[Mapping[str, Any]]:
+        return self.whole.processes()
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        return self.whole.topology(rank, process)
+
+    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
+        return self.whole.sheets(rank, process)
+
+    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        return self.whole.sheet(name, rank, process)
+
+
+class NarrowedRun(RunView):
+    """Some records of a run."""
+
+    def __init__(self, whole: Run, records: Sequence[Record]) -> None:
+        super().__init__(whole)
         self._records = records
 
     @property
     def records(self) -> Sequence[Record]:
         return self._records
 
-    def raw(self, record: Record) -> Storage:
-        return self._whole.raw(record)
-
-    def memory(self, record: Record) -> Memory | None:
-        return self._whole.memory(record)
-
-    def window(self, record: Record, start: int, stop: int) -> Memory | None:
-        return self._whole.window(record, start, stop)
-
-    def read_ahead(self) -> ReadAhead | None:
-        return self._whole.read_ahead()
-
-    @property
-    def manifest(self) -> Mapping[str, Any]:
-        return self._whole.manifest
-
     @property
     def losses(self) -> Sequence[Loss]:
-        named = {loss.key for loss in self._whole.losses if loss.key is not None}
+        """Those of its own tensors, and those that are about no tensor."""
+        named = {loss.key for loss in self.whole.losses if loss.key is not None}
         keys: set[TensorKey] = set()
         if named:
             keys = {record.key for record in self._records if record.key in named}
-        return [loss for loss in self._whole.losses if loss.key is None or loss.key in keys]
-
-    @property
-    def growing(self) -> bool:
-        return self._whole.growing
-
-    def lost(self, record: Record) -> str:
-        return self._whole.lost(record)
-
-    def source(self, record: Record) -> str:
-        return self._whole.source(record)
-
-    def release(self) -> None:
-        self._whole.release()
-
-    def release_some(self) -> None:
-        self._whole.release_some()
-
-    def events(self) -> Iterator[Mapping[str, Any]]:
-        return self._whole.events()
-
-    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
-        return self._whole.topology(rank, process)
-
-    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
-        return self._whole.sheets(rank, process)
-
-    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
-        return self._whole.sheet(name, rank, process)
+        return [loss for loss in self.whole.losses if loss.key is None or loss.key in keys]
