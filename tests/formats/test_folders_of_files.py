@@ -302,6 +302,18 @@ def test_lists_that_hold_each_other_twice_are_no_endless_walk(tmp_path: Path) ->
         open_run(tmp_path / "trap.pt")
 
 
+def test_a_few_more_containers_than_allowed_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few enough that a walk without the guard would end, and this test with it."""
+    torch.save({"x": torch.ones(2), "tree": _doubling(6)}, tmp_path / "tree.pt")
+    monkeypatch.setattr("driftline.formats.torchfile.MOST_CONTAINERS", 128)
+    assert len(open_run(tmp_path / "tree.pt").records) == 1
+    monkeypatch.setattr("driftline.formats.torchfile.MOST_CONTAINERS", 127)
+    with pytest.raises(BadFile, match="more than 127 nested containers"):
+        open_run(tmp_path / "tree.pt")
+
+
 def test_what_is_not_readable_is_told_what_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no tensor")
     for what in (tmp_path, tmp_path / "notes.txt"):
