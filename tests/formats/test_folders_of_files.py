@@ -123,6 +123,7 @@ def test_the_quick_header_says_what_numpy_s_own_reader_says(array: Any, fortran:
     assert vars(quick) == vars(slow)
 
 
+torch.manual_seed(0)
 SAVED: list[Any] = [
     torch.randn(3, 4),
     torch.randn(2, 3).bfloat16(),
