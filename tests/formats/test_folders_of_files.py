@@ -123,6 +123,7 @@ def test_the_quick_header_says_what_numpy_s_own_reader_says(array: Any, fortran:
     assert vars(quick) == vars(slow)
 
 
+torch.manual_seed(0)
 SAVED: list[Any] = [
     torch.randn(3, 4),
     torch.randn(2, 3).bfloat16(),
@@ -300,6 +301,18 @@ def test_lists_that_hold_each_other_twice_are_no_endless_walk(tmp_path: Path) ->
     assert "nested containers" in member.trouble
     with pytest.raises(BadFile, match="nested containers"):
         open_run(tmp_path / "trap.pt")
+
+
+def test_a_few_more_containers_than_allowed_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few enough that a walk without the guard would end, and this test with it."""
+    torch.save({"x": torch.ones(2), "tree": _doubling(6)}, tmp_path / "tree.pt")
+    monkeypatch.setattr("driftline.formats.torchfile.MOST_CONTAINERS", 128)
+    assert len(open_run(tmp_path / "tree.pt").records) == 1
+    monkeypatch.setattr("driftline.formats.torchfile.MOST_CONTAINERS", 127)
+    with pytest.raises(BadFile, match="more than 127 nested containers"):
+        open_run(tmp_path / "tree.pt")
 
 
 def test_what_is_not_readable_is_told_what_is(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ from driftline.adapters.torch.unwelcome import PIPELINING, is_rehearsal, is_unwe
 _lock = threading.Lock()
 _sessions: tuple[CaptureSession, ...] = ()
 _original: Callable[..., Any] = nn.Module.__call__
+_left_below = False
+"""Whether another library's wrapper calls ours: it was set while a session ran, and stayed."""
 _optimizer_hook: Any = None
 _fork_hook_set = False
 
@@ -320,12 +322,15 @@ def _plainly(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 
 def watch(session: CaptureSession) -> None:
     """Show a session every module call from now on."""
-    global _sessions, _original, _optimizer_hook, _fork_hook_set
+    global _sessions, _original, _left_below, _optimizer_hook, _fork_hook_set
     with _lock:
         if not _sessions:
-            if nn.Module.__call__ is not _call:
-                _original = nn.Module.__call__
+            current = nn.Module.__call__
+            # A wrapper that calls ours must not be called by it, too: they would never end.
+            if current is not _call and not (_left_below and current is not _original):
+                _original = current
                 nn.Module.__call__ = _call
+                _left_below = False
             _hide_from_compiler()
             _optimizer_hook = register_optimizer_step_post_hook(_optimizer_stepped)
             if not _fork_hook_set:
@@ -336,7 +341,7 @@ def watch(session: CaptureSession) -> None:
 
 def unwatch(session: CaptureSession) -> None:
     """Show it no more; the last one to leave restores the plain call."""
-    global _sessions, _optimizer_hook
+    global _sessions, _left_below, _optimizer_hook
     with _lock:
         if session not in _sessions:
             return
@@ -344,7 +349,8 @@ def unwatch(session: CaptureSession) -> None:
         if not _sessions:
             # Somebody else may have wrapped the call after us; then ours stays below, doing
             # nothing.
-            if nn.Module.__call__ is _call:
+            _left_below = nn.Module.__call__ is not _call
+            if not _left_below:
                 nn.Module.__call__ = _original
             if _optimizer_hook is not None:
                 _optimizer_hook.remove()
