@@ -36,6 +36,19 @@ def warm_compiler() -> Iterator[str]:
         yield python
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-plans",
+        action="store_true",
+        help="write the plans of tests/alignment into its golden files",
+    )
+    parser.addoption(
+        "--record-commands",
+        action="store_true",
+        help="write what the commands of tests/corpus print and write into its records",
+    )
+
+
 def pytest_collection() -> None:
     gc.disable()  # all that is made stays: each search for what does not is in vain
 
