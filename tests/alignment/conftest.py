@@ -28,8 +28,8 @@ import driftline
 
 GOLDEN = Path(__file__).parent / "golden"
 LONGEST = 40
-"""Lines of a plan that are kept; of a longer one the first ones and a digest of all (to see all lines
-of a difference, raise it and record on the commit before and after)."""
+"""Lines of a plan that are kept; of a longer one the first ones and a digest of all. Where only the
+digest differs: raise this, and record before and after the change."""
 UNSTEADY: tuple[str, ...] = ()
 """Parts of names of tests whose plans depend on the machine."""
 SEPARATOR = "=== "
