@@ -67,6 +67,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         paddle.seed(SEED)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-plans",
+        action="store_true",
+        help="write the plans of tests/alignment into its golden files",
+    )
+    parser.addoption(
+        "--record-commands",
+        action="store_true",
+        help="write what the commands of tests/corpus print and write into its records",
+    )
+
+
 def pytest_collection() -> None:
     gc.disable()  # all that is made stays: each search for what does not is in vain
 

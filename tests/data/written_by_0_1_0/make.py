@@ -133,7 +133,14 @@ def run(line: str, place: Path) -> None:
 def keep(place: Path, out: Path) -> None:
     """Copy what was written, without paths of this machine and with large files compressed."""
     out.mkdir(parents=True)
-    left_out = {"tiny-llama", "prompts.json", "__pycache__", "torchinductor_root", ".cache", ".config"}
+    left_out = {
+        "tiny-llama",
+        "prompts.json",
+        "__pycache__",
+        "torchinductor_root",
+        ".cache",
+        ".config",
+    }
     for path in sorted(place.rglob("*")):
         parts = path.relative_to(place).parts
         if not path.is_file() or left_out & set(parts) or parts[0].startswith("."):
