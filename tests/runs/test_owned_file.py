@@ -14,9 +14,10 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from driftline.runs.owned_file import FileTaken, OwnedFile
+from driftline.runs.owned_file import FileTaken, OwnedFile, UnnamedFile
 from driftline.runs.reader import DiskRun, open_run
 from driftline.runs.verify import verify
 
@@ -297,6 +298,7 @@ def test_a_thread_that_closes_and_opens_all_the_time_gets_its_files_untouched(tm
     """
     start(tmp_path, text)
     check_user_files(tmp_path, 8)
+    check_complete(open_run(tmp_path / "run"), 1001)
 
 
 def lines(folder: Path) -> dict[str, int]:
@@ -364,3 +366,59 @@ def test_a_forked_child_cannot_write_a_file_of_its_parent(tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         file.append_all(b"!")
     assert (tmp_path / "file").read_bytes() == b"parent!"
+
+
+def test_a_temporary_file_is_never_mistaken_for_one_of_the_program(tmp_path):
+    spool = UnnamedFile("driftline-test-")
+    assert (spool.append(b"abc"), spool.append(b"def")) == (0, 3)
+    assert spool.read(2, 3) == b"cde"
+    number = spool._file
+    with (tmp_path / "mine").open("w+b", buffering=0) as mine:
+        mine.write(b"0123456789")
+        os.dup2(mine.fileno(), number)
+        with pytest.raises(FileTaken, match="temporary file"):
+            spool.append(b"ghi")
+        with pytest.raises(FileTaken, match="temporary file"):
+            spool.read(0, 3)
+        del spool
+        assert os.path.sameopenfile(mine.fileno(), number), "closed"
+        os.close(number)
+    assert (tmp_path / "mine").read_bytes() == b"0123456789"
+
+
+LABELS = """
+    from driftline.dialects.labels import set_label
+
+    set_label("pta", "before", np.arange(4.0))
+    os.closerange(3, {last})
+    own_files(60)
+    set_label("pta", "after", np.arange(4.0))
+"""
+
+
+@pytest.mark.parametrize("last", ["256", LAST])
+def test_labels_of_a_program_that_closes_descriptors_are_whole(tmp_path, last):
+    from driftline.dialects.labels_store import STORE, read_labels
+
+    start(tmp_path, LABELS.format(last=last))
+    check_user_files(tmp_path, 60)
+    assert [label.data_id for label in read_labels(tmp_path / STORE)] == ["before", "after"]
+
+
+def test_saved_files_of_a_program_that_closes_descriptors_are_whole(tmp_path):
+    """They are written by a thread while the program opens and closes its own."""
+    text = """
+        from pathlib import Path
+        from driftline.dialects.saved_files import SavedFiles
+        files = SavedFiles(lambda path, problem: print(path, problem))
+        for index in range(100):
+            data = np.full(100_000, index, np.float32)
+            files.save(Path(f"saved/{index}.npy"), "float32", (100, 1000), data.view(np.uint8))
+            os.closerange(3, 256)
+            own_files(8)
+    """
+    assert not start(tmp_path, text).stdout
+    check_user_files(tmp_path, 8)
+    for index in range(100):
+        values = np.load(tmp_path / f"saved/{index}.npy")
+        assert values.shape == (100, 1000) and (values == index).all()
