@@ -12,7 +12,6 @@ import itertools
 import marshal
 import math
 import operator
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, overload
@@ -21,6 +20,7 @@ from driftline.comparison.row import Number, Row
 from driftline.comparison.table import Coverage
 from driftline.errors import DriftlineError
 from driftline.runs.key import TensorKey
+from driftline.runs.owned_file import UnnamedFile
 
 _BLOCK = 256
 _ERROR = "relative_l2"
@@ -32,7 +32,7 @@ _NUMBERS = frozenset({float, int, bool})
 class KeptRows(Sequence[Row]):
     """Rows that lie in a file; made by `keep`, or block by block in any order by `Keeper`."""
 
-    def __init__(self, file: Any, places: array[int], about: _About) -> None:
+    def __init__(self, file: UnnamedFile, places: array[int], about: _About) -> None:
         self._file = file
         self._places = places
         self._ends = array("Q", itertools.accumulate(places[2::3]))
@@ -133,7 +133,12 @@ class KeptRows(Sequence[Row]):
     def _block(self, which: int) -> Iterator[Row]:
         start, length = self._places[3 * which : 3 * which + 2]
         names = self._about.names
-        content = os.pread(self._file.fileno(), length, start)
+        try:
+            content = self._file.read(start, length)
+        except OSError as trouble:
+            raise DriftlineError(
+                f"the rows of a long table cannot be read again: {trouble.strerror}"
+            ) from trouble
         for key, kind, numbers, before, after in marshal.loads(content):
             metrics: dict[str, Number] = dict(zip(names[cast(int, kind)], numbers, strict=True))
             yield Row._make((TensorKey._make(key), *before, metrics, *after))
@@ -191,17 +196,14 @@ class Keeper:
     """Takes rows, a block at a time; which comes after which is said at the end."""
 
     def __init__(self) -> None:
-        import tempfile
-
         try:
-            self._file = tempfile.TemporaryFile(prefix="driftline-rows-", buffering=0)  # noqa: SIM115
+            self._file = UnnamedFile("driftline-rows-")
         except OSError as trouble:
             raise _no_room(trouble) from trouble
         self._about = _About()
         # Of a share's blocks: start, length and rows of each, one after the other. Small objects
         # among those of the rows would each keep a page of freed ones from going back.
         self._places: dict[int, array[int]] = {}
-        self._end = 0
 
     def put(self, rows: Iterable[Row], share: int = 0) -> None:
         """Add rows at the end of a share; shares are one after the other by their numbers."""
@@ -228,14 +230,10 @@ class Keeper:
     def _write(self, block: list[tuple[Any, ...]], share: int) -> None:
         content = marshal.dumps(block)
         try:
-            left = memoryview(content)
-            while left:
-                left = left[self._file.write(left) :]
+            start = self._file.append(content)
         except OSError as trouble:
             raise _no_room(trouble) from trouble
-        place = self._end, len(content), len(block)
-        self._places.setdefault(share, array("Q")).extend(place)
-        self._end += len(content)
+        self._places.setdefault(share, array("Q")).extend((start, len(content), len(block)))
 
 
 def keep(rows: Iterable[Row]) -> KeptRows:

@@ -31,6 +31,7 @@ from driftline.runs.sink import JSON, Bytes
 
 TENSORS = Path("ait_dump") / "torch_tensors"
 EVENTS = "driftline_events.jsonl"
+_SMALL = 1 << 16
 SHEET = "driftline_"
 """Before the names of our own files in the seed's tree."""
 ROOT = "root"
@@ -263,7 +264,12 @@ class AitTree:
             return False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            sys.modules["torch"].save(tensor, path)
+            with OwnedFile(path, "replace") as file:
+                stream = _Stream(file)
+                sys.modules["torch"].save(tensor, stream)
+                stream.flush()
+            if stream.problem is not None:
+                raise stream.problem
             return True
         except (OSError, RuntimeError) as problem:  # torch reports a full disk as RuntimeError
             reason = _disk_problem(path) or problem
@@ -298,6 +304,41 @@ class AitTree:
             write_file(self._folder / "model_tree.json", f"{text}\n".encode())
         except OSError as problem:
             self._give_up(problem)
+
+
+class _Stream:
+    """What torch writes a file through. It never raises: torch calls it from C, which has no way
+    to pass an exception on.
+
+    Attributes:
+        problem: Why nothing more was written; None as long as all is well.
+    """
+
+    def __init__(self, file: OwnedFile) -> None:
+        self._file = file
+        self._small = bytearray()
+        self.problem: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        # Torch writes some thirty pieces of a few bytes for each tensor.
+        if len(self._small) + len(data) > _SMALL:
+            self.flush()
+        if len(data) > _SMALL:
+            self._append(data)
+        else:
+            self._small += data
+        return len(data)
+
+    def flush(self) -> None:
+        small, self._small = self._small, bytearray()
+        self._append(small)
+
+    def _append(self, data: bytes | bytearray) -> None:
+        if self.problem is None:
+            try:
+                self._file.append_all(data)
+            except OSError as problem:
+                self.problem = problem
 
 
 def _disk_problem(path: Path) -> OSError | None:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from driftline.errors import BadRun
 from driftline.runs.lines import Line, decoder
+from driftline.runs.owned_file import FileTaken, UnnamedFile
 
 _one = sys.intern
 
@@ -35,18 +36,13 @@ class Room:
     def __init__(self, left: int = FEW) -> None:
         self.left = left
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self.spool: BinaryIO | None = None
+        self.spool: UnnamedFile | None = None
 
-    def spooled(self, content: bytes) -> tuple[BinaryIO, int]:
+    def spooled(self, content: bytes) -> tuple[UnnamedFile, int]:
         """Bytes that came from elsewhere, in a file without a name, and where they begin there."""
         if self.spool is None:
-            import tempfile
-
-            self.spool = tempfile.TemporaryFile(prefix="driftline-")  # noqa: SIM115 - it stays open
-        begin = self.spool.seek(0, os.SEEK_END)
-        self.spool.write(content)
-        self.spool.flush()
-        return self.spool, begin
+            self.spool = UnnamedFile("driftline-")
+        return self.spool, self.spool.append(content)
 
 
 class KeptLines:
@@ -71,7 +67,7 @@ class KeptLines:
         self._end = -1
         self._places: Sequence[int] | None = None
         self._lost: dict[int, str] = {}
-        self._spool: tuple[BinaryIO, int] | None = None
+        self._spool: tuple[UnnamedFile, int] | None = None
         self._size = 0
         self._known: tuple[int, list[bytes]] = (-1, [])
 
@@ -164,7 +160,10 @@ class KeptLines:
     def _opened(self) -> Generator[_Read]:
         if self._spool is not None:
             spool, begin = self._spool
-            yield lambda start, length: os.pread(spool.fileno(), length, begin + start)
+            try:
+                yield lambda start, length: spool.read(begin + start, length)
+            except FileTaken as trouble:
+                raise BadRun(f"an index cannot be read again: {trouble.strerror}") from None
             return
         try:
             file = self._reopen()
