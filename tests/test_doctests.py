@@ -19,7 +19,6 @@ MODULES = sorted(
         "driftline.__main__",
         "driftline.numerics._kernel",
         "driftline.formats._reading",
-        "driftline.comparison._foreseen",
         "driftline.adapters.torch.device._launch",
     )
 )

@@ -6,9 +6,7 @@ not be done.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # what `typing` calls it; importing that would cost more than `--help` does
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
 
 EXIT_FINE = 0
 EXIT_DIFFERENT = 1

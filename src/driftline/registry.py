@@ -7,10 +7,9 @@ for those that other packages announce as entry points; nothing is imported unti
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from driftline.errors import BadInput, NotInstalled
-from driftline.tuples import NamedTuple
 
 METRICS = "driftline.metrics"
 """Entry-point group of metrics: `name = "package.module:function"`."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
-
-from driftline.tuples import NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 LAUNCH = "DRIFTLINE_LAUNCH"
 """Set by `driftline dump` for the program it starts: path of the capture plan (JSON)."""
@@ -72,8 +73,6 @@ def ray_token_mode() -> str:
 
 def ray_has_token() -> bool:
     """Whether there is a token where Ray looks for one."""
-    from pathlib import Path  # here: programs that are started read this module at once
-
     named = environment().get("RAY_AUTH_TOKEN_PATH", "")
     file = Path(named) if named else Path.home() / ".ray" / "auth_token"
     return bool(environment().get("RAY_AUTH_TOKEN")) or file.is_file()
@@ -212,8 +211,6 @@ def job_id() -> str:
         "PADDLE_TRAINER_ENDPOINTS",
     )
     said = "\0".join(env.get(name, "") for name in names)
-    import hashlib  # 3 ms that most commands need not pay
-
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest() if said.strip("\0") else ""
 
 
@@ -258,7 +255,8 @@ def layer_variable(option: str) -> str:
 
 
 def home_prompts() -> str:
-    return os.path.join(os.path.expanduser("~"), SHARE_GPT)  # noqa: PTH111, PTH118 - a leaf
+    # `Path.home` raises for a user without a home; here the name is only tried.
+    return os.path.expanduser(f"~/{SHARE_GPT}")  # noqa: PTH111
 
 
 TEST_SHAPES = "TEST_SHAPES_"

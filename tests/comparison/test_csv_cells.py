@@ -6,6 +6,8 @@ import csv
 import io
 import math
 
+import pytest
+
 from driftline.comparison.row import ROW_FIELDS, Column, Row
 from driftline.comparison.storage import write_csv
 from driftline.comparison.table import Table
@@ -70,6 +72,29 @@ def test_no_name_and_no_number_breaks_a_line() -> None:
             assert [cells[name] for name in ("order", "confidence", "limit", "severity")] == [
                 *("1", "1.0", "1.0", "-0.0")
             ]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.1, "0.1"),
+        (-0.0, "-0.0"),
+        (1e16, "1e+16"),
+        (9999999999999998.0, "9999999999999998.0"),
+        (9.9e-5, "9.9e-05"),
+        (5e-324, "5e-324"),
+        (2**53 + 1, "9007199254740993"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_a_number_is_written_with_the_digits_that_read_back_as_it(number: float, text: str) -> None:
+    stream = io.StringIO()
+    columns = (Column("rmse", "lower"), Column("different", "lower"))
+    row = PAIR._replace(metrics={"rmse": number, "different": 3})
+    write_csv(Table((row,), columns), stream)
+    assert stream.getvalue().endswith(f",{text},3\n")
 
 
 def test_a_table_without_measurements_has_the_fixed_columns_only() -> None:

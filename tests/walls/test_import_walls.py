@@ -14,7 +14,6 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "driftline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("tuples",),
     ("errors", "settings", "registry"),
     ("numerics",),
     ("executors",),
@@ -75,7 +74,6 @@ def allow(top: str = "", inside: str = "") -> Allowance:
 
 # The capture side is put on the path of foreign Python environments: what it imports must be there.
 THIRD_PARTY: dict[str, Allowance] = {
-    "tuples": allow(),
     "errors": allow(),
     "settings": allow(),
     "registry": allow(),

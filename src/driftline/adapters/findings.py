@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from driftline.runs.owned_file import OwnedFile
+
 TYPES = ("overflow", "nan", "inf", "saturation", "underflow", "all")
 _MEANS = {
     "overflow": ("nan", "inf"),
@@ -225,8 +227,8 @@ def seed_sentence(operator: str) -> str:
 
 
 def _append(path: Path, line: str) -> None:
-    with path.open("ab", buffering=0) as file:
-        file.write(line.encode("utf-8", "backslashreplace") + b"\n")
+    with OwnedFile(path, "shared") as file:
+        file.append_all(line.encode("utf-8", "backslashreplace") + b"\n")
 
 
 def read_findings(folder: Path) -> list[Finding]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from driftline.alignment.names import nothing_in_common, pair_by_name, select
 from driftline.alignment.plan import Pair, Plan, Rule
@@ -24,7 +24,6 @@ from driftline.alignment.settling import (
 from driftline.errors import BadInput
 from driftline.runs.record import Record
 from driftline.runs.run import Run
-from driftline.tuples import NamedTuple
 
 LONG = 4_000
 """Tensors of each side from which on it is tried to pair them without holding them."""

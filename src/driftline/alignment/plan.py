@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from driftline.alignment.recipe import Recipe
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
-from driftline.tuples import NamedTuple
 
 Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure", "moment"]
 """Why two tensors are a pair, strongest first after what the user said."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from driftline.errors import BadInput
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
-from driftline.tuples import NamedTuple
 
 StepKind = Literal[
     "concat",  # sources joined along `axis`: q, k and v against a fused qkv; shards of a tensor

@@ -8,7 +8,7 @@ Most runs need none of it, and pay with one look at each record.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.errors import BadInput
@@ -16,7 +16,6 @@ from driftline.runs.facts import first_records
 from driftline.runs.key import TensorKey
 from driftline.runs.layout import GRAPHS
 from driftline.runs.run import Run
-from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from driftline.alignment.door import AlignOptions

@@ -7,7 +7,7 @@ of views becomes one of the runs themselves. Which rank or step is which, the ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Source, Step, start
@@ -16,7 +16,6 @@ from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Memory, ReadAhead, Run, Storage
 from driftline.runs.views import RunView
-from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from driftline.runs.sink import JSON

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from driftline.alignment.sides import Origin, SeenRun, aside_of, origins_of
 from driftline.errors import BadInput, DriftlineError
@@ -19,11 +21,6 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
-
-if TYPE_CHECKING:
-    import numpy as np
-else:
-    from driftline.numerics.late_numpy import np
 
 ID_NAMES = frozenset({"input_ids", "ids", "token_ids", "tokens", "x_ids", "inputs_ids"})
 _COUNTER = re.compile(r"\d+_[^.]+")

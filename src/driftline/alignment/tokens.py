@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Step
@@ -17,12 +20,6 @@ from driftline.alignment.sides import shapes_of, with_steps
 from driftline.alignment.steps import is_ids, read_ids
 from driftline.runs.record import Record
 from driftline.runs.run import Run
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
 
 Shape = tuple[int, ...]
 Mask: TypeAlias = "npt.NDArray[np.bool_]"

@@ -1,4 +1,4 @@
-"""What `driftline compare` does at the same time: it measures, loads what follows, lets go."""
+"""What `driftline compare` does at the same time: it loads what follows, lets go."""
 
 from __future__ import annotations
 
@@ -19,15 +19,6 @@ _LATER = (
     "driftline.reports.emit",
     "driftline.reports.terminal",
 )
-
-
-def measure_ahead(reference: Run, candidate: Run, threads: int | None) -> None:
-    """Begin to measure large tensors before what aligns and compares is loaded."""
-    from driftline.comparison import ahead
-    from driftline.tolerance.defaults import elementwise
-
-    if not script.asked():
-        ahead.begin(reference, candidate, elementwise, threads)
 
 
 def load_meanwhile() -> None:

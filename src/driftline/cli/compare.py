@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from driftline.cli import script
-from driftline.cli.beside import load_meanwhile, measure_ahead, release
+from driftline.cli.beside import load_meanwhile, release
 from driftline.cli.parsing import Option
 from driftline.cli.progress import on_terminal
 from driftline.cli.table_output import refuse_overwriting, write
@@ -152,8 +152,6 @@ def compare(
     of_one = frozenset[int]() if ranks and not _same_ranks(ref, cand) else ranks
     ours = _some(script.part(open_run, ref), steps, of_one)
     theirs = _some(script.part(open_run, cand), their_steps, of_one)
-    if rtol is None and atol is None and not (dry_run or shard or jobs or executor):
-        measure_ahead(ours, theirs, threads)
     from driftline.gating.door import align
     from driftline.gating.door import compare as compare_runs
 

@@ -13,7 +13,7 @@ from typing import Literal
 from driftline import __version__
 from driftline.cli import script
 
-PACKAGES = ("numpy", "ml_dtypes", "safetensors", "pyarrow", "msgspec")
+PACKAGES = ("numpy", "ml_dtypes", "pyarrow", "msgspec")
 ENGINES = {
     "torch": ("torch",),
     "paddle": ("paddlepaddle", "paddlepaddle-gpu"),

@@ -163,10 +163,6 @@ def _dispatch(words: list[str], *, alone: bool) -> int:
         from driftline.cli.own_modules import find_quickly
 
         find_quickly()
-    if name == "compare":
-        from driftline.cli.foresight import foresee
-
-        foresee(rest)
     if alone:
         _load_pathlib()
     from driftline.cli import parsing

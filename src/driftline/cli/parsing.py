@@ -24,12 +24,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
-from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from driftline.cli.commands import COMMANDS
 from driftline.cli.script import FLAG, written_down
 from driftline.errors import BadInput, did_you_mean
-from driftline.tuples import NamedTuple
 
 CommandFunction = Callable[..., int | None]
 _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}

@@ -1,17 +1,9 @@
-"""How large tensors are cut for several threads, how many there may be, what is measured ahead."""
+"""How large tensors are cut into blocks for several threads, and how many threads there may be."""
 
 from __future__ import annotations
 
 import os
 
-LARGE = 1 << 16
-"""Elements from which on a pair is worth measuring ahead: smaller ones are measured as soon as they
-are listed."""
-ENOUGH = 1 << 28
-"""Elements of one tensor, and of all, after which it is no longer the start that takes long: the
-engine lets go of what it maps, what is measured ahead stays mapped."""
-MAPPED = 64
-"""Files that are kept mapped ahead; each is an open one, and the engine will have its own."""
 BLOCK = 4 << 20
 """Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
 

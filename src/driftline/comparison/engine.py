@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.ahead import ready
 from driftline.comparison.assembling import assembled
 from driftline.comparison.blocks import blocks_of, cores
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
@@ -167,8 +166,6 @@ class _Work:
         self.repeats = repeats_of(pairs)
         measured_once = {later for repeats in self.repeats.values() for later in repeats}
         self.quick = SmallPairs(reference, candidate, metrics, elementwise)
-        self.ahead = ready(reference, candidate, elementwise, pairs)
-        self.ready: list[tuple[int, int, int]] = []
         self.small: list[int] = []
         self.usual: set[int] = set()
         self.units: list[tuple[int, int, int, int]] = []
@@ -181,9 +178,6 @@ class _Work:
                 continue
             blocks = _blocks(pair) if elements is None else blocks_of(elements)
             if elements is not None and len(blocks) == 1:
-                if (turn := self.ahead.turn(pair, 0, elements)) is not None:
-                    self.ready.append((turn, at, elements))
-                    continue
                 self.usual.add(at)
             for block, (start, stop) in enumerate(blocks):
                 self.units.append((stop - start, at, block, len(blocks)))
@@ -202,34 +196,19 @@ class _Work:
 
     def run(self, threads: int) -> list[Row]:
         """All rows, in the order of the pairs. The calling thread does small ones, and helps."""
-        if self.ready:
-            self._small_ones()  # while threads of the kernel's own measure the others
-        self._begun_ones()
         helpers = [
             threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
             for n in range(1, min(threads, len(self.units)))
         ]
         for helper in helpers:
             helper.start()
-        if not self.ready:
-            self._small_ones()
+        self._small_ones()
         self._worker()
         for helper in helpers:
             helper.join()
         if self.failure is not None:
             raise self.failure
         return [row for row in self.rows if row is not None]
-
-    def _begun_ones(self) -> None:
-        """What is being measured already, in that order: rows are made while others are."""
-        try:
-            for _, at, elements in sorted(self.ready):
-                moments = self.ahead.moments(self.pairs[at], 0, elements)
-                row = self.quick.row(self.pairs[at], moments=moments)
-                self._finish(at, row or self._row(at, 0, 1))
-            self.ahead.finish()
-        except BaseException as bug:
-            self.failure = bug
 
     def _small_ones(self) -> None:
         try:
@@ -342,8 +321,7 @@ class _Work:
             values = open_values(self.reference, pair.reference, self.candidate, pair.candidate)
             start, stop = blocks_of(values.count)[block] if blocks > 1 else (0, values.count)
         rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
-        part = self.ahead.moments(pair, start, stop)
-        part = part or values.moments(start, stop, rtol=rtol, atol=atol)
+        part = values.moments(start, stop, rtol=rtol, atol=atol)
         if blocks == 1:
             parts = [part]
         else:

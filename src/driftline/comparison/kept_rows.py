@@ -21,7 +21,6 @@ from driftline.comparison.row import Number, Row
 from driftline.comparison.table import Coverage
 from driftline.errors import DriftlineError
 from driftline.runs.key import TensorKey
-from driftline.tuples import filled
 
 _BLOCK = 256
 _ERROR = "relative_l2"
@@ -137,7 +136,7 @@ class KeptRows(Sequence[Row]):
         content = os.pread(self._file.fileno(), length, start)
         for key, kind, numbers, before, after in marshal.loads(content):
             metrics: dict[str, Number] = dict(zip(names[cast(int, kind)], numbers, strict=True))
-            yield filled(Row, (filled(TensorKey, key), *before, metrics, *after))
+            yield Row._make((TensorKey._make(key), *before, metrics, *after))
 
 
 class _About:

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Recipe, Source, Step, start
@@ -21,7 +21,6 @@ from driftline.errors import DriftlineError
 from driftline.runs.key import TensorKey
 from driftline.runs.record import Record
 from driftline.runs.run import Run
-from driftline.tuples import NamedTuple
 
 GAP = "replica_gap"
 GAP_COLUMN = Column(GAP, "lower", "relative L2 distance to what the other ranks hold of it")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from driftline.runs.key import Moment, Phase, Port, TensorKey
-from driftline.tuples import NamedTuple
 
 Status: TypeAlias = Literal["pass", "fail", "incomparable", "missing", "extra", "unjudged"]
 """`unjudged` is a measured row before gating; a table that left `gating/` has none."""

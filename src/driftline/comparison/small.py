@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
@@ -20,7 +21,6 @@ from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType
 from driftline.numerics.moments import PairMoments
 from driftline.runs.run import Memory, Run
-from driftline.tuples import NamedTuple
 
 SMALL_BYTES = 1 << 18
 """Both sides of a pair together. Below this most of the work is Python's, which threads do not
@@ -119,7 +119,6 @@ class SmallPairs:
         pair: Pair,
         here: Memory | None = None,
         there: Memory | None = None,
-        moments: PairMoments | None = None,
     ) -> Row | None:
         """The measured row of a pair that is as usual; None to let the engine look at it.
 
@@ -127,9 +126,8 @@ class SmallPairs:
             pair: The pair.
             here: Where the reference's values lie, if that is known already.
             there: The same of the candidate.
-            moments: What the kernel found, if it was asked already.
         """
-        moments = moments or self._measured(pair, here, there)
+        moments = self._measured(pair, here, there)
         if moments is None or needs_definition(moments):
             return None
         found = standard(moments)

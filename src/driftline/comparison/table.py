@@ -9,12 +9,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 from driftline.comparison.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
 from driftline.errors import BadFile
-from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
@@ -132,6 +132,7 @@ class Side(NamedTuple):
 _NOWHERE = Side()
 
 
+@dataclass(frozen=True, slots=True)
 class Table:
     """Every pair of two runs, judged.
 
@@ -150,55 +151,20 @@ class Table:
         notes: What alignment concluded about the runs as wholes, one sentence each.
     """
 
-    # No dataclass: that would load `inspect` and be a tenth of the start of `driftline compare`.
-    __slots__ = (
-        "candidate",
-        "columns",
-        "finding",
-        "first",
-        "first_site",
-        "limits",
-        "notes",
-        "reference",
-        "rows",
-        "verdict",
-    )
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        columns: tuple[Column, ...] = (),
-        verdict: Verdict = "unjudged",
-        first: Row | None = None,
-        first_site: str = "",
-        finding: str = "",
-        limits: Mapping[str, JSON] | None = None,
-        reference: Side = _NOWHERE,
-        candidate: Side = _NOWHERE,
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        self.rows: Final = rows
-        self.columns: Final = columns
-        self.verdict: Final[Verdict] = verdict
-        self.first: Final = first
-        self.first_site: Final = first_site
-        self.finding: Final = finding
-        self.limits: Final[Mapping[str, JSON]] = {} if limits is None else limits
-        self.reference: Final = reference
-        self.candidate: Final = candidate
-        self.notes: Final = notes
+    rows: Sequence[Row]
+    columns: tuple[Column, ...] = ()
+    verdict: Verdict = "unjudged"
+    first: Row | None = None
+    first_site: str = ""
+    finding: str = ""
+    limits: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
+    reference: Side = _NOWHERE
+    candidate: Side = _NOWHERE
+    notes: tuple[str, ...] = ()
 
     def changed(self, **fields: Any) -> Table:
         """The same table with other values for some of its fields."""
-        return Table(**{name: getattr(self, name) for name in self.__slots__} | fields)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Table):
-            return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
-
-    def __repr__(self) -> str:
-        return f"Table({', '.join(f'{name}={getattr(self, name)!r}' for name in self.__slots__)})"
+        return replace(self, **fields)
 
     @property
     def coverage(self) -> Coverage:

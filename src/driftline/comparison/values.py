@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.metrics.catalogue import KNOWN, STANDARD, Metric
@@ -21,13 +24,6 @@ from driftline.numerics.dtypes import DTYPES, DType, to_float64
 from driftline.numerics.moments import PairMoments, merge_moments
 from driftline.runs.record import Record
 from driftline.runs.run import Memory, Run
-from driftline.tuples import NamedTuple
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
 
 Storage: TypeAlias = "npt.NDArray[Any]"
 F64: TypeAlias = "npt.NDArray[np.float64]"

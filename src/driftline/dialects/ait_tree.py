@@ -25,6 +25,7 @@ from typing import Any, cast
 
 from driftline.runs.calls import Call, CallTensor
 from driftline.runs.key import Phase, Port, TensorKey, usual_moment, usual_phase
+from driftline.runs.owned_file import OwnedFile, print_to_stderr, write_file
 from driftline.runs.record import Record
 from driftline.runs.sink import JSON, Bytes
 
@@ -195,9 +196,9 @@ class AitTree:
             if self._folder is None or self._broken:
                 return
             try:
-                place, mode = self._folder / f"{SHEET}{name}", "w" if anew else "a"
-                with place.open(mode, encoding="ascii", errors="backslashreplace") as file:
-                    file.write(text)
+                place = self._folder / f"{SHEET}{name}"
+                with OwnedFile(place, "replace" if anew else "append") as file:
+                    file.append_all(text.encode("ascii", "backslashreplace"))
             except OSError as problem:
                 self._give_up(problem)
 
@@ -277,15 +278,15 @@ class AitTree:
             self._broken = True
             reason = problem.strerror if isinstance(problem, OSError) else None
             sentence = f"the ait tree is incomplete from here on: {reason or problem}"
-            print(f"driftline: {sentence}", file=sys.stderr)
+            print_to_stderr(sentence)
             self.event("disk", sentence)
 
     def _append_events(self, lines: list[str]) -> None:
         if not lines or self._folder is None:
             return
         try:
-            with (self._folder / EVENTS).open("a", encoding="utf-8") as file:
-                file.writelines(line + "\n" for line in lines)
+            with OwnedFile(self._folder / EVENTS) as file:
+                file.append_all("".join(line + "\n" for line in lines).encode())
         except OSError as problem:
             self._give_up(problem)
 
@@ -294,7 +295,7 @@ class AitTree:
             return
         try:
             text = json.dumps(model_tree(self._tree), ensure_ascii=False, indent=2)
-            (self._folder / "model_tree.json").write_text(text + "\n", encoding="utf-8")
+            write_file(self._folder / "model_tree.json", f"{text}\n".encode())
         except OSError as problem:
             self._give_up(problem)
 
@@ -302,9 +303,8 @@ class AitTree:
 def _disk_problem(path: Path) -> OSError | None:
     """What the system says about a file that torch could not write: torch's own words do not."""
     try:
-        with path.open("ab") as file:
-            file.write(b"\0" * (1 << 16))
-            file.flush()
+        with OwnedFile(path) as file:
+            file.append_all(b"\0" * (1 << 16))
     except OSError as problem:
         return problem
     return None

@@ -26,6 +26,7 @@ from driftline import settings
 from driftline.dialects.labels_store import STORE, LabelWriter, Value
 from driftline.dialects.refusals import BadConfig
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.owned_file import print_to_stderr
 
 SOURCES = ("pta", "acl")
 
@@ -150,7 +151,7 @@ class _Here:
             except OSError as trouble:
                 # The model's run is worth more than its labels: say it once, and stop.
                 self.broken = True
-                _say(f"labels stop at '{data_id}': {trouble.strerror or trouble}")
+                print_to_stderr(f"labels stop at '{data_id}': {trouble.strerror or trouble}")
             else:
                 self.tasks[task] = None
 
@@ -175,10 +176,10 @@ class _Here:
             from driftline.dialects.labels_report import report_tasks
 
             for outcome in report_tasks(writer.folder, writer.folder.parent, tasks, threads=1):
-                _say(str(outcome))
+                print_to_stderr(str(outcome))
         except Exception as trouble:  # the program's own exit must not fail for this
-            _say(f"the labels could not be compared: {trouble}")
-            _say(f"they are kept; try: driftline labels --from {writer.folder}")
+            print_to_stderr(f"the labels could not be compared: {trouble}")
+            print_to_stderr(f"they are kept; try: driftline labels --from {writer.folder}")
 
 
 def _finalize_with_multiprocessing(act: Any) -> None:
@@ -189,10 +190,6 @@ def _finalize_with_multiprocessing(act: Any) -> None:
     )
     if process is not None and util is not None and process.parent_process() is not None:
         util.Finalize(None, act, exitpriority=0)
-
-
-def _say(sentence: str) -> None:
-    print(f"driftline: {sentence}", file=sys.stderr)
 
 
 _HERE = _Here()

@@ -27,6 +27,7 @@ from driftline.errors import BadFile
 from driftline.formats import safetensors
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.inside import open_inside, reason_of
+from driftline.runs.owned_file import OwnedFile
 
 STORE = "cmp_dump_data"
 _LINES = "labels-*.jsonl"
@@ -88,8 +89,7 @@ class LabelWriter:
         self.folder = folder
         self.process = f"{os.getpid()}-{secrets.token_hex(4)}"
         folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._lines = os.open(folder / f"labels-{self.process}.jsonl", flags, 0o666)
+        self._lines = OwnedFile(folder / f"labels-{self.process}.jsonl")
         self._count = 0
 
     def add(
@@ -121,12 +121,11 @@ class LabelWriter:
             line["roots"] = dict(settings.old_dump_roots())
             line["folder"] = str(Path.cwd())
         text = json.dumps(line).encode("ascii") + b"\n"
-        if os.write(self._lines, text) != len(text):
+        if self._lines.append(text) != len(text):
             raise OSError(28, "No space left on device")
 
     def close(self) -> None:
-        with suppress(OSError):
-            os.close(self._lines)
+        self._lines.close()
 
 
 def file_stem(text: str) -> str:
@@ -150,9 +149,9 @@ def _write_value(path: Path, value: Value) -> None:
     header = json.dumps({"tensor": entry}).encode("ascii")
     header += b" " * (-len(header) % 8)
     path.parent.mkdir(exist_ok=True)
-    with path.open("xb") as out:
-        out.write(len(header).to_bytes(8, "little") + header)
-        out.write(value.data.data)
+    with OwnedFile(path, "new") as out:
+        out.append_all(len(header).to_bytes(8, "little") + header)
+        out.append_all(value.data.data)
 
 
 def read_labels(folder: Path) -> list[Label]:

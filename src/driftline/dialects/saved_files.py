@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.runs.owned_file import OwnedFile
 from driftline.runs.staging import Staging
 
 MOST_WAITING = 1 << 30
@@ -102,8 +104,13 @@ def write_npy(path: Path, dtype: str, shape: tuple[int, ...], data: Bytes) -> No
     draft = path.with_name(f".{path.name[:80]}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with draft.open("wb") as file:
-            np.save(file, as_numpy(dtype, shape, data), allow_pickle=False)
+        array = as_numpy(dtype, shape, data)
+        header = io.BytesIO()
+        about = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(header, about)
+        with OwnedFile(draft, "replace") as file:
+            file.append_all(header.getvalue())
+            file.append_all(array.reshape(-1).view(np.uint8).data)
         draft.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from driftline.dialects.refusals import BadConfig
 from driftline.dialects.saved_files import SavedFiles
 from driftline.errors import did_you_mean
 from driftline.runs.key import Port, TensorKey
+from driftline.runs.owned_file import print_to_stderr
 from driftline.runs.record import Record
 from driftline.runs.together import begin_run
 
@@ -83,7 +83,7 @@ def register_saving_hook(
             f"not {type(model).__name__}"
         )
     if not names:
-        _say("register_saving_hook was given no target_class_names: nothing to save")
+        print_to_stderr("register_saving_hook was given no target_class_names: nothing to save")
         return model
     store = (_Run if layout == "run" else _Tree)(Path(path).absolute(), engine)
     saver = _Saver(engine, store, names, _Cap(max_saved_tensors), _Cap(max_saved_grads))
@@ -107,10 +107,6 @@ def _class_names(given: object) -> frozenset[str]:
     if not all(isinstance(name, str) for name in listed):
         raise BadConfig(f"target_class_names is a str or a list of str, not {given!r}")
     return frozenset(cast(list[str], listed))
-
-
-def _say(sentence: str) -> None:
-    print(f"driftline: {sentence}", file=sys.stderr)
 
 
 class _Cap:
@@ -156,7 +152,9 @@ class _Saver:
         found = {type(leaf.layer).__name__ for leaf in leaves}
         for name in sorted(self.names - found):
             hint = did_you_mean(name, {type(leaf.layer).__name__ for leaf in leaves if leaf.called})
-            _say(f"no leaf layer is a {name!r}: nothing to save of it" + (f"; {hint}" * bool(hint)))
+            print_to_stderr(
+                f"no leaf layer is a {name!r}: nothing to save of it" + (f"; {hint}" * bool(hint))
+            )
 
     def _count_micro_step(self, _output: object) -> None:
         if not self.engine.is_replay():
@@ -201,7 +199,7 @@ class _Saver:
             elif not self._refused:
                 self._refused = True
                 reason = getattr(shot, "reason", "it is not there yet")
-                _say(f"saving hook leaves out a tensor of {where.name}: {reason}")
+                print_to_stderr(f"saving hook leaves out a tensor of {where.name}: {reason}")
         except Exception as problem:
             self.store.stopped(where.name, problem)
         if self.tensors.reached and self.grads.reached:
@@ -251,7 +249,9 @@ class _Tree:
         self._told = False
         self._seen: set[Path] = set()
         if any(isinstance(one, _Tree) and one.path == path for one in _STORES):
-            _say(f"another registration saves into {path} too: both count their tensors from 0")
+            print_to_stderr(
+                f"another registration saves into {path} too: both count their tensors from 0"
+            )
         _STORES.add(self)
 
     def put(self, where: _Where, index: int, micro_step: int, shot: Snapshot) -> None:
@@ -277,7 +277,7 @@ class _Tree:
         self._seen.add(folder)
         mine = sum(isinstance(one, _Tree) and one.path == self.path for one in _STORES) == 1
         if first and mine and next(folder.glob("*.npy"), None) is not None:
-            _say(
+            print_to_stderr(
                 f"{self.path} holds tensors of an earlier run: those of the same name are replaced,"
                 " the others stay"
             )
@@ -286,7 +286,7 @@ class _Tree:
         self.files.broken = True
         if not self._told:
             self._told = True
-            _say(f"saving hook stopped at {name}: {problem}")
+            print_to_stderr(f"saving hook stopped at {name}: {problem}")
 
     def flush(self) -> None:
         self.files.flush()
@@ -347,7 +347,7 @@ class _Run:
     def stopped(self, name: str, problem: Exception) -> None:
         if not self._told:
             self._told = True
-            _say(f"saving hook stopped at {name}: {problem}")
+            print_to_stderr(f"saving hook stopped at {name}: {problem}")
 
     def flush(self) -> None:
         if self._writer is not None:

@@ -55,4 +55,4 @@ if __name__ == "__main__":
         code = main()
     except (BrokenPipeError, KeyboardInterrupt):
         code = 1
-    os._exit(code)
+    sys.exit(code)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftline.runs.record import Kept
-from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np

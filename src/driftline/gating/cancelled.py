@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
@@ -25,11 +26,6 @@ from driftline.gating.loose_biases import off_by, opened
 from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, coarsest
-
-if TYPE_CHECKING:
-    import numpy as np
-else:
-    from driftline.numerics.late_numpy import np
 
 _ROUNDINGS = 16
 """So many roundings of what cancels are nobody's fault."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from driftline.comparison.row import Row
 from driftline.gating.tally import Tally, execution
-from driftline.tuples import NamedTuple
 
 ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""

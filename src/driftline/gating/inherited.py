@@ -7,6 +7,7 @@ how much wider a limit has to be for a row to have got its drift from elsewhere.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from driftline.comparison.row import Row
 from driftline.gating.far import is_bias
@@ -15,7 +16,6 @@ from driftline.gating.quantised import Quantised
 from driftline.numerics.dtypes import DType, coarser
 from driftline.tolerance.defaults import QUANTISED
 from driftline.tolerance.scales import SUMMED_GRADIENTS
-from driftline.tuples import NamedTuple
 
 
 class Inheritance(NamedTuple):

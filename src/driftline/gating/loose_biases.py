@@ -15,7 +15,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
@@ -28,12 +31,6 @@ from driftline.runs.key import TensorKey
 from driftline.runs.run import Run
 from driftline.tolerance.defaults import LIMITS, coarsest
 from driftline.tolerance.scales import BEYOND
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
 
 _APART, _ROUNDINGS = 1e-3, 64
 """Elements of a gradient that differ by this share, and by so many roundings, are not the same."""

@@ -18,6 +18,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import paired
@@ -35,13 +38,8 @@ from driftline.tolerance.defaults import LIMITS, coarsest
 from driftline.tolerance.scales import BEYOND_ROUNDING
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from driftline.alignment.compiled import Graphs
     from driftline.runs.graphs import Graph, GraphNode
-else:
-    from driftline.numerics.late_numpy import np
 
 _ELEMENTWISE = frozenset(
     f"aten.{name}{end}"

@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from driftline import __version__
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.assembling import in_order, in_turn, is_in_order, lone_rows, sides_of
@@ -32,7 +34,6 @@ from driftline.gating.door import Limits, Source, align, allowed, open_source, o
 from driftline.gating.evidence import with_evidence
 from driftline.gating.judge import judge
 from driftline.numerics import kernel
-from driftline.numerics.late_numpy import np
 from driftline.runs.run import Run
 from driftline.runs.uncollected import uncollected
 from driftline.tolerance.limits import Limit, Tolerance

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from driftline.alignment.plan import Pair
 from driftline.comparison.row import Row
 from driftline.comparison.unmeasured import paired
 from driftline.errors import DriftlineError
 from driftline.gating.far import SUMMED, is_far_sum
 from driftline.numerics.dtypes import DTYPES, to_float64
-from driftline.numerics.late_numpy import np
 from driftline.runs.key import TensorKey
 from driftline.runs.layout import GRAPHS
 from driftline.runs.record import Record

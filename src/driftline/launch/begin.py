@@ -32,6 +32,7 @@ from driftline.launch.wake import leave_mark
 from driftline.launch.watch_plan import WatchPlan, is_watch_plan
 from driftline.runs.calls import CALLS, GRAPHS
 from driftline.runs.layout import SHARD_BYTES
+from driftline.runs.owned_file import print_to_stderr
 
 if TYPE_CHECKING:
     from driftline.adapters.session import Session
@@ -296,7 +297,7 @@ class Launched:
 
     def _say(self, sentence: str) -> None:
         if self.plan.says("info"):
-            print(f"driftline: {sentence}", file=sys.stderr)
+            print_to_stderr(sentence)
 
     def _rank(self) -> tuple[int, int]:
         """Rank and world size: as the framework says, else as the launcher's variables do."""

@@ -6,11 +6,11 @@ They forward everything and change one thing each. None of them knows a framewor
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping
 
 from driftline.launch.sizes import say_size
+from driftline.runs.owned_file import print_to_stderr
 from driftline.runs.record import Record
 from driftline.runs.sink import JSON, Bytes, Sheets, Sink
 
@@ -191,7 +191,7 @@ class Limited(Forwarding):
     ) -> None:
         super().__init__(inner)
         self._limit = limit
-        self._say = say or _to_stderr
+        self._say = say or print_to_stderr
         self._last_step: int | None = None
         self._told = False
 
@@ -230,7 +230,3 @@ class Limited(Forwarding):
             text += f"; all {steps} selected steps would take about {say_size(total)}"
         fitting = max(1, (self._limit - weights) // each)
         return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"
-
-
-def _to_stderr(sentence: str) -> None:
-    print(f"driftline: {sentence}", file=sys.stderr)

@@ -54,12 +54,14 @@ def leave_mark(plan_path: str, kind: str, text: str) -> None:
     """Write a small file next to the plan, for the launcher to read when the program has ended."""
     folder = plan_path.rpartition("/")[0]
     name = f"{folder}/marks/{kind}.{os.getpid()}.{time.time_ns():x}"
-    handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        if text:
-            os.write(handle, text.encode("utf-8", "replace"))
-    finally:
-        os.close(handle)
+    os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    if text:
+        # Threads of the program may open and close files meanwhile. Not at the top: most processes
+        # leave nothing but an empty mark.
+        from driftline.runs.owned_file import OwnedFile
+
+        with OwnedFile(name) as file:
+            file.append_all(text.encode("utf-8", "replace"))
 
 
 class ImportWatch:

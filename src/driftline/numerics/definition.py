@@ -7,19 +7,15 @@ business.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
 from driftline.numerics.dtypes import DType, to_float64
 from driftline.numerics.moments import PairMoments
 from driftline.numerics.sketch import sketch
 from driftline.numerics.summary import Summary
-
-TYPE_CHECKING = False  # what `typing` calls it
-if TYPE_CHECKING:
-    from typing import Any, TypeAlias
-
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
 
 F64: TypeAlias = "npt.NDArray[np.float64]"
 U64: TypeAlias = "npt.NDArray[np.uint64]"

@@ -9,17 +9,10 @@ capture side.
 from __future__ import annotations
 
 import functools
+from typing import Literal, NamedTuple, TypeAlias
 
-from driftline.tuples import NamedTuple
-
-TYPE_CHECKING = False  # what `typing` calls it
-if TYPE_CHECKING:
-    from typing import Literal, TypeAlias
-
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
+import numpy as np
+import numpy.typing as npt
 
 Kind: TypeAlias = 'Literal["float", "complex", "int", "uint", "bool", "bits"]'
 F64: TypeAlias = "npt.NDArray[np.float64]"

@@ -13,6 +13,10 @@ import functools
 import math
 import os
 import struct
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from driftline import settings
 from driftline.errors import BadInput, did_you_mean
@@ -21,17 +25,6 @@ from driftline.numerics.dtypes import DTYPES, DType
 from driftline.numerics.libraries import opened
 from driftline.numerics.moments import PairMoments, joined_std, merge_moments
 from driftline.numerics.summary import SKETCH_BUCKETS, Summary
-from driftline.tuples import filled
-
-TYPE_CHECKING = False  # what `typing` calls it: `compare` starts to measure before it is loaded
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Any, TypeAlias
-
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 
@@ -74,9 +67,7 @@ _SummaryBuffer = ctypes.c_char * (_SUMMARY.size + _SKETCH.size)
 _DigestBuffer = ctypes.c_char * 16
 _start_of: Any = ctypes.c_char.from_buffer
 _address_of = ctypes.addressof
-# As `_make`, without counting what a structure has counted.
-_new_moments: Callable[[Iterable[Any]], PairMoments] = functools.partial(filled, PairMoments)
-_new_summary: Callable[[Iterable[Any]], Summary] = functools.partial(filled, Summary)
+_new_moments, _new_summary = PairMoments._make, Summary._make
 _PREFIX = "xxh3-128:"
 # A function object of our own: the program may have declared this one differently for itself.
 _memory_view: Any = ctypes.PYFUNCTYPE(

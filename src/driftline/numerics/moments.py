@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-
-from driftline.tuples import NamedTuple
+from typing import NamedTuple
 
 
 class PairMoments(NamedTuple):

@@ -12,15 +12,12 @@ import ctypes
 import functools
 import math
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from driftline.numerics import kernel
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
 
 
 class Pattern(NamedTuple):

@@ -8,18 +8,15 @@ without a copy of it. Nothing here knows tokens' texts, models or files.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from driftline.errors import BadInput
 from driftline.numerics import kernel
 from driftline.numerics.definition import real_values
 from driftline.numerics.dtypes import DType
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 F64: TypeAlias = "npt.NDArray[np.float64]"

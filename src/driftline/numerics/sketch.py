@@ -18,17 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from driftline.numerics.summary import SKETCH_BUCKETS
-
-TYPE_CHECKING = False  # what `typing` calls it
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    import numpy as np
-    import numpy.typing as npt
-else:
-    from driftline.numerics.late_numpy import np
 
 F64: TypeAlias = "npt.NDArray[np.float64]"
 U64: TypeAlias = "npt.NDArray[np.uint64]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from driftline.tuples import NamedTuple
+from typing import NamedTuple
 
 SKETCH_BUCKETS = 64
 

@@ -7,9 +7,7 @@ no width, no colour and no markup; a painter knows no run and no table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
-
-from driftline.tuples import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 Tone: TypeAlias = Literal["plain", "good", "bad", "doubtful", "quiet", "strong"]
 Value: TypeAlias = str | int | float | None

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as json_string
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from driftline.runs.layout import CALLS as CALLS
 from driftline.runs.layout import GRAPHS as GRAPHS
-from driftline.tuples import NamedTuple
 
 LARGEST_CALLS = 1 << 29
 _LONGEST_LINE = 1 << 20

@@ -8,9 +8,7 @@ of a process that left nothing it says nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
-
-from driftline.tuples import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 if TYPE_CHECKING:
     from driftline.runs.record import Record

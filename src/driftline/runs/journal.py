@@ -8,8 +8,6 @@ about it, is the writer's business.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import TypeAlias
 
 from driftline.runs.layout import ALIGNMENT, LARGEST_HEADER, align
 from driftline.runs.lines import bytes_end, encode_line, without_bytes
+from driftline.runs.owned_file import FileTaken
 from driftline.runs.part import Part
 from driftline.runs.record import Blob, Record
 from driftline.runs.shard import Shard
@@ -55,6 +54,7 @@ class Journal:
     Attributes:
         lock: Whoever appends holds it; the thread only ever tries it.
         failure: Why no more bytes are stored; empty as long as all is well.
+        taken: Whether that is because the program took a file away, not because of the disk.
         lost: Lines written without the bytes they should name.
         unlisted: Lines that could not be written either.
     """
@@ -73,6 +73,7 @@ class Journal:
         """
         self.lock = lock
         self.failure = ""
+        self.taken = False
         self.lost = 0
         self.unlisted = 0
         self._part = part
@@ -156,8 +157,7 @@ class Journal:
     def forget(self) -> None:
         """In a forked child: the files are the parent's."""
         if self._shard is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._shard.file)
+            self._shard.file.close()
 
     def _shard_for(self, length: int) -> Shard:
         """The shard that so many bytes go to."""
@@ -281,6 +281,7 @@ class Journal:
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         self.failure = f"could not be written: {reason}"
+        self.taken = isinstance(error, FileTaken)
         self._part.give_up_reserve()
         self._say(
             "disk",

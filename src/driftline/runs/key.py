@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
-
-from driftline.tuples import NamedTuple, filled
+from typing import Literal, NamedTuple, Self
 
 Port = Literal[
     "input", "output", "grad_input", "grad_output", "param", "param_grad", "optimizer_grad"
@@ -76,7 +74,7 @@ class TensorKey(NamedTuple):
         cls, site: str, port: Port, slot: str = "0", *, step: int = 0, visit: int = 0, rank: int = 0
     ) -> Self:
         """A key with the usual phase and moment of its port."""
-        return filled(cls, (site, port, slot, step, visit, rank, 0, *usual(port)))
+        return cls(site, port, slot, step, visit, rank, 0, *usual(port))
 
     def __str__(self) -> str:
         """`rank0/step0/model.layers.0.mlp#1/output/0`; what is usual is left out.

@@ -24,6 +24,7 @@ from driftline import settings
 from driftline.errors import AlreadyThere, BadInput
 from driftline.runs.layout import FORMAT, INDEX, MANIFEST, ORPHAN_EVENTS, SCHEMA, parse_folder
 from driftline.runs.liveness import is_held
+from driftline.runs.owned_file import OwnedFile, write_file
 from driftline.runs.redaction import redact_argv, redact_message, redact_value
 from driftline.runs.revision import revision_of
 from driftline.runs.sink import JSON
@@ -211,15 +212,15 @@ def write_new(path: Path, content: bytes) -> bool:
     """Creates a file with its whole content at once; False when somebody else's was first."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
-        draft.write_bytes(content)
+        write_file(draft, content)
         try:
             os.link(draft, path)
         except FileExistsError:
             return False
         except OSError:  # a file system without hard links
             try:
-                with path.open("xb") as file:
-                    file.write(content)
+                with OwnedFile(path, "new") as file:
+                    file.append_all(content)
             except FileExistsError:
                 return False
         return True

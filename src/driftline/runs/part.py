@@ -7,7 +7,6 @@ shards, are written elsewhere, and what is worth saying is decided by the writer
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from driftline.runs.layout import (
     TOPOLOGY,
     folder_name,
 )
-from driftline.runs.liveness import hold
 from driftline.runs.manifest import dump_json, ensure_manifest, process_facts
+from driftline.runs.owned_file import OwnedFile, write_file
 from driftline.runs.sink import JSON
 
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _ROOM = 4096
 
 
@@ -51,9 +49,9 @@ class Part:
                 process += 1
         self.folder = folder
         self.process = process
-        self._events = -1
-        self._index = os.open(folder / INDEX, _APPEND, 0o666)
-        hold(self._index)  # as long as this process lives, readers see that it is still writing
+        self._events: OwnedFile | None = None
+        # Locked as long as this process lives: readers see that it is still writing.
+        self._index = OwnedFile(folder / INDEX, locked=True)
         self._facts = {**process_facts(rank, process, world_size), **membership(path)}
         self._make_reserve()
 
@@ -61,16 +59,16 @@ class Part:
         """Appends lines; returns what the disk refused, and why."""
         try:
             while text:
-                text = text[os.write(self._index, text) :]
+                text = text[self._index.append(text) :]
         except OSError as error:
             return text, error
         return text, None
 
     def append_event(self, line: bytes) -> None:
         with contextlib.suppress(OSError):  # an event about a full disk may not fit on it either
-            if self._events < 0:
-                self._events = os.open(self.folder / EVENTS, _APPEND, 0o666)
-            os.write(self._events, line)
+            if self._events is None:
+                self._events = OwnedFile(self.folder / EVENTS)
+            self._events.append(line)
 
     def append_sheet(self, name: str, text: bytes, *, anew: bool) -> None:
         """Adds to the end of one of the other files of this folder, or replaces what is in it.
@@ -78,12 +76,8 @@ class Part:
         Raises:
             OSError: The disk is full.
         """
-        file = os.open(self.folder / name, _APPEND | (os.O_TRUNC if anew else 0), 0o666)
-        try:
-            while text:
-                text = text[os.write(file, text) :]
-        finally:
-            os.close(file)
+        with OwnedFile(self.folder / name, "replace" if anew else "append") as file:
+            file.append_all(text)
 
     def write_facts(self, facts: Mapping[str, JSON]) -> None:
         """Replaces process.json.
@@ -110,32 +104,29 @@ class Part:
 
     def close(self) -> None:
         """Closes the files; events may still be appended afterwards."""
-        for file in (self._index, self._events):
-            if file >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(file)
-        self._index = self._events = -1
+        self._index.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
     def _make_reserve(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            file = os.open(self.folder / RESERVE, _APPEND, 0o666)
-            try:
-                os.posix_fallocate(file, 0, RESERVE_BYTES)
-            finally:
-                os.close(file)
+        with contextlib.suppress(OSError), OwnedFile(self.folder / RESERVE) as file:
+            file.reserve(RESERVE_BYTES)
 
 
 def _replace(path: Path, content: bytes) -> None:
     """Replaces a small file at once; on a full disk, in place if it fits."""
     draft = path.with_name(f".{path.name}.new")
     try:
-        draft.write_bytes(content)
+        write_file(draft, content)
         draft.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             draft.unlink()
         if not path.exists() or path.stat().st_size < len(content):
             raise
-        with path.open("r+b") as file:
-            file.write(content)
-            file.truncate()
+        with OwnedFile(path) as file:
+            done = 0
+            while done < len(content):
+                done += file.write_at(content[done:], done)
+            file.truncate(done)

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+import numpy as np
+
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.absent import no_folder
@@ -41,12 +43,8 @@ from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
 from driftline.runs.uncollected import uncollected
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from driftline.runs.places import Files
     from driftline.runs.sink import JSON
-else:
-    from driftline.numerics.late_numpy import np
 
 _USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS})
 _MOST_BAD_LINES = 1000

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from driftline.errors import BadInput, NotInstalled, did_you_mean
 from driftline.numerics.dtypes import DTYPES, to_float64, unpack_nibbles
 from driftline.numerics.summary import Summary
 from driftline.runs.key import TensorKey, usual_moment, usual_phase
 from driftline.runs.record import Record
-from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from driftline.runs.facts import Order, RunFacts
     from driftline.runs.sink import JSON
-else:
-    from driftline.numerics.late_numpy import np
 
 Storage: TypeAlias = "npt.NDArray[np.generic]"
 
@@ -122,13 +119,11 @@ class Memory(NamedTuple):
         address: Of the first byte.
         length: In bytes.
         owner: Keeps the memory where it is, as long as it lives.
-        mapped: Whether it is that of a mapped file: its pages may go, and come back when asked for.
     """
 
     address: int
     length: int
     owner: object
-    mapped: bool = False
 
 
 class ReadAhead(Protocol):

@@ -6,12 +6,12 @@ It knows offsets, nothing of records, and raises OSError as it comes.
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from driftline.runs.header import Header
 from driftline.runs.layout import align, header_bytes, shard_name
+from driftline.runs.owned_file import OwnedFile
 from driftline.runs.sink import Bytes
 
 
@@ -26,7 +26,7 @@ class Shard:
 
     number: int
     name: str
-    file: int
+    file: OwnedFile
     header: Header
     end: int
 
@@ -34,16 +34,15 @@ class Shard:
     def create(cls, folder: Path, number: int, first_header: int, most: int) -> Shard:
         name = shard_name(number)
         reserved = min(header_bytes(number, first_header), align(most))
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = os.open(folder / name, flags, 0o666)
+        file = OwnedFile(folder / name, "new")
         # So that sealing succeeds on a disk that is full by then. Not every file system can.
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fallocate(file, 0, reserved)
+        with contextlib.suppress(OSError):
+            file.reserve(reserved)
         return cls(number, name, file, Header(reserved), reserved)
 
     def write(self, data: Bytes, offset: int) -> int:
         """Writes at an offset; returns how many bytes the system took."""
-        return os.pwrite(self.file, data.data, offset)
+        return self.file.write_at(data.data, offset)
 
     def seal(self, good_end: int | None) -> None:
         """Writes the header and closes the file.
@@ -55,13 +54,13 @@ class Shard:
             header = self.header
             if good_end is not None:
                 header.cut(good_end)
-            os.ftruncate(self.file, header.end)
+            self.file.truncate(header.end)
             view = memoryview(header.content())
             # The length field goes last: a file is either an ordinary safetensors file or says
             # header length 0.
             done = 8
             while done < len(view):
-                done += os.pwrite(self.file, view[done:], done)
-            os.pwrite(self.file, view[:8], 0)
+                done += self.file.write_at(view[done:], done)
+            self.file.write_at(view[:8], 0)
         finally:
-            os.close(self.file)
+            self.file.close()

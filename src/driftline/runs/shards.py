@@ -88,7 +88,7 @@ class Shards:
             found = self._places[blob.shard] = (view, address_of(view))
         view, address = found
         check_inside(record, len(view))
-        return Memory(address + blob.offset, blob.length, view, mapped=True)
+        return Memory(address + blob.offset, blob.length, view)
 
     def window(self, record: Record, start: int, stop: int) -> Memory:
         """All of it: what is mapped costs nothing until it is looked at."""

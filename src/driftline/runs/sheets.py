@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from driftline.runs.calls import CALLS, GRAPHS, Call, CallTensor
-from driftline.tuples import NamedTuple
 
 OPERATIONS = "operation_tensors_{}.csv"
 KERNELS = "kernel_tensors_{}.csv"

@@ -8,6 +8,7 @@ on a dead thread.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -45,6 +46,7 @@ class Staging:
         self._busy = False
         self._finished = False
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
 
     def start(self) -> None:
         """Starts the thread; without it, whoever waits for a buffer does the work."""
@@ -90,7 +92,7 @@ class Staging:
             self._finished = True
             self._changed.notify_all()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if self._is_served() and thread is not None and thread is not threading.current_thread():
             thread.join()
         while self._do_one():
             pass
@@ -115,11 +117,16 @@ class Staging:
             self._thread = thread
 
     def _wait_or_help(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
+        if self._is_served():
             with self._changed:
                 self._changed.wait(0.2)
         elif not self._do_one():
             time.sleep(0.001)
+
+    def _is_served(self) -> bool:
+        """Whether the thread lives. After a fork made in C it does not, but says that it does."""
+        thread = self._thread
+        return thread is not None and self._pid == os.getpid() and thread.is_alive()
 
     def _do_one(self) -> bool:
         with self._changed:

@@ -21,6 +21,7 @@ from driftline.numerics.kernel import digest as digest_of
 from driftline.runs.journal import Journal
 from driftline.runs.layout import FIRST_HEADER, ORPHAN_EVENTS, SHARD_BYTES
 from driftline.runs.manifest import ensure_manifest, event_line, library_versions, now
+from driftline.runs.owned_file import OwnedFile, print_to_stderr
 from driftline.runs.part import Part
 from driftline.runs.record import Blob, Record
 from driftline.runs.sink import JSON, Bytes, Group
@@ -91,6 +92,7 @@ class RunWriter:
 
     def _reset(self) -> None:
         """The state of a writer that has written nothing: at birth, and in a forked child."""
+        self._pid = os.getpid()
         self._no_folder = ""
         self._part: Part | None = None
         self._journal: Journal | None = None
@@ -135,6 +137,7 @@ class RunWriter:
 
     def put(self, record: Record, data: Bytes | None) -> None:
         digest = digest_for(record, data)
+        self._notice_fork()
         with self._lock:
             journal = self._journal
             if self._closed or (journal is None and (journal := self._open()) is None):
@@ -149,6 +152,7 @@ class RunWriter:
 
     def put_group(self, group: Group) -> None:
         """Takes several records without bytes; their lines are made when they are written."""
+        self._notice_fork()
         with self._lock:
             journal = self._journal
             if self._closed or (journal is None and (journal := self._open()) is None):
@@ -159,6 +163,7 @@ class RunWriter:
             self._dtypes |= group.dtypes
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
+        self._notice_fork()
         line = event_line(kind, message, self._order, details)
         with self._events_lock:
             if self._part is None:
@@ -170,17 +175,20 @@ class RunWriter:
             self._part.append_event(line)
 
     def describe(self, **facts: JSON) -> None:
+        self._notice_fork()
         with self._lock:
             self._facts.update(facts)
             self._write_facts()
 
     def topology(self, tree: Mapping[str, JSON]) -> None:
+        self._notice_fork()
         with self._lock:
             self._tree = tree
             self._write_topology()
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
         """Adds text to a file beside the index, such as a list of calls."""
+        self._notice_fork()
         with self._lock:
             if self._closed or (self._journal is None and self._open() is None):
                 return
@@ -205,10 +213,12 @@ class RunWriter:
 
     def flush(self) -> None:
         """Returns when everything put so far is with the system: no kill can lose it now."""
+        self._notice_fork()
         if self._journal is not None:
             self._journal.flush()
 
     def close(self) -> None:
+        self._notice_fork()
         with self._lock:
             if self._closed:
                 return
@@ -222,6 +232,9 @@ class RunWriter:
             self._write_facts()
             with self._events_lock:
                 self._part.close()
+            # A launcher reads the events itself; a program that captures itself has nobody else.
+            if self._seal_at_exit and self._journal.taken:
+                print_to_stderr(f"the run '{self.path}' is incomplete: {self._journal.failure}")
 
     # ---- the program's thread
 
@@ -334,10 +347,15 @@ class RunWriter:
             return
         with contextlib.suppress(OSError):
             ensure_manifest(self.path, self._command, world_size=self.world_size)
-            with (self.path / ORPHAN_EVENTS).open("ab", buffering=0) as file:
-                file.write(b"".join(self._early_events()))
+            with OwnedFile(self.path / ORPHAN_EVENTS, "shared") as file:
+                file.append_all(b"".join(self._early_events()))
 
     # ---- forks
+
+    def _notice_fork(self) -> None:
+        """A fork made in C, such as `daemon(3)`, does not call what Python has registered."""
+        if self._pid != os.getpid():
+            self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
         """The parent goes on writing its files; this copy forgets them and would start its own."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from driftline.comparison.row import Column, Row
 from driftline.errors import BadInput, did_you_mean
-from driftline.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from driftline.tolerance.thresholds import Threshold, Thresholds

@@ -8,13 +8,13 @@ pass (`kl`, a user's own) is computed from the values, on request.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from driftline.comparison.metrics import derivation as by
 from driftline.comparison.row import Column, Direction, Number
 from driftline.errors import BadInput, did_you_mean
 from driftline.numerics.moments import PairMoments
 from driftline.registry import METRICS, Address, plugins
-from driftline.tuples import NamedTuple
 
 BUILTIN = "driftline.comparison.metrics"
 

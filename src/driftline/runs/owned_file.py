@@ -1,0 +1,298 @@
+"""Files that Driftline writes while a user's program runs, and never a byte into any other file.
+
+A descriptor is only a number. A program that becomes a daemon closes every number it has not opened
+itself, and its next `open` returns a number that we still remember as our file. Four things keep
+our bytes out of its files:
+
+* Our descriptors have high numbers, which `open` does not return, and end with `exec`.
+* Before every write, truncation or closing, `fstat` must name the file that we created.
+* A descriptor that was closed or replaced is left alone. The file is opened again by its path, and
+  only used if it is still the file that we created; we go on where our own bytes end.
+* After a fork, the files belong to the parent; the child closes its copies and writes to none.
+
+Where that fails, `FileTaken` is raised, and the caller stops and says so. This file knows nothing
+of runs and is imported by programs that are watched, so it imports little.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+import weakref
+
+try:
+    import fcntl
+except ImportError:  # not on every system
+    fcntl = None
+
+TYPE_CHECKING = False  # `typing` takes longer to import than all of this
+if TYPE_CHECKING:
+    from typing import Literal, TypeAlias
+
+    Mode: TypeAlias = Literal["append", "new", "replace", "shared"]
+    Data: TypeAlias = bytes | bytearray | memoryview
+    Identity: TypeAlias = tuple[int, int]
+
+_FLAGS = {
+    "append": os.O_CREAT,
+    "new": os.O_CREAT | os.O_EXCL,
+    "replace": os.O_CREAT | os.O_TRUNC,
+    # Several processes write it, so the system must find the end, and no offset is ours.
+    "shared": os.O_CREAT | os.O_APPEND,
+}
+_HIGHEST = 4096
+"""The kernel's table of descriptors, copied by every fork, grows with the highest number in use:
+to 32 KB with this one."""
+_KEPT_FREE = 256
+"""Numbers above the lowest of ours. A writer has three or four files open."""
+
+
+class FileTaken(OSError):
+    """The descriptor of a file was taken away, and the file cannot be opened again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(errno.ESTALE, reason)
+
+
+class OwnedFile:
+    """A file that only this process writes, whatever the program does to its descriptors.
+
+    Not for several threads at once: callers take turns.
+
+    Attributes:
+        path: Where it is, independent of the current folder.
+        end: Where `append` writes next: the length of the file as far as we know.
+    """
+
+    __slots__ = ("__weakref__", "_access", "_file", "_identity", "_locked", "_pid", "end", "path")
+
+    def __init__(
+        self, path: str | os.PathLike[str], mode: Mode = "append", *, locked: bool = False
+    ) -> None:
+        """Opens the file.
+
+        Args:
+            path: Where it is, or will be.
+            mode: `append` goes on at its end, `new` refuses a file that exists, `replace` empties
+                it, `shared` appends to a file that other processes append to as well.
+            locked: Hold its lock as long as it is open, so that others see that it is written.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        self.path = os.path.abspath(path)  # noqa: PTH100 - pathlib is slow to import
+        self._locked = locked
+        self._pid = os.getpid()
+        self._access = os.O_RDWR | os.O_CLOEXEC | (_FLAGS[mode] & os.O_APPEND)
+        self._file = _lifted(os.open(self.path, self._access | _FLAGS[mode], 0o666))
+        status = os.fstat(self._file)
+        self._identity = _identity(status)
+        # Another thread may have closed the number and opened a file before it was lifted.
+        if _identity(os.stat(self.path)) != self._identity:  # noqa: PTH116
+            file, self._file = self._file, -1
+            os.close(file)  # a duplicate made here, whatever it leads to
+            raise FileTaken(self._sentence("is not the file that was opened"))
+        self.end = status.st_size
+        self._take_lock()
+        _LIVE.add(self)
+
+    def append(self, data: Data) -> int:
+        """Writes at the end; returns how many bytes the system took.
+
+        Raises:
+            FileTaken: The file is no longer ours; nothing was written.
+            OSError: The disk refuses.
+        """
+        return self.write_at(data, self.end)
+
+    def append_all(self, data: Data) -> None:
+        """Writes all of it at the end.
+
+        Raises:
+            FileTaken: The file is no longer ours.
+            OSError: The disk refuses; a part may have been written.
+        """
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self.append(rest) :]
+
+    def write_at(self, data: Data, offset: int) -> int:
+        """Writes at an offset, or at the end of a shared file; returns how many bytes were taken.
+
+        Raises:
+            FileTaken: The file is no longer ours; nothing was written.
+            OSError: The disk refuses.
+        """
+        try:
+            count = self._write(self._checked(), data, offset)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            # Closed after the check, or replaced by a descriptor that only reads.
+            count = self._write(self._reopened(), data, offset)
+        self.end = max(self.end, offset + count)
+        return count
+
+    def truncate(self, length: int) -> None:
+        """Cuts the file.
+
+        Raises:
+            FileTaken: The file is no longer ours.
+            OSError: The system refuses.
+        """
+        os.ftruncate(self._checked(), length)
+        self.end = length
+
+    def reserve(self, length: int) -> None:
+        """Asks the disk for room, so that later writes within it succeed.
+
+        Raises:
+            OSError: There is none, or the file system cannot do this.
+        """
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._checked(), 0, length)
+
+    def close(self) -> None:
+        """Closes the descriptor if it still is ours. May be called twice."""
+        file, self._file = self._file, -1
+        try:
+            if file >= 0 and _identity(os.fstat(file)) == self._identity:
+                os.close(file)
+        except OSError:  # the program has closed it
+            return
+
+    def __enter__(self) -> OwnedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, file: int, data: Data, offset: int) -> int:
+        if self._access & os.O_APPEND:
+            return os.write(file, data)
+        return os.pwrite(file, data, offset)
+
+    def _checked(self) -> int:
+        """The descriptor, once it is certain where it leads."""
+        if self._pid != os.getpid():
+            raise FileTaken(self._sentence("belongs to the process that this one is a copy of"))
+        if self._file < 0:
+            raise FileTaken(self._sentence("is closed"))
+        try:
+            if _identity(os.fstat(self._file)) == self._identity:
+                return self._file
+        except OSError:  # closed
+            pass
+        return self._reopened()
+
+    def _reopened(self) -> int:
+        """A new descriptor for the same file. The old number is the program's now: not closed."""
+        try:
+            # A pipe that lies at the path now must not make the program wait.
+            file = _lifted(os.open(self.path, self._access | getattr(os, "O_NONBLOCK", 0)))
+        except FileNotFoundError:
+            raise FileTaken(self._sentence("is no longer there")) from None
+        status = os.fstat(file)
+        if _identity(status) != self._identity:
+            os.close(file)
+            raise FileTaken(self._sentence("is another file now"))
+        if status.st_size < self.end:
+            os.close(file)
+            raise FileTaken(self._sentence("is shorter than what was written to it"))
+        self._file = file
+        self._take_lock()
+        return file
+
+    def _sentence(self, what: str) -> str:
+        name = os.path.basename(self.path)  # noqa: PTH119
+        return f"the program closed a descriptor of Driftline, and {name} {what}"
+
+    def _take_lock(self) -> None:
+        if self._locked:
+            from driftline.runs.liveness import hold
+
+            hold(self._file)
+
+
+def write_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a whole file, replacing what is there.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with OwnedFile(path, "replace") as file:
+        file.append_all(content)
+
+
+def print_to_stderr(sentence: str) -> None:
+    """Prints a sentence for the user, unless descriptor 2 has become a file of the program.
+
+    A daemon that closes 0 to 2 gets these numbers for its own files. Printed is what goes to the
+    standard error of the start, to a device, or to where standard output goes as well: a log.
+    """
+    try:
+        to_descriptor = sys.stderr is not None and sys.stderr.fileno() == 2
+    except (AttributeError, OSError, ValueError):  # an object of the program's own
+        to_descriptor = False
+    if to_descriptor:
+        try:
+            status = os.fstat(2)
+            if (
+                _identity(status) != _STDERR
+                and not stat.S_ISCHR(status.st_mode)
+                and _identity(status) != _identity(os.fstat(1))
+            ):
+                return
+        except OSError:  # closed
+            return
+    print(f"driftline: {sentence}", file=sys.stderr)
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino
+
+
+def _lifted(file: int) -> int:
+    """The same file under a high number; the low one is free again."""
+    if fcntl is None:
+        return file
+    try:
+        limit = min(os.sysconf("SC_OPEN_MAX"), _HIGHEST)
+        high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(limit - _KEPT_FREE, limit // 2))
+    except (OSError, ValueError):  # few descriptors are allowed, or all are in use
+        if file > 2:
+            return file
+        try:  # what the program prints must not end up in the file
+            high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
+        except OSError:
+            os.close(file)
+            raise
+    try:
+        # Another thread of the program may have taken the low number a moment ago.
+        if os.path.sameopenfile(file, high):
+            os.close(file)
+    except OSError:  # or has closed it
+        pass
+    return high
+
+
+def _stderr_identity() -> Identity | None:
+    try:
+        return _identity(os.fstat(2))
+    except OSError:
+        return None
+
+
+_STDERR = _stderr_identity()
+_LIVE: weakref.WeakSet[OwnedFile] = weakref.WeakSet()
+
+
+def _close_after_fork() -> None:
+    """In a child: an inherited descriptor would keep the parent's lock after the parent's end."""
+    for file in list(_LIVE):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)

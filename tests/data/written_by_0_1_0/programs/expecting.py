@@ -1,0 +1,9 @@
+"""A test with the `expect` fixture, given to pytest by name; its expectation is in `expectations`."""
+
+from __future__ import annotations
+
+from network import IDS, build
+
+
+def test_network(expect) -> None:
+    expect(build().eval(), IDS)
