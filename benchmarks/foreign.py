@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from driftline import open_run
-from driftline.formats.ge_graph import GraphNode
+from driftline.formats.ascend.ge.graph_text import GraphNode
 from driftline.testing.atb import bin_bytes
 from driftline.testing.ge import GeDump
 

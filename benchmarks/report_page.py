@@ -32,10 +32,10 @@ _PARTS = (
 def big_table(rows: int = ROWS) -> Any:
     """A judged table as a deep decoder gives it over many steps; drift starts in layer 40."""
     from driftline.comparison.metrics.catalogue import STANDARD
-    from driftline.comparison.row import Row
-    from driftline.comparison.table import Side, Table
-    from driftline.gating.judge import judge
-    from driftline.runs.key import TensorKey
+    from driftline.comparison.table.row import Row
+    from driftline.comparison.table.table import Side, Table
+    from driftline.comparison.verdict.judge import judge
+    from driftline.runs.records import TensorKey
 
     rng = random.Random(0)
     found: list[Row] = []
@@ -201,8 +201,8 @@ def frames(trace: list[dict[str, Any]]) -> tuple[float, float, int]:
 
 
 def run(keep: Path | None = None) -> list[dict[str, object]]:
-    from driftline.pages.data import page_data
-    from driftline.pages.shell import embedded_page
+    from driftline.reporting.html.document import page_data
+    from driftline.reporting.html.page import embedded_page
 
     text = embedded_page(page_data(big_table()))
     code = len(text) - len(text.partition('id="data">')[2].partition("</script>")[0])

@@ -12,8 +12,8 @@ from capture_zoo import build, feed, one_thread
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from driftline.adapters.torch.door import capture
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.torch.framework import capture
+from driftline.captures.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
 
 

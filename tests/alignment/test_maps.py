@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.alignment.maps import link_sites, parse_map, read_mapping
-from driftline.alignment.normal import headless, plain
 from driftline.alignment.plan import Plan
+from driftline.alignment.rules.maps import link_sites, parse_map, read_mapping
+from driftline.alignment.rules.names import headless, plain
 from driftline.errors import BadFile, BadInput
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import driftline
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
 

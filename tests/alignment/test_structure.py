@@ -336,7 +336,7 @@ def test_the_visits_of_a_shared_layer_align_with_layers_of_their_own(tmp_path: P
 def test_sequences_that_are_too_long_are_a_note_and_no_crash(
     gpt: tuple[Any, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from driftline.alignment import sequence
+    from driftline.alignment.rules import leaves as sequence
 
     monkeypatch.setattr(sequence, "MOST_CELLS", 50)
     model, reference = gpt
@@ -479,7 +479,7 @@ def test_gate_and_up_called_in_another_order_are_told_by_the_activation(
 
 
 def test_a_numbered_holder_called_like_a_projection_says_no_role() -> None:
-    from driftline.alignment.classes import role_of
+    from driftline.alignment.sites.kinds import role_of
 
     assert role_of("k0.w1") == "" and role_of("attn.q.linear") == "q" and role_of("a.k_proj") == "k"
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.alignment.door import AlignOptions, align_runs
-from driftline.alignment.steps import parse_step_map
-from driftline.comparison.table import Table
+from driftline.alignment.align import AlignOptions, align_runs
+from driftline.alignment.normalise.steps import parse_step_map
+from driftline.comparison.table.table import Table
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.testing.atb_twins import atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
@@ -361,7 +361,7 @@ def graphs(warm_up: bool) -> dict[Any, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_graphs_that_count_for_themselves_get_the_numbers_of_the_whole(warm_up: bool) -> None:
     reference, candidate = run_of(timeline(5, 1, 1)), run_of(graphs(warm_up))
-    from driftline.alignment.settling import before_matching
+    from driftline.alignment.normalise.pipeline import before_matching
 
     seen = before_matching(reference, candidate, AlignOptions())
     found = {
@@ -382,7 +382,7 @@ def test_an_accelerators_own_dump_gets_the_numbers_of_the_torch_dump(
     prompt, then = np.array([3, 1, 4, 1, 5]), (9, 2)
     torch_twin(tmp_path / "torch", model, prompt, then=then)
     atb_twin(tmp_path / "atb", model, prompt, then=then, warm_up=warm_up)
-    from driftline.alignment.settling import before_matching
+    from driftline.alignment.normalise.pipeline import before_matching
 
     reference = driftline.open_run(tmp_path / "torch" / "ait_dump")
     candidate = driftline.open_run(tmp_path / "atb")

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from chromium import Traffic, drag, point, until
 
-from driftline.pages.assemble import report
-from driftline.runs.key import TensorKey
+from driftline.reporting.html.report import report
 from driftline.runs.memory import MemorySink
+from driftline.runs.records import TensorKey
 from driftline.testing.runs import run_of
 
 if TYPE_CHECKING:

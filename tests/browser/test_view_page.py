@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from chromium import Traffic, drag, point, until
 
-from driftline.runs.key import TensorKey
+from driftline.reporting.viewer.api import Viewer, serve
+from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
-from driftline.viewer.door import Viewer, serve
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driftline.formats.ge_graph import GraphNode
+from driftline.formats.ascend.ge.graph_text import GraphNode
 from driftline.testing.ge import GeDump, ge_bytes, write_fx
 
 ROOT = Path(__file__).parents[2]

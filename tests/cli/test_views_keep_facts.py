@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from driftline import capture, open_run
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 

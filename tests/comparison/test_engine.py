@@ -7,17 +7,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from driftline.alignment.names import pair_by_name
-from driftline.comparison import blocks
-from driftline.comparison.engine import measure
+from driftline.alignment.rules.names import pair_by_name
+from driftline.comparison.measure import scheduler
+from driftline.comparison.measure.scheduler import measure
 from driftline.comparison.metrics.catalogue import requested
+from driftline.comparison.pipeline import compare
 from driftline.errors import BadRun, Unreachable
-from driftline.formats.opening import open_run
-from driftline.gating.door import compare
+from driftline.formats.registry import open_run
 from driftline.numerics import kernel
-from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into, run_of
@@ -62,7 +61,7 @@ def test_blocks_and_threads_do_not_change_a_row(monkeypatch, threads):
     other["t39"][100] = np.nan
     other["t39"][200] += 1000
     one = measured(run_of(tensors), run_of(other), threads=1)
-    monkeypatch.setattr(blocks, "BLOCK", 64)
+    monkeypatch.setattr(scheduler, "BLOCK", 64)
     many = measured(run_of(tensors), run_of(other), threads=threads)
     assert [row.key for row in many.rows] == [row.key for row in one.rows]
     for a, b in zip(one.rows, many.rows, strict=True):

@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftline.alignment.names import pair_by_name
-from driftline.comparison import small
-from driftline.comparison.engine import measure
+from driftline.alignment.rules.names import pair_by_name
+from driftline.comparison.measure import scheduler
+from driftline.comparison.measure.scheduler import SmallPairs, measure
 from driftline.comparison.metrics.catalogue import STANDARD
-from driftline.comparison.metrics.derivation import standard
-from driftline.comparison.small import SmallPairs
-from driftline.formats.opening import open_run
+from driftline.comparison.metrics.from_moments import standard
+from driftline.comparison.tolerance.defaults import elementwise
+from driftline.formats.registry import open_run
 from driftline.numerics.moments import PairMoments
 from driftline.testing.runs import run_of
-from driftline.tolerance.defaults import elementwise
 
 RNG = np.random.default_rng(3)
 
@@ -130,9 +129,9 @@ def test_the_bound_of_small_pairs_is_in_bytes_of_both_sides(tmp_path, monkeypatc
     quick = SmallPairs(ours, theirs, STANDARD, elementwise)
     elements = quick.elements(pair)
     assert elements == 300
-    monkeypatch.setattr(small, "SMALL_BYTES", 300 * 6)
+    monkeypatch.setattr(scheduler, "SMALL_BYTES", 300 * 6)
     assert quick.is_small(pair, elements)
-    monkeypatch.setattr(small, "SMALL_BYTES", 300 * 6 - 1)
+    monkeypatch.setattr(scheduler, "SMALL_BYTES", 300 * 6 - 1)
     assert not quick.is_small(pair, elements)
 
 

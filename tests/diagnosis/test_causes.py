@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftline.diagnosis.causes.activation import FUNCTIONS
 from driftline.diagnosis.causes.case import Case
-from driftline.diagnosis.causes.catalogue import CAUSES, best_clue, clues
-from driftline.diagnosis.reading import rounded
+from driftline.diagnosis.causes.registry import CAUSES, best_clue, clues
+from driftline.diagnosis.causes.values import FUNCTIONS
+from driftline.diagnosis.error_stats import rounded
 
 UNIT = 2.0**-24
 BF16 = 2.0**-8
@@ -509,8 +509,8 @@ def test_another_random_tensor_gets_no_name(seed: int) -> None:
 
 
 def test_a_linear_layer_that_was_given_other_heads_is_understood_from_its_output() -> None:
-    from driftline.diagnosis.causes.catalogue import RULES_FOR_INPUTS
-    from driftline.diagnosis.causes.linear import what_it_saw
+    from driftline.diagnosis.causes.linear_solve import what_it_saw
+    from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS
 
     rng = np.random.default_rng(0)
     x, w = tensor(), rng.standard_normal((64, 64))

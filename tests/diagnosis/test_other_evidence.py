@@ -11,8 +11,8 @@ from planted_bugs import BUGS
 from small_models import llama, replayed, run_of, tokens, twin
 
 import driftline
-from driftline.diagnosis.artefacts import ReplayedSite, open_noise
-from driftline.diagnosis.door import diagnose
+from driftline.diagnosis.api import diagnose
+from driftline.diagnosis.evidence.files import ReplayedSite, open_noise
 from driftline.testing.faults import FAULTS, Setting
 from driftline.testing.faults.trials import METHODS, planted
 

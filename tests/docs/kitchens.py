@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from driftline.formats.ge_graph import GraphNode
-from driftline.runs.key import TensorKey
+from driftline.formats.ascend.ge.graph_text import GraphNode
+from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.atb import AtbDump, Operation, Value
 from driftline.testing.ge import GeDump

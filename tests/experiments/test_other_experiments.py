@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from driftline.adapters.torch.rounding import dithered, rounded_once
-from driftline.formats.opening import open_run
+from driftline.diagnosis.experiments.live.repeat import dithered, rounded_once
+from driftline.formats.registry import open_run
 
 
 def test_noise_makes_runs_in_the_candidates_format_and_keeps_failures_with_reasons(

@@ -13,7 +13,7 @@ import pytest
 
 import driftline
 from driftline.errors import BadRun
-from driftline.formats.atb_run import AtbRun
+from driftline.formats.ascend.atb.dump import AtbRun
 from driftline.testing.atb import AtbDump, Operation, Value, write_bin
 from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.comparison.row import Row
-from driftline.comparison.table import Table
+from driftline.comparison.pipeline import align
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.tolerance import Limit, Tolerance
+from driftline.comparison.verdict.judge import exit_code, judge
 from driftline.errors import BadInput
-from driftline.gating.door import align
-from driftline.gating.judge import exit_code, judge
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.testing.runs import run_of
-from driftline.tolerance.limits import Limit, Tolerance
 
 RNG = np.random.default_rng(3)
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 import driftline
 from driftline.errors import BadInput
 from driftline.operators import golden, known_operators
-from driftline.operators.definition import results
-from driftline.operators.families.calling import Tensor, Unfit
+from driftline.operators.definitions.call import Tensor, Unfit
+from driftline.operators.definitions.registry import results
 
 RNG = np.random.default_rng(0)
 
@@ -500,8 +500,8 @@ def test_a_cache_takes_new_tokens_behind_the_old_ones() -> None:
 def test_every_definition_can_be_written_into_a_script_of_its_own(name: str) -> None:
     import ast
 
-    from driftline.operators.definition import definition_of
-    from driftline.operators.reproducing import source_of
+    from driftline.operators.definitions.registry import definition_of
+    from driftline.operators.repro import source_of
 
     definition = definition_of(name)
     assert definition is not None

@@ -15,9 +15,8 @@ from hub_server import serving
 
 import driftline as api
 from driftline.errors import BadInput, BadRun, NotInstalled, Unreachable
-from driftline.remote.store import Gone, Store
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.stores.store import Gone, Store
 from driftline.runs.writer import RunWriter
 
 
@@ -170,7 +169,7 @@ class _Losing(MemoryFileSystem):
 
 @pytest.fixture
 def losing(monkeypatch: pytest.MonkeyPatch) -> type[_Losing]:
-    monkeypatch.setattr("driftline.remote.store._FIRST_WAIT", 0.001)
+    monkeypatch.setattr("driftline.runs.stores.store._FIRST_WAIT", 0.001)
     monkeypatch.setattr(_Losing, "cuts", 0)
     monkeypatch.setattr(_Losing, "uploads", 0)
     fsspec.register_implementation("losing", _Losing, clobber=True)

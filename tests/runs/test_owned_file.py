@@ -24,8 +24,8 @@ from driftline.runs.verify import verify
 PRELUDE = """
 import os, sys
 import numpy as np
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import TensorKey
+from driftline.runs.records import Record
 from driftline.runs.writer import RunWriter
 
 writer = RunWriter("run", shard_bytes=1 << 20)
@@ -387,7 +387,7 @@ def test_a_temporary_file_is_never_mistaken_for_one_of_the_program(tmp_path):
 
 
 LABELS = """
-    from driftline.dialects.labels import set_label
+    from driftline.dialects.aclcmp.labels import set_label
 
     set_label("pta", "before", np.arange(4.0))
     os.closerange(3, {last})
@@ -398,7 +398,7 @@ LABELS = """
 
 @pytest.mark.parametrize("last", ["256", LAST])
 def test_labels_of_a_program_that_closes_descriptors_are_whole(tmp_path, last):
-    from driftline.dialects.labels_store import STORE, read_labels
+    from driftline.dialects.aclcmp.store import STORE, read_labels
 
     start(tmp_path, LABELS.format(last=last))
     check_user_files(tmp_path, 60)
@@ -409,7 +409,7 @@ def test_saved_files_of_a_program_that_closes_descriptors_are_whole(tmp_path):
     """They are written by a thread while the program opens and closes its own."""
     text = """
         from pathlib import Path
-        from driftline.dialects.saved_files import SavedFiles
+        from driftline.dialects.paddle_hook.files import SavedFiles
         files = SavedFiles(lambda path, problem: print(path, problem))
         for index in range(100):
             data = np.full(100_000, index, np.float32)

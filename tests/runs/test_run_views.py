@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from driftline.alignment.normalise.pipeline import is_compiled, keeps_graphs
+from driftline.alignment.normalise.view import SeenRun, taken_back
 from driftline.alignment.plan import Pair, Plan
-from driftline.alignment.settling import is_compiled, keeps_graphs
-from driftline.alignment.sides import SeenRun, taken_back
 from driftline.runs.facts import ProcessFacts, RunFacts
-from driftline.runs.key import TensorKey
 from driftline.runs.layout import GRAPHS
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Loss, Run
 from driftline.runs.views import NarrowedRun, RunView, narrowed, only
 

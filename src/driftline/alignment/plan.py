@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from driftline.alignment.recipe import Recipe
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 
 Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure", "moment"]
 """Why two tensors are a pair, strongest first after what the user said."""
@@ -152,7 +151,7 @@ class Plan(NamedTuple):
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        from driftline.reports.notebook import plan_html
+        from driftline.reporting.notebook import plan_html
 
         return plan_html(self)
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 
 StepKind = Literal[
     "concat",  # sources joined along `axis`: q, k and v against a fused qkv; shards of a tensor
@@ -208,7 +207,7 @@ def step_from_text(text: str) -> Step:
             numbers = tuple(int(word) for word in inside.split(",") if word.strip())
             return Step(cast(StepKind, kind), numbers=numbers)
         if kind == "times":
-            return Step("times", factor=_after("by", f"by {inside}"))
+            return Step("times", factor=_number_after("by", f"by {inside}"))
         first, _, rest = inside.partition(",")
         axis = int(first.strip().removeprefix("axis")) if first.strip() else 0
         if kind in ("split", "trim"):
@@ -217,14 +216,14 @@ def step_from_text(text: str) -> Step:
         if kind in ("select", "unpack"):
             return Step(cast(StepKind, kind), axis, numbers=tuple(_positions(rest)))
         if kind == "dequantise":
-            zero = _after("minus", rest) or 0.0
-            return Step("dequantise", axis, factor=_after("times", rest), zero=zero)
+            zero = _number_after("minus", rest) or 0.0
+            return Step("dequantise", axis, factor=_number_after("times", rest), zero=zero)
         return Step(cast(StepKind, kind), axis)
     except ValueError:
         raise BadInput(f"'{text}' is a {kind} whose numbers cannot be read") from None
 
 
-def _after(word: str, text: str) -> float | None:
+def _number_after(word: str, text: str) -> float | None:
     """The number after a word; None where the word is not there.
 
     Raises:
@@ -293,4 +292,100 @@ def _source_text(source: Source) -> str:
 
 
 def _dims(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+# What shape a recipe gives, by the shapes of its sources alone: a plan is checked before it
+# runs.
+
+
+Shape = tuple[int, ...]
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """See that every step fits what it is given, and that the shape is what comes out.
+
+    Raises:
+        BadInput: One does not, or it is not.
+    """
+    shapes: list[Shape] = []
+    for source in recipe.sources:
+        if isinstance(source, Recipe):
+            check_recipe(source)
+        shapes.append(source.shape)
+    steps = recipe.steps
+    if steps and steps[0].kind in JOINING:
+        shape = _joined(steps[0], shapes)
+        steps = steps[1:]
+    elif len(shapes) == 1:
+        shape = shapes[0]
+    else:
+        raise BadInput(
+            f"a recipe of {len(shapes)} sources begins with a step that joins them",
+            hint=f"such are {', '.join(sorted(JOINING))}",
+        )
+    for step in steps:
+        shape = _shape_after(step, shape)
+    if shape != recipe.shape:
+        raise BadInput(
+            f"the steps give {_dims_text(shape)}, the recipe says {_dims_text(recipe.shape)}"
+        )
+
+
+def _joined(step: Step, shapes: Sequence[Shape]) -> Shape:
+    first = shapes[0]
+    if step.kind == "dequantise":
+        if not (1 if step.factor is not None else 2) <= len(shapes) <= 3:
+            raise BadInput("dequantise takes values, a scale and perhaps a zero point")
+        return first
+    if step.kind in ("sum", "mean"):
+        if len(set(shapes)) > 1:
+            raise BadInput(f"tensors of {_all(shapes)} cannot be added up")
+        return first
+    at = step.axis
+    rest = {(*shape[:at], *shape[at + 1 :]) for shape in shapes}
+    if not 0 <= at < min(map(len, shapes)) or len(rest) > 1:
+        raise BadInput(f"tensors of {_all(shapes)} cannot be joined along axis {at}")
+    return (*first[:at], sum(shape[at] for shape in shapes), *first[at + 1 :])
+
+
+def _shape_after(step: Step, shape: Shape) -> Shape:
+    fits, result = True, shape
+    at = step.axis
+    if step.kind in ("split", "trim", "select"):
+        fits = 0 <= at < len(shape)
+        if fits and step.kind == "select":
+            fits = not step.numbers or 0 <= min(step.numbers) <= max(step.numbers) < shape[at]
+            result = (*shape[:at], len(step.numbers), *shape[at + 1 :])
+        elif fits:
+            fits = 0 <= step.start <= step.stop <= shape[at]
+            result = (*shape[:at], step.stop - step.start, *shape[at + 1 :])
+    elif step.kind == "transpose":
+        fits = sorted(step.numbers) == list(range(len(shape)))
+        result = tuple(shape[n] for n in step.numbers) if fits else shape
+    elif step.kind == "reshape":
+        fits = math.prod(step.numbers) == math.prod(shape) and min(step.numbers, default=0) >= 0
+        result = step.numbers
+    elif step.kind == "unpack":
+        fits = 0 <= at < len(shape) and is_packing(step.numbers)
+        result = (*shape[:at], shape[at] * len(step.numbers), *shape[at + 1 :]) if fits else shape
+    elif step.kind in ("lowfloat", "times"):
+        pass
+    else:
+        raise BadInput(f"{step} joins tensors, so it must be the first step")
+    if not fits:
+        raise BadInput(f"{step} does not fit {_dims_text(shape)}")
+    return result
+
+
+def is_packing(places: Sequence[int]) -> bool:
+    """Whether these are all places of a word, each once: 4, 8 or 16 codes of it."""
+    return len(places) in (4, 8, 16) and sorted(places) == list(range(len(places)))
+
+
+def _all(shapes: Sequence[Shape]) -> str:
+    return " and ".join(dict.fromkeys(map(_dims_text, shapes)))
+
+
+def _dims_text(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "scalar"

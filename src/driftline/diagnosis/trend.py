@@ -16,7 +16,7 @@ from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.kernel import summarize
 from driftline.numerics.summary import Summary
-from driftline.runs.record import Record
+from driftline.runs.records import Record
 from driftline.runs.run import Run, kept_elements
 from driftline.runs.views import only
 

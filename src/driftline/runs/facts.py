@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from driftline.runs.record import Record
+    from driftline.runs.records import Record
     from driftline.runs.run import Run
-    from driftline.runs.sink import JSON
+    from driftline.runs.sinks import JSON
 
 Order = Literal["execution", "registration", "none"]
 """What the order of the records means: tensors as they were computed, modules as the program
@@ -175,7 +175,7 @@ def read_facts(run: Run, order: Order) -> RunFacts:
 
 def first_records(run: Run) -> list[Record]:
     """The first record of each process that has any."""
-    from driftline.runs.kept_records import KeptRecords
+    from driftline.runs.index import KeptRecords
 
     if isinstance(run.records, KeptRecords):  # a long run is not built to look at its first lines
         return run.records.firsts()

@@ -220,7 +220,7 @@ class OwnedFile:
 
     def _take_lock(self) -> None:
         if self._locked:
-            from driftline.runs.liveness import hold
+            from driftline.runs.provenance import hold
 
             hold(self._file)
 

@@ -16,12 +16,11 @@ import numpy.typing as npt
 from driftline.errors import BadInput, NotInstalled, did_you_mean
 from driftline.numerics.dtypes import DTYPES, to_float64, unpack_nibbles
 from driftline.numerics.summary import Summary
-from driftline.runs.key import TensorKey, usual_moment, usual_phase
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey, usual_moment, usual_phase
 
 if TYPE_CHECKING:
     from driftline.runs.facts import Order, RunFacts
-    from driftline.runs.sink import JSON
+    from driftline.runs.sinks import JSON
 
 Storage: TypeAlias = "npt.NDArray[np.generic]"
 
@@ -333,7 +332,7 @@ class Run(ABC):
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        from driftline.reports.notebook import run_html
+        from driftline.reporting.notebook import run_html
 
         return run_html(self)
 

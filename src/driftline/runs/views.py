@@ -11,11 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from driftline.errors import BadInput
-from driftline.runs.kept_records import KeptRecords
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.index import KeptRecords
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage
-from driftline.runs.sink import JSON
+from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
     from driftline.runs.facts import RunFacts

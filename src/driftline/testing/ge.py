@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from driftline.formats.ge_graph import FX_NAME, GraphNode
+from driftline.formats.ascend.ge.graph_text import FX_NAME, GraphNode
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from driftline.formats.ge_graph import GraphNode
+from driftline.formats.ascend.ge.graph_text import GraphNode
 from driftline.testing.ge import GeDump, write_fx
 
 Plant = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]

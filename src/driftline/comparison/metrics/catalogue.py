@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from driftline.comparison.metrics import derivation as by
-from driftline.comparison.row import Column, Direction, Number
+from driftline.comparison.metrics import from_moments as by
+from driftline.comparison.table.row import Column, Direction, Number
 from driftline.errors import BadInput, did_you_mean
 from driftline.numerics.moments import PairMoments
 from driftline.registry import METRICS, Address, plugins
