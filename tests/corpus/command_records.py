@@ -243,6 +243,7 @@ def masked(text: str, place: Path, *, computed: bool = False) -> str:
     """
     text = text.replace(str(place.resolve()), "HERE").replace(str(place), "HERE")
     text = text.replace(str(Path(sys.executable).parent), "BIN")
+    text = text.replace(str(FOLDER.parents[1]), "REPOSITORY")
     for pattern, standing_in in _PATTERNS:
         text = pattern.sub(standing_in, text)
     if not computed:
