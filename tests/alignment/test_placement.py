@@ -17,8 +17,8 @@ from driftline.comparison.table.table import Table
 from driftline.errors import BadInput
 from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
-from driftline.testing.atb import AtbDump, Operation, Value
 from driftline.testing.runs import record_into, run_of
+from support.atb import AtbDump, Operation, Value
 
 # A power of two in every value keeps sums exact, so that halves add up to the whole bit for bit.
 RULES = (

@@ -64,9 +64,11 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
         DriftlineError: A run without tensors, a glob that matches nothing, a map or plan that
             cannot be read, or two runs that have nothing in common.
     """
+    # Refused before anything else: every later message would speak of names that are not there.
     for run in (reference, candidate):
         if not len(run):
             raise BadInput(f"run '{run.name}' holds no tensor", hint="was anything captured?")
+    # The user may have edited a saved plan, so no rule may add to it or take from it.
     if options.plan_file is not None:
         from driftline.alignment.plan_file import saved_plan
 
@@ -77,6 +79,8 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
 
             plan = masked(plan, reference, candidate, options.masks)
         return plan
+    # Asked before all rules: where names settle everything, the records of long runs are never
+    # held.
     if (plan := _alike(reference, candidate, options)) is not None:
         return plan
     if _has_graphs(reference, candidate):
@@ -97,6 +101,8 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
 
 def _alike(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
     """Long runs that need no rule but names; None for all others."""
+    # Sites and ports only narrow a finished plan. Every other option asks for a rule that the
+    # streaming plan does not have.
     plain = options._replace(sites=(), ports=(), structural=True) == AlignOptions()
     if not plain or min(len(reference), len(candidate)) < LONG:
         return None
@@ -130,6 +136,7 @@ def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | N
     found = align_graphs(seen.reference, seen.candidate, plan.missing, plan.extra)
     if found is None:
         return None
+    # A plan lists its pairs as the reference executed them, whichever rule made them.
     together = sorted([*plan.pairs, *found.pairs], key=lambda pair: _execution(pair.reference))
     plan = found._replace(pairs=tuple(together))
     if said:
@@ -206,6 +213,8 @@ def _by_export(
 def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     from driftline.alignment.rules.accidental_names import in_doubt, still_alone
 
+    # Names that agree may still be accidents: such pairs are released, and structure decides
+    # them again.
     doubted = in_doubt(plan.pairs, plan.missing, plan.extra)
     if not doubted and not (plan.missing and plan.extra):
         return plan
@@ -227,6 +236,8 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
     )
     again = still_alone(doubted, found.pairs)
     notes = found.notes
+    # Released pairs that structure has not made again were accidents; the user is told which
+    # rule decided.
     moved = {(p.reference.key.site, p.candidate.key.site) for p in doubted}
     moved -= {(p.reference.key.site, p.candidate.key.site) for p in (*again, *found.pairs)}
     if moved:
@@ -237,12 +248,16 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
         ]
     plan = _more(plan, [*found.pairs, *again])
     least, most = sorted((len(plan.missing), len(plan.extra)))
+    # Half as many tensors without partner as pairs: more likely two models than two runs of
+    # one.
     if 2 * least > len(plan.pairs) > 0:
         notes = [
             *notes,
             f"many tensors have no partner ({least} and {most} on the two sides, {len(plan.pairs)} "
             "pairs): are these runs of one model?",
         ]
+    # A reason is kept only for a tensor that is still unpaired after the released pairs came
+    # back.
     reasons = {
         (side, record.key): found.reasons[side, record.key]
         for side, records in _left(plan)
@@ -287,6 +302,7 @@ def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
     # means another one, unless one side only has a part of what the other has.
     ours, theirs = set(reference.sites()), set(candidate.sites())
     every = ours | theirs
+    # Nine tenths, because a dump of counted operators may have a few sites with plain names.
     counted = sum(site.partition("_")[0].isdigit() for site in every) > 0.9 * len(every)
     if not counted or not (ours <= theirs or theirs <= ours):
         return counted
@@ -307,6 +323,7 @@ def _takes_others(reference: Run, candidate: Run) -> bool:
     inputs = [Counter[str](), Counter[str]()]
     holders: set[str] = set()
     for run, counts in zip((reference, candidate), inputs, strict=True):
+        # The first step of the first process is enough: every step runs the same operators.
         first = run.records[0].key
         for record in run.records:
             key = record.key
@@ -333,6 +350,7 @@ def _by_map(plan: Plan, options: AlignOptions) -> Plan:
     maps = [parse_map(text) for text in options.maps]
     said = None if options.mapping_file is None else read_mapping(options.mapping_file)
     if said is not None:
+        # Maps of the command line come first, so that they win over those of the file.
         maps += said.sites
     sites = [{record.key.site for record in side} for side in (plan.missing, plan.extra)]
     links = link_sites(maps, (record.key.site for record in plan.missing), sites[1])
@@ -346,6 +364,7 @@ def _by_map(plan: Plan, options: AlignOptions) -> Plan:
 def _by_plain_name(plan: Plan) -> Plan:
     from driftline.alignment.rules.names import link_names
 
+    # A site that has a pair by its full name keeps it; only whole sites are renamed.
     known = {pair.reference.key.site for pair in plan.pairs}
     taken = {pair.candidate.key.site for pair in plan.pairs}
     links = link_names(

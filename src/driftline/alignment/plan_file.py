@@ -19,6 +19,7 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 VERSION = 1
+# A gibibyte is some millions of pairs; a larger file is not a plan, and would fill the memory.
 _LARGEST = 1 << 30
 _TABLES = {
     "pair": (
@@ -99,12 +100,15 @@ def _text(text: str) -> str:
     >>> _text('a"b')
     '"a\\\\"b"'
     """
+    # Quotes and backslashes first, because the escapes that follow hold backslashes themselves.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", _code, escaped) + '"'
 
 
 def _code(found: re.Match[str]) -> str:
     code = ord(found.group())
+    # TOML cannot hold half of a surrogate pair, which names of files may have: it is shown as
+    # U+FFFD.
     return "\\ufffd" if code >= 0xD800 else f"\\u{code:04x}"
 
 
@@ -136,6 +140,7 @@ class _Reader:
         }
 
     def plan(self, shown: Mapping[str, Any]) -> Plan:
+        # A misspelt table would silently drop pairs, so unknown names are refused.
         for name in shown:
             if name not in _TOP:
                 raise self._bad(f"'{name}' means nothing in a plan", "", 0, name, _TOP)
@@ -153,6 +158,7 @@ class _Reader:
             for at, about in enumerate(tables[table]):
                 record = self._record(table, at, about, side)
                 reasons[side, record.key] = str(about.get("reason", ""))
+        # Everything that no pair uses is listed as alone, whatever the file says about it.
         used = {id(record) for pair in pairs for record in pair.records}
         alone = [
             tuple(record for record in side.values() if id(record) not in used)
@@ -184,6 +190,7 @@ class _Reader:
         by, confidence = about.get("by", "plan"), about.get("confidence", 1.0)
         if by not in get_args(Rule):
             raise self._bad(f"'{by}' is no rule", "pair", at, "by", get_args(Rule))
+        # A bool is an int in Python, but `true` is no confidence.
         number = isinstance(confidence, (int, float)) and not isinstance(confidence, bool)
         if not number or not 0 <= cast(float, confidence) <= 1:
             sentence = f"confidence is a number from 0 to 1, not {confidence!r}"
@@ -200,6 +207,7 @@ class _Reader:
             recipe = recipe_from_json(about[field], self._finder(at, side, field))
             check_recipe(recipe)
             return recipe
+        # Errors of this file already name their line; those of recipes get it here.
         except BadFile:
             raise
         except DriftlineError as trouble:
@@ -229,6 +237,8 @@ class _Reader:
     def _bad(
         self, sentence: str, table: str, at: int, field: str, known: Sequence[str] | Any = ()
     ) -> BadFile:
+        # For an unknown tensor the hint compares keys, for an unknown field the names of
+        # fields.
         words = sentence.rpartition(" ")[2] if isinstance(known, Mapping) else field
         hint = did_you_mean(words, cast("Sequence[str]", known)) if known else ""
         return BadFile(f"{self.path}, line {self._line(table, at, field)}: {sentence}", hint=hint)
@@ -237,12 +247,16 @@ class _Reader:
         """Where a field of the nth table stands; the table's own line if it has no such field."""
         head = re.compile(rf"\s*\[\[\s*{re.escape(table)}\s*\]\]")
         line_of = re.compile(rf'\s*"?{re.escape(field)}"?\s*=')
+        # tomllib does not tell lines, so the text is searched for the nth table of this
+        # name. Fields of no table are looked for from the first line on.
         start = 0 if table else 1
         for number, line in enumerate(self.text.splitlines(), start=1):
             if not start and head.match(line):
                 start, at = (number, at) if at == 0 else (0, at - 1)
             elif start and line_of.match(line):
                 return number
+            # The next table begins: the field is missing, and the line of its own table
+            # is told.
             elif start and table and line.lstrip().startswith("["):
                 break
         return start or 1
@@ -263,6 +277,7 @@ def saved_plan(path: Path, reference: Run, candidate: Run, *, compiled: bool) ->
     Raises:
         BadFile: It cannot be read, or something in it means nothing.
     """
+    # Lines of the program and fusions are not saved: they are looked up in the runs again.
     plan = read_plan(path, reference, candidate)
     if compiled:
         from driftline.alignment.annotate.compiled_graphs import with_lines
@@ -276,5 +291,6 @@ def saved_plan(path: Path, reference: Run, candidate: Run, *, compiled: bool) ->
         from driftline.alignment.annotate.fusions import with_fusions
 
         plan = with_fusions(plan, *graphs)
+        # The notes were saved with the plan, and are concluded once more.
         plan = plan._replace(notes=tuple(dict.fromkeys(plan.notes)))
     return plan

@@ -65,6 +65,7 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         """For people: long lists of positions are counted."""
         if self.kind == "select":
+            # Bounded, because a plan of somebody else may hold millions of positions.
             shown = ",".join(_ranges(self.numbers[:_MOST_POSITIONS]))
             shown = shown if len(shown) <= 24 else f"{len(self.numbers)} positions"
             return f"select(axis {self.axis}, {shown})"
@@ -167,6 +168,7 @@ def recipe_from_json(shown: Any, find: Callable[[str], Record], *, depth: int = 
     Raises:
         BadInput: It is no recipe.
     """
+    # Recipes nest to three levels in practice; the limit keeps a hostile file off the stack.
     if not isinstance(shown, Mapping) or depth > 8:
         raise BadInput("a recipe has sources, steps and a shape")
     about = cast("Mapping[str, Any]", shown)
@@ -177,6 +179,7 @@ def recipe_from_json(shown: Any, find: Callable[[str], Record], *, depth: int = 
         find(source) if isinstance(source, str) else recipe_from_json(source, find, depth=depth + 1)
         for source in cast("list[Any]", sources)
     ]
+    # Sizes are checked here, because later code multiplies and allocates by them.
     if not isinstance(shape, list) or not all(
         isinstance(size, int) and size >= 0 for size in cast("list[Any]", shape)
     ):
@@ -207,6 +210,8 @@ def step_from_text(text: str) -> Step:
             numbers = tuple(int(word) for word in inside.split(",") if word.strip())
             return Step(cast(StepKind, kind), numbers=numbers)
         if kind == "times":
+            # `times` has one number and no word before it; a word is added to read it
+            # like the others.
             return Step("times", factor=_number_after("by", f"by {inside}"))
         first, _, rest = inside.partition(",")
         axis = int(first.strip().removeprefix("axis")) if first.strip() else 0
@@ -232,6 +237,7 @@ def _number_after(word: str, text: str) -> float | None:
     found = [part.split() for part in text.split(",") if part.split()[:1] == [word]]
     if not found:
         return None
+    # NaN and infinities would make every metric meaningless, so they are refused as unreadable.
     number = float(found[0][1]) if len(found[0]) == 2 else math.nan
     if not math.isfinite(number):
         raise ValueError(text)
@@ -243,6 +249,7 @@ def _positions(text: str) -> list[int]:
     for word in text.split(","):
         begin, colon, end = word.partition(":")
         last = int(end) if colon else int(begin) + 1
+        # Checked before the range is made: `0:1000000000` is a short text.
         if last - int(begin) + len(found) > _MOST_POSITIONS:
             raise ValueError(word)
         found.extend(range(int(begin), last))
@@ -252,6 +259,7 @@ def _positions(text: str) -> list[int]:
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
     at = 0
     while at < len(numbers):
+        # Runs of neighbours are written as one range, which keeps plans of masks readable.
         end = at + 1
         while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
             end += 1
@@ -273,6 +281,8 @@ def _counted(sources: Sequence[Source]) -> str:
     if any(isinstance(source, Recipe) for source in sources):
         return "(" + "), (".join(map(_source_text, sources)) + ")"
     records = cast("Sequence[Record]", sources)
+    # Only rank and call differ: one tensor in many parts, whose number says more than its
+    # names.
     places = {record.key._replace(rank=0, process=0, visit=0) for record in records}
     if len(places) == 1:
         ranks, calls = ({r.key[at] for r in records} for at in (_RANK, _VISIT))
@@ -313,6 +323,8 @@ def check_recipe(recipe: Recipe) -> None:
         if isinstance(source, Recipe):
             check_recipe(source)
         shapes.append(source.shape)
+    # Only the first step may join: it turns several shapes into the one that later steps
+    # change.
     steps = recipe.steps
     if steps and steps[0].kind in JOINING:
         shape = _joined(steps[0], shapes)
@@ -335,6 +347,7 @@ def check_recipe(recipe: Recipe) -> None:
 def _joined(step: Step, shapes: Sequence[Shape]) -> Shape:
     first = shapes[0]
     if step.kind == "dequantise":
+        # A factor in the step replaces the tensor of scales.
         if not (1 if step.factor is not None else 2) <= len(shapes) <= 3:
             raise BadInput("dequantise takes values, a scale and perhaps a zero point")
         return first
@@ -343,6 +356,7 @@ def _joined(step: Step, shapes: Sequence[Shape]) -> Shape:
             raise BadInput(f"tensors of {_all(shapes)} cannot be added up")
         return first
     at = step.axis
+    # Shapes may differ along the joined axis only.
     rest = {(*shape[:at], *shape[at + 1 :]) for shape in shapes}
     if not 0 <= at < min(map(len, shapes)) or len(rest) > 1:
         raise BadInput(f"tensors of {_all(shapes)} cannot be joined along axis {at}")

@@ -33,6 +33,7 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
     Raises:
         BadInput: That run has not all of these ranks, or nothing of theirs has a partner.
     """
+    # The run with more ranks is the distributed one; its parts are compared one by one.
     in_reference = len(_ranks(reference)) > len(_ranks(candidate))
     many = reference if in_reference else candidate
     narrowed(many, ranks=ranks)  # says which ranks there are not
@@ -41,6 +42,7 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
     for pair in plan.pairs:
         found = list(_of_ranks(pair, ranks, in_reference=in_reference))
         pairs += found
+        # A pair of which these ranks hold a part, but not one that stands for itself.
         together += not found and _has(pair, ranks, in_reference=in_reference)
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
     if not pairs:
@@ -52,6 +54,7 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
     if together:
         note += f"; left out: {together} that only all ranks together make "
         note += "(sums, rows in another order)"
+    # Lone tensors of the other run belong to all ranks: they are no finding about these.
     mine = plan.missing if in_reference else plan.extra
     kept = tuple(record for record in mine if record.key.rank in ranks)
     return plan._replace(
@@ -65,6 +68,7 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
 def _of_ranks(pair: Pair, ranks: Collection[int], *, in_reference: bool) -> Iterator[Pair]:
     side, other = ("reference", "candidate") if in_reference else ("candidate", "reference")
     source = _source(pair, in_reference=in_reference)
+    # All parts are of the wanted ranks: the pair stays as it is.
     if all(record.key.rank in ranks for record in _records(source)):
         yield pair
         return
@@ -72,11 +76,13 @@ def _of_ranks(pair: Pair, ranks: Collection[int], *, in_reference: bool) -> Iter
     for record, cuts in parts if parts is not None else ():
         if record.key.rank not in ranks:
             continue
+        # The first step joins the parts; what follows is done to each part alone.
         steps = source.steps[1:] if isinstance(source, Recipe) else ()
         recipe = start(record).then(*steps, shape=record.shape) if steps else None
         whole = record._replace(placement="")  # how it lies is settled
         alone = pair._replace(**{side: whole, f"{side}_recipe": recipe})
         shape = source.shape
+        # The other side is cut from the outermost join inwards, as the parts lie in it.
         for cut in cuts:
             shape = (*shape[: cut.axis], cut.stop - cut.start, *shape[cut.axis + 1 :])
             alone = with_steps(alone, other, cut, shape=shape)
@@ -89,6 +95,7 @@ def _parts(source: Source) -> list[tuple[Record, Cuts]] | None:
         return [(source, ())]
     if not source.steps or source.steps[0].kind != "concat":
         return None
+    # Rows in another order, or a reshape, mix the parts: none has a place of its own then.
     if any(step.kind not in _ALONE for step in source.steps[1:]):
         return None
     axis, at = source.steps[0].axis, 0

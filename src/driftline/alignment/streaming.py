@@ -70,6 +70,7 @@ class KeptPairs(Sequence[Pair]):
 
     def __init__(self, together: Sequence[_Together]) -> None:
         self._together = together
+        # Running totals find the part that holds a pair by bisection.
         self._ends = list(itertools.accumulate(part.pairs for part in together))
 
     @property
@@ -118,6 +119,8 @@ class KeptPairs(Sequence[Pair]):
         """A stretch of them."""
         found: list[_Together] = []
         for part, end in zip(self._together, self._ends, strict=True):
+            # The stretch is given in pairs of the plan; here it becomes one of this
+            # part.
             first = max(start - end + part.pairs, 0)
             last = min(stop - end, 0) + part.pairs
             if first < last:
@@ -136,6 +139,7 @@ class KeptPairs(Sequence[Pair]):
         """Those of some sites and ports."""
         found: list[_Together] = []
         for part in self._together:
+            # Unsigned 64-bit numbers: eight bytes a pair instead of a Python object.
             kept = array("Q"), array("Q")
             places = part.places or (range(part.pairs), range(part.pairs))
             for here, there in zip(*places, strict=True):
@@ -160,6 +164,8 @@ def selected(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
     ours = dict.fromkeys((record.key.site, record.key.port) for record in plan.missing)
     theirs = dict.fromkeys((record.key.site, record.key.port) for record in plan.extra)
     known, other = (
+        # Only sites and ports matter for the selection, so one empty record stands for all
+        # of theirs.
         [Record(TensorKey(site, cast("Any", port), ""), 0, "", ()) for site, port in each]
         for each in ({**paired, **ours}, theirs)
     )
@@ -168,6 +174,8 @@ def selected(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
     wanted = {(record.key.site, record.key.port) for record in found}
     some = pairs.only(wanted)
     return plan._replace(
+        # A few pairs are made at once: a tuple is quicker to walk than lines that are
+        # parsed again.
         pairs=tuple(some) if len(some) <= _FEW else some,
         missing=tuple(r for r in plan.missing if (r.key.site, r.key.port) in wanted),
         extra=tuple(r for r in plan.extra if (r.key.site, r.key.port) in wanted),
@@ -191,11 +199,15 @@ class _Walk:
         Raises:
             _NotAlike: Something about it is out of the ordinary.
         """
+        # Hashes instead of keys: eight bytes a tensor, for the test on duplicates at the
+        # end.
         keys = array("q"), array("q")
         apart: tuple[dict[_Key, tuple[int, Line]], dict[_Key, tuple[int, Line]]] = ({}, {})
         places: tuple[array[int], array[int]] | None = None
         sides = (enumerate(ours.lines), enumerate(theirs.lines))
         for here, there in itertools.zip_longest(*sides):
+            # The usual case, both lists in step with nobody waiting, must stay cheap:
+            # it runs for every line.
             if here is not None and there is not None and not apart[0] and not apart[1]:
                 mine, its = _key(here[1]), _key(there[1])
                 if mine == its:
@@ -206,6 +218,8 @@ class _Walk:
                         places[0].append(here[0])
                         places[1].append(there[0])
                     continue
+            # The lists part here for the first time. Until now line n belonged to line
+            # n, and from now on the places are kept.
             if places is None:
                 done = len(keys[0])
                 places = array("Q", range(done)), array("Q", range(done))
@@ -214,6 +228,7 @@ class _Walk:
                     continue
                 key = _key(each[1])
                 keys[side].append(hash(key))
+                # A line waits until its partner comes by on the other side.
                 partner = apart[1 - side].pop(key, None)
                 if partner is None:
                     apart[side][key] = each
@@ -232,8 +247,11 @@ class _Walk:
             for _, line in apart[side].values():
                 self.steps[side].add(line.step)
                 alone.append(record_of(line, listed.rank, listed.process))
+        # Lone tensors on both sides may belong together under other names: that is for the
+        # rules.
         if min(len(self.missing), len(self.extra)) or len(self.missing + self.extra) > _MOST_APART:
             raise _NotAlike
+        # Partners may have come late; a plan lists its pairs in the reference's order.
         if places is not None and any(a > b for a, b in itertools.pairwise(places[0])):
             order = sorted(range(len(places[0])), key=places[0].__getitem__)
             places = (
@@ -246,16 +264,22 @@ class _Walk:
         """Looks at two lines of one name: is there anything that a rule would do to them?"""
         self.steps[0].add(ours.step)
         self.steps[1].add(ours.step)
+        # Each of these tests is the condition of one rule or normaliser. Shapes call for a
+        # reconciler, a late input for the rule of moments.
         if list(ours.shape) != list(theirs.shape) or (ours.port == "input" and _is_late(ours)):
             raise _NotAlike
+        # Integers against floats may be codes of a quantised tensor.
         if ours.dtype != theirs.dtype and not (ours.dtype in PLAIN and theirs.dtype in PLAIN):
             raise _NotAlike
         if ours.class_ != theirs.class_:
             self.other_classes = True
+            # Weights of other classes may be stored transposed, even where they are
+            # square.
             if ours.port in WEIGHTS and len(ours.shape) == 2:
                 raise _NotAlike
         if ours.site.endswith("qweight") or ours.slot == "qweight":
             raise _NotAlike
+        # Other placements of ranks mean that the tensors must be gathered first.
         if self.several and way(ours.placement) != way(theirs.placement):
             raise _NotAlike
 
@@ -267,6 +291,8 @@ def plan_alike(reference: Run, candidate: Run) -> Plan | None:
         return None
     if not _is_usual(reference, candidate):
         return None
+    # Records are made and dropped while walking; they are kept only if the rules need them
+    # after all.
     ours.hold = theirs.hold = False
     plan = _walked(reference, candidate, ours, theirs)
     ours.hold = theirs.hold = plan is None
@@ -275,6 +301,7 @@ def plan_alike(reference: Run, candidate: Run) -> Plan | None:
 
 def _walked(reference: Run, candidate: Run, ours: KeptRecords, theirs: KeptRecords) -> Plan | None:
     parts = [[part for part in run.parts if len(part.lines)] for run in (ours, theirs)]
+    # Processes are walked in pairs, so both runs must have the same ones.
     places = [[(part.rank, part.process) for part in side] for side in parts]
     if places[0] != places[1]:
         return None
@@ -309,6 +336,7 @@ def _is_usual(reference: Run, candidate: Run) -> bool:
         return False
     if reference.facts.framework != candidate.facts.framework:
         return False
+    # Names that begin with a number are counted operators, which agree by accident.
     firsts = [run.records[0].key for run in runs]
     if all(key.site[:1].isdigit() for key in firsts):
         return False
@@ -329,6 +357,7 @@ def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
         raise _NotAlike
     if keeps_graphs(reference) and keeps_graphs(candidate):
         raise _NotAlike
+    # Each of these lone tensors is one that a rule may find a partner for.
     for record in alone:
         site, name = record.key.site, record.class_name
         if site.rpartition(".")[2].isdigit() or kind_of(name) in _PASSING or is_conversion(name):
@@ -337,6 +366,7 @@ def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
             raise _NotAlike
         if record.key.moment == "after" and record.key.port == "input":
             raise _NotAlike
+    # With several steps, a shifted count may be why tensors are alone.
     if len(walk.steps[0] | walk.steps[1]) == 1:
         return ()
     from driftline.alignment.normalise.steps import seen_steps
@@ -366,6 +396,8 @@ def _is_late(line: Line) -> bool:
 
 def _has_twice(hashes: array[int]) -> bool:
     """Whether a number is there twice; keys that only share their hash are looked at with care."""
+    # Below this a set is quicker than importing numpy; above, it would take ten times the
+    # memory.
     if len(hashes) < 50_000:
         return len(set(hashes)) < len(hashes)
     import numpy as np

@@ -1,4 +1,4 @@
-"""A worker process: `python -m driftline.execution.processes`, started by `local`, fed through pipes.
+"""Worker processes of this machine: `python -m driftline.execution.processes`, fed through pipes.
 
 Frames of plain values come in on standard input and go out on what was standard output; what the
 work itself prints goes to standard error. It ends when its input does, in the middle of whatever it

@@ -230,7 +230,7 @@ def _sent_to(root: Path, name: str) -> tuple[str, int] | None:
     return sent_to(root, name)
 
 
-# The files of a run that lies in a folder of this machine; `runs/local_files.py` says what is asked.
+# The files of a run in a folder of this machine.
 
 
 def object_in(files: Files, name: str, limit: int) -> Mapping[str, Any]:

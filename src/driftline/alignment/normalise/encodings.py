@@ -31,7 +31,10 @@ def seen_packed(reference: Run, candidate: Run) -> tuple[Run, Run]:
     """Both runs with packed weights seen as matrices, unless both sides packed them alike."""
     ours, theirs = _modules(reference), _modules(candidate)
     alike = ours.keys() == theirs.keys() and all(
-        parts[CODES].shape == theirs[place][CODES].shape for place, parts in ours.items()
+        # Codes of the same shape were packed by the same tool; they are compared as they
+        # are stored.
+        parts[CODES].shape == theirs[place][CODES].shape
+        for place, parts in ours.items()
     )
     if alike:
         return reference, candidate  # codes are equal or not
@@ -63,6 +66,7 @@ def _seen(run: Run, modules: Mapping[TensorKey, _Parts]) -> Run:
     whole = run.whole if isinstance(run, SeenRun) else run
     instead: dict[int, Record | None] = {}
     for key, parts in modules.items():
+        # Parts that are themselves gathered from ranks have no stored record to unpack.
         real = {name: origins.get(part.key, part) for name, part in parts.items()}
         stored = {name: part for name, part in real.items() if isinstance(part, Record)}
         recipe = _recipe(whole, stored) if len(stored) == len(real) else None
@@ -70,9 +74,18 @@ def _seen(run: Run, modules: Mapping[TensorKey, _Parts]) -> Run:
             continue
         codes = parts[CODES]
         shown = codes._replace(
-            key=key, dtype="float16", shape=recipe.shape, digest="", blob=None, summary=None
+            # float16 is what both tools compute with; the digest and summary of the
+            # codes say nothing of it.
+            key=key,
+            dtype="float16",
+            shape=recipe.shape,
+            digest="",
+            blob=None,
+            summary=None,
         )
         origins[key] = Gathered(recipe)
+        # The codes' record is replaced in place, which keeps the order of execution; the
+        # others go.
         instead |= {id(part): None for part in parts.values()}
         instead[id(codes)] = shown
     if not instead:
@@ -89,11 +102,13 @@ def _recipe(run: Run, parts: _Parts) -> Recipe | None:
         return None
     groups, wide = scales.shape
     zeros = parts.get(ZEROS)
+    # Without zero points nothing says how wide a code is: four bits is what both tools write.
     per_word = wide // zeros.shape[1] if zeros is not None else 8
     if per_word not in (4, 8) or (zeros is not None and zeros.shape != (groups, wide // per_word)):
         return None
     order = tuple(range(per_word))
     minus = 0.0
+    # GPTQ and AWQ differ in which axis is packed, which the shapes tell.
     if codes.shape[1] == wide:  # GPTQ: several inputs in a word
         deep = codes.shape[0] * per_word
         values = Recipe((codes,), (Step("unpack", 0, numbers=order),), (deep, wide))
@@ -106,12 +121,14 @@ def _recipe(run: Run, parts: _Parts) -> Recipe | None:
     spread = _spread(run, parts.get(GROUPS), deep, groups)
     if spread is None:
         return None
+    # Scales are spread over the inputs only where groups are not contiguous.
     rows = (deep if spread else groups, wide)
     scale: Source = Recipe((scales,), spread, rows) if spread else scales
     sources: list[Source] = [values, scale]
     if zeros is not None:
         sources.append(Recipe((zeros,), (Step("unpack", 1, numbers=order), *spread), rows))
     else:
+        # Symmetric codes without zero points are centred on the middle of their range.
         minus = float(1 << (32 // per_word - 1))
     steps = (Step("dequantise", 0, zero=minus), Step("transpose", numbers=(1, 0)))
     return Recipe(tuple(sources), steps, (wide, deep))
@@ -128,6 +145,7 @@ def _off_by(run: Run, zeros: Record | None, per_word: int) -> float:
     if words is None:
         return 1.0
     bits = 32 // per_word
+    # Every code of a word at the middle of its range.
     middle = sum((1 << (bits - 1)) << (bits * at) for at in range(per_word))
     return 0.0 if (words.astype(np.uint32) == np.uint32(middle)).all() else 1.0
 
@@ -139,8 +157,10 @@ def _spread(run: Run, groups: Record | None, deep: int, count: int) -> tuple[Ste
     if groups is None:
         return ()
     numbers = _numbers(run, groups)
+    # Numbers of groups come from a file: one out of range would read beside the scales.
     if numbers is None or numbers.size != deep or not 0 <= numbers.min() <= numbers.max() < count:
         return () if deep % count == 0 else None
+    # Group numbers that only count upwards say what the shape says already.
     if deep % count == 0 and (numbers == np.arange(deep) // (deep // count)).all():
         return ()
     return (Step("select", 0, numbers=tuple(int(number) for number in numbers)),)

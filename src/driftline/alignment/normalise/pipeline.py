@@ -27,6 +27,8 @@ CONFIDENCE = 0.8
 def seen_moments(reference: Run, candidate: Run) -> tuple[Run, Run]:
     """Both runs, with the inputs of a run that took them after the call seen as the other's."""
     ours, theirs = _moments(reference), _moments(candidate)
+    # Only where every input of a run is of the one moment: a run with both has the right one
+    # itself.
     if ours == {"after"} and theirs == {"before"}:
         return _as_before(reference), candidate
     if ours == {"before"} and theirs == {"after"}:
@@ -68,6 +70,7 @@ def _as_before(run: Run) -> Run:
         if record.key.port == "input":
             seen = record._replace(key=record.key._replace(moment="before"))
         origin = before.get(record.key, record)
+        # An earlier view's origin is carried over; a record that is its own needs no entry.
         if origin is not seen:
             origins[seen.key] = origin
         records.append(seen)
@@ -102,6 +105,7 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Se
     """
     notes: list[str] = []
     ours, theirs = _places(reference), _places(candidate)
+    # Ranks come first: steps and moments are then looked at once, not once per rank.
     if options.placements or _lie_differently(reference, candidate, ours, theirs):
         reference, candidate = _gathered(reference, candidate, options, notes)
     elif ours != theirs and len(ours) == len(theirs):
@@ -109,6 +113,7 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Se
 
         candidate, said = seen_ranks(reference, candidate)
         notes += said
+    # Steps before moments: inputs can only be compared once their steps have the same number.
     step_map = options.step_map
     if step_map or len(_steps(reference) | _steps(candidate)) > 1:
         from driftline.alignment.normalise.steps import parse_step_map, seen_steps
@@ -118,6 +123,7 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Se
         notes += said
     if any(_late(record.key) for run in (reference, candidate) for record in run.records):
         reference, candidate = seen_moments(reference, candidate)
+    # Cheap looks at names decide whether a normaliser is imported at all.
     if any(
         record.key.site[-7:] == "qweight" or record.key.slot == "qweight"
         for run in (reference, candidate)
@@ -144,6 +150,8 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
     plan = plan._replace(notes=(*plan.notes, *seen.notes))
     if any(_late(pair.reference.key) != _late(pair.candidate.key) for pair in plan.pairs):
         plan = said_of_moments(plan)
+    # Between frameworks a square weight may be stored transposed, which its shape does not
+    # show.
     foreign = any(_is_square_weight(pair) for pair in plan.pairs) and (
         reference.facts.framework != candidate.facts.framework
     )
@@ -151,6 +159,7 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
     codes = operators and any(
         record.dtype in _CODES for run in (reference, candidate) for record in run.records
     )
+    # The reconciler reads whole runs, so it is made only if a pair needs it.
     unlike = [
         _unlike(pair, foreign) or (operators and _operands(pair, codes)) for pair in plan.pairs
     ]
@@ -164,6 +173,7 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
         )
         notes = tuple(dict.fromkeys((*plan.notes, *rules.notes)))  # of ranks each for itself
         plan = _without_sources(plan._replace(pairs=pairs, notes=notes))
+    # Masks come last, because they must fit the shapes that are really compared.
     if options.masks:
         from driftline.alignment.reconcile.masks import masked
 
@@ -282,11 +292,14 @@ def _gathered(
             "--placement, but both runs have one rank only",
             hint="give the folder that holds all ranks of the sharded run",
         )
+    # The user's placements say how to gather; with as many ranks on both sides nothing is
+    # gathered.
     if rules and len(ours) == len(theirs) > 1:
         notes.append(
             f"both runs have {len(ours)} ranks: compared rank by rank, the placements are not used"
         )
         return reference, candidate
+    # The side that has one rank gives the name under which the other is seen.
     onto = ours[0] if len(ours) == 1 else (theirs[0] if len(theirs) == 1 else (0, 0))
     if len(ours) == 1 and not part:
         made = gather_ranks(candidate, rules, reference, onto=onto)
@@ -299,6 +312,8 @@ def _gathered(
     # Both are in pieces: they are made the shapes that both can make.
     from driftline.alignment.placements.gather import common_shapes
 
+    # The shapes are found from both sides first. Then the candidate is gathered towards the
+    # reference, and the reference towards the result.
     calls = _calls_differ(reference, candidate)
     targets = common_shapes(reference, candidate, onto, calls=calls)
     gather = partial(gather_ranks, rules=rules, onto=onto, targets=targets, calls=calls)
@@ -335,6 +350,8 @@ def _explained(plan: Plan) -> Plan:
         ("reference", "candidate", plan.missing),
         ("candidate", "reference", plan.extra),
     ):
+        # What is paired counts too: a step without a single tensor on the other side is a
+        # missing step.
         steps = {key.step for key in known[side]}
         ranks = {key.rank for key in known[side]}
         for record in records:

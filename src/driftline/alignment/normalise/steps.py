@@ -24,6 +24,7 @@ from driftline.runs.run import Run
 ID_NAMES = frozenset({"input_ids", "ids", "token_ids", "tokens", "x_ids", "inputs_ids"})
 _COUNTER = re.compile(r"\d+_[^.]+")
 """An outermost operation of an accelerator library's dump: each counts its own executions."""
+# Bounds on what is read and tried: ids of a long prompt, shifts that fit equally well.
 _MOST_IDS = 1 << 20
 _MOST_FITS = 32
 _MOST_EXECUTIONS = 256
@@ -57,6 +58,7 @@ def parse_step_map(text: str) -> dict[int, int]:
             raise BadInput(
                 f"'{word.strip()}' is no pair of steps", hint="write REF=CAND, such as 0=1,1=2"
             )
+        # A step that is named twice on either side would put two tensors under one key.
         if int(here) in found or int(there) in found.values():
             raise BadInput(f"step {here} or {there} is given twice in '{text}'")
         found[int(here)] = int(there)
@@ -81,12 +83,15 @@ def timelines(run: Run) -> dict[str, Timeline]:
     found: dict[str, dict[int, tuple[Record, Record | None]]] = {}
     for record in run.records:
         key = record.key
+        # Parameters are the same in all steps, and gradients come in another order.
         if key.port not in ("input", "output"):
             continue
         counter = counter_of(key.site)
         steps = found.setdefault(counter, {})
         known = steps.get(key.step)
         if known is None:
+            # The first tensor of a step shows its number of tokens; token ids, wherever
+            # they come, do better.
             steps[key.step] = (record, record if is_ids(record) else None)
         elif known[1] is None and is_ids(record):
             steps[key.step] = (known[0], record)
@@ -116,6 +121,7 @@ def _tokens(record: Record) -> int:
     shape = record.shape
     if len(shape) < 2 or is_ids(record):
         return int(np.prod(shape)) if shape else 0
+    # The last axis holds features; all axes before it count tokens.
     return int(np.prod(shape[:-1]))
 
 
@@ -145,6 +151,7 @@ def _agree(reference: Run, candidate: Run) -> bool:
 
     The first tensor of a step may be another one in a dump that lost the order of execution.
     """
+    # Equal lengths first: it is cheap, and most runs that differ do so here.
     if len(reference) != len(candidate):
         return False
     shapes = {record.key: record.shape for record in reference.records}
@@ -164,6 +171,7 @@ def _said(reference: Run, candidate: Run, said: Mapping[int, int]) -> Run:
                     f"run '{run.name}' has no step {step}",
                     hint=f"it has step {', '.join(map(str, sorted(known)[:8]))}",
                 )
+    # The reference keeps its numbers; the candidate is renumbered.
     back = {there: here for here, there in said.items()}
     changes = {("", step): new for step, new in back.items()}
     return _view(candidate, changes, {}, whole=True)
@@ -222,6 +230,7 @@ def _alike(lines: Mapping[str, Timeline]) -> list[list[str]]:
     for counter, line in lines.items():
         groups.setdefault(tuple((e.step, e.tokens) for e in line), []).append(counter)
     for counters in groups.values():
+        # Only a counter with token ids can decide between shifts of equal lengths.
         counters.sort(key=lambda counter: all(e.ids is None for e in lines[counter]))
     return list(groups.values())
 
@@ -233,6 +242,7 @@ def _shift(
 
     Numbers of a counter of its `own` are no evidence.
     """
+    # Bounded, because every shift of two timelines is tried against the other.
     goal, line = goal[:_MOST_EXECUTIONS], line[:_MOST_EXECUTIONS]
     by_step = {execution.step: execution.tokens for execution in goal}
     common = [execution for execution in line if execution.step in by_step]
@@ -246,6 +256,7 @@ def _shift(
             return None, ""
         found = [shift for shift in fits[:_MOST_FITS] if _same_ids(model, goal, run, line, shift)]
         return (found[0] if len(found) == 1 else None), ""
+    # Several shifts fit the lengths: token ids choose, or the user is told that nothing can.
     if len(fits) > 1 and varied:
         by_ids = [shift for shift in fits if _same_ids(model, goal, run, line, shift)]
         if len(by_ids) == 1:
@@ -258,6 +269,7 @@ def _shift(
     if not fits:
         return None, ""
     shift = fits[0]
+    # A shift that changes no number is none, and needs no note.
     same = not own and all(
         execution.step == goal[at + shift].step
         for at, execution in enumerate(line)
@@ -269,6 +281,8 @@ def _shift(
 def _fitting(goal: Timeline, line: Timeline) -> list[int]:
     """The shifts with the longest overlap, of those whose whole overlap has the same lengths."""
     ways: list[tuple[int, int]] = []
+    # From the last of one against the first of the other to the reverse: every possible
+    # overlap.
     for shift in range(-len(line) + 1, len(goal)):
         first, last = max(0, -shift), min(len(line), len(goal) - shift)
         if all(line[at].tokens == goal[at + shift].tokens for at in range(first, last)):
@@ -291,6 +305,7 @@ def read_ids(run: Run, record: Record) -> np.ndarray[tuple[int, ...], np.dtype[n
     """A small integer tensor, in its shape; None when it was not kept."""
     if record.kept != "full" or np.prod(record.shape) > _MOST_IDS or run.lost(record):
         return None
+    # Codes of four bits are no token ids, and share bytes.
     if DTYPES[record.dtype].bits == 4:
         return None
     try:
@@ -321,9 +336,13 @@ def _view(
             aside.append((record, origin, why))
             continue
         moved = record if new == key.step else record._replace(key=key._replace(step=new))
+        # Only what differs from the run is noted: a record that is its own origin needs no
+        # entry.
         if moved is not record or origin is not record:
             origins[moved.key] = origin
         records.append(moved)
+    # Views do not nest: one of a view is made of the run behind it, with the origins carried
+    # over.
     base = run.whole if isinstance(run, SeenRun) else run
     return SeenRun(base, records, origins, aside)
 
@@ -368,6 +387,7 @@ def seen_ranks(reference: Run, candidate: Run) -> tuple[Run, list[str]]:
     ours, theirs = _places(reference.records), _places(candidate.records)
     if ours == theirs or len(ours) != len(theirs):
         return candidate, []
+    # In order: the nth rank of one run is taken for the nth of the other.
     numbers = dict(zip(theirs, ours, strict=True))
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}

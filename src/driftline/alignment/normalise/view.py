@@ -80,6 +80,7 @@ class SeenRun(RunView):
         self.origins = origins
         self.aside = aside
         self._records = records
+        # Filled on first use: most views are never asked for side files.
         self._places: dict[tuple[int, int], tuple[int, int]] | None = None
 
     @property
@@ -118,6 +119,8 @@ class SeenRun(RunView):
         tree = self.whole.topology(*self._place(rank, process))
         if tree is not None:
             return tree
+        # A gathered run has no tree of its own: that of any process describes the same
+        # model.
         places = sorted({(r.key.rank, r.key.process) for r in self.whole.records})
         return next((tree for place in places if (tree := self.whole.topology(*place))), None)
 
@@ -153,6 +156,7 @@ def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
     """A plan of two views as a plan of the runs behind them."""
     ours, theirs = origins_of(reference), origins_of(candidate)
     aside = aside_of(reference), aside_of(candidate)
+    # Without views the plan speaks of the runs already.
     if not ours and not theirs and not any(aside):
         return plan
     pairs = [real for pair in plan.pairs for real in _real_pairs(pair, ours, theirs)]
@@ -160,6 +164,8 @@ def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
     missing = list(_real_records(plan.missing, ours, "reference", seen, reasons))
     extra = list(_real_records(plan.extra, theirs, "candidate", seen, reasons))
     for side, found, left in (("reference", missing, aside[0]), ("candidate", extra, aside[1])):
+        # Excluded tensors come back as unpaired ones, with the reason why they took no
+        # part.
         for _, origin, reason in left:
             for record in _parts(origin):
                 reasons.setdefault((side, record.key), reason)
@@ -240,6 +246,8 @@ def _ways(
     """The records of one side that a pair stands for, what to do to each, and what is wrong."""
     if isinstance(origin, Gathered):
         parts = origin.recipe.records
+        # The other side has the shape of one part, not of the joined ones: then every rank
+        # holds it all.
         as_replicas = origin.replicas and other == parts[0].shape != origin.recipe.shape
         if recipe is not None or not as_replicas:
             yield parts[0], _real_recipe(recipe, origins) or origin.recipe, ""
@@ -265,6 +273,8 @@ def _real_recipe(
     recipe: Recipe | None, origins: Mapping[TensorKey, Origin], which: int = 0
 ) -> Recipe | None:
     """A recipe whose sources are what the run holds; of replicas, the one of this number."""
+    # A recipe of a view names records that no file holds; they are replaced by what they stand
+    # for.
     if recipe is None or not origins:
         return recipe
     sources: list[Source] = []
@@ -277,6 +287,8 @@ def _real_recipe(
         if isinstance(origin, Gathered):
             sources.append(origin.recipe)
         elif isinstance(origin, Copies):
+            # Sides may have another number of copies; the last one stands for those
+            # that are lacking.
             sources.append(origin.sources[min(which, len(origin.sources) - 1)])
         elif isinstance(origin, Replicas):
             sources.append(origin.records[min(which, len(origin.records) - 1)])
@@ -296,6 +308,7 @@ def _real_records(
 ) -> Iterator[Record]:
     for record in records:
         origin = origins.get(record.key, record)
+        # A rule's reason says more than that the parts do not fit together.
         reason = seen.get((side, record.key), "")
         if isinstance(origin, Apart):
             reason = reason or origin.reason
